@@ -1,0 +1,348 @@
+//! Element-wise arithmetic on byte slices of any alignment.
+//!
+//! Operands come straight from user memory and from the network, so nothing here assumes alignment. The loops are plain enough for
+//! the compiler to vectorise.
+//!
+//! A running value is in the accumulator's type `A`; a contribution is in the element type `T`, or already in `A` if it is itself a
+//! partial result. For most types the two are one.
+
+use half::{bf16, f16};
+
+use crate::dtype::{DType, Element, ReduceOp};
+
+/// `running = a`, `running ∘= x`, `running = a ∘ b`, `out = finish(running)`: what a reduction is made of, for one type and operator.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Arithmetic {
+    pub(crate) dtype: DType,
+    pub(crate) op: ReduceOp,
+    /// What a mean divides by.
+    pub(crate) ranks: u32,
+}
+
+/// An operand: elements, or partial results in the accumulator's type.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Operand<'a> {
+    Elements(&'a [u8]),
+    Partial(&'a [u8]),
+}
+
+/// Calls `$function::<T>(…)` with the Rust type of a run-time `DType`.
+macro_rules! with_type {
+    ($dtype:expr, $function:ident($($argument:expr),*)) => {
+        match $dtype {
+            DType::F32 => $function::<f32>($($argument),*),
+            DType::F64 => $function::<f64>($($argument),*),
+            DType::F16 => $function::<f16>($($argument),*),
+            DType::Bf16 => $function::<bf16>($($argument),*),
+            DType::I8 => $function::<i8>($($argument),*),
+            DType::I32 => $function::<i32>($($argument),*),
+            DType::I64 => $function::<i64>($($argument),*),
+            DType::U8 => $function::<u8>($($argument),*),
+            DType::U32 => $function::<u32>($($argument),*),
+            DType::U64 => $function::<u64>($($argument),*),
+        }
+    };
+}
+
+impl Arithmetic {
+    /// `running = x`.
+    pub(crate) fn set(&self, running: &mut [u8], x: Operand<'_>) {
+        with_type!(self.dtype, set(running, x));
+    }
+
+    /// `running = running ∘ x`.
+    pub(crate) fn fold(&self, running: &mut [u8], x: Operand<'_>) {
+        with_type!(self.dtype, fold(self.op, running, x));
+    }
+
+    /// `running = a ∘ b`, in one pass.
+    pub(crate) fn combine(&self, running: &mut [u8], a: Operand<'_>, b: Operand<'_>) {
+        with_type!(self.dtype, combine(self.op, running, a, b));
+    }
+
+    /// `out = running`, divided by the number of ranks for a mean, in the element type.
+    pub(crate) fn finish(&self, out: &mut [u8], running: &[u8]) {
+        with_type!(self.dtype, finish(self.divisor(), out, running));
+    }
+
+    /// [`finish`](Self::finish) where the running value already is in the output; only for types that are their own accumulator.
+    pub(crate) fn finish_in_place(&self, out: &mut [u8]) {
+        if let Some(divisor) = self.divisor() {
+            with_type!(self.dtype, divide(divisor, out));
+        }
+    }
+
+    /// Fills the output with the value that combines to nothing.
+    pub(crate) fn identity(&self, out: &mut [u8]) {
+        with_type!(self.dtype, identity(self.op, out));
+    }
+
+    fn divisor(&self) -> Option<u32> {
+        (self.op == ReduceOp::Mean).then_some(self.ranks)
+    }
+}
+
+/// An element type and the type its sums are held in.
+trait Number: Element {
+    type Acc: Accumulator<Acc = Self::Acc>;
+    fn widen(self) -> Self::Acc;
+    fn narrow(acc: Self::Acc) -> Self;
+}
+
+/// A type that reductions are computed in.
+trait Accumulator: Number {
+    const ZERO: Self;
+    const ONE: Self;
+    const LOWEST: Self;
+    const HIGHEST: Self;
+    fn add(self, x: Self) -> Self;
+    fn mul(self, x: Self) -> Self;
+    fn min(self, x: Self) -> Self;
+    fn max(self, x: Self) -> Self;
+    fn divide(self, by: u32) -> Self;
+}
+
+macro_rules! own_accumulator {
+    ($($type:ty),*) => {$(
+        impl Number for $type {
+            type Acc = Self;
+            fn widen(self) -> Self { self }
+            fn narrow(acc: Self) -> Self { acc }
+        }
+    )*};
+}
+
+own_accumulator!(f32, f64, i8, i32, i64, u8, u32, u64);
+
+macro_rules! widening {
+    ($($type:ty),*) => {$(
+        impl Number for $type {
+            type Acc = f32;
+            fn widen(self) -> f32 { self.to_f32() }
+            fn narrow(acc: f32) -> Self { Self::from_f32(acc) }
+        }
+    )*};
+}
+
+widening!(f16, bf16);
+
+macro_rules! integer {
+    ($($type:ty),*) => {$(
+        impl Accumulator for $type {
+            const ZERO: Self = 0;
+            const ONE: Self = 1;
+            const LOWEST: Self = Self::MIN;
+            const HIGHEST: Self = Self::MAX;
+            fn add(self, x: Self) -> Self { self.wrapping_add(x) }
+            fn mul(self, x: Self) -> Self { self.wrapping_mul(x) }
+            fn min(self, x: Self) -> Self { Ord::min(self, x) }
+            fn max(self, x: Self) -> Self { Ord::max(self, x) }
+            fn divide(self, _by: u32) -> Self { unreachable!("calls with an integer mean are refused") }
+        }
+    )*};
+}
+
+integer!(i8, i32, i64, u8, u32, u64);
+
+macro_rules! float {
+    ($($type:ty),*) => {$(
+        impl Accumulator for $type {
+            const ZERO: Self = 0.0;
+            const ONE: Self = 1.0;
+            const LOWEST: Self = Self::NEG_INFINITY;
+            const HIGHEST: Self = Self::INFINITY;
+            fn add(self, x: Self) -> Self { self + x }
+            fn mul(self, x: Self) -> Self { self * x }
+            fn min(self, x: Self) -> Self {
+                if self < x || (self == x && self.is_sign_negative()) {
+                    self
+                } else if x <= self {
+                    x
+                } else {
+                    Self::NAN
+                }
+            }
+            fn max(self, x: Self) -> Self {
+                if self > x || (self == x && self.is_sign_positive()) {
+                    self
+                } else if x >= self {
+                    x
+                } else {
+                    Self::NAN
+                }
+            }
+            fn divide(self, by: u32) -> Self { self / by as Self }
+        }
+    )*};
+}
+
+float!(f32, f64);
+
+fn elements<T: Element>(bytes: &[u8]) -> impl Iterator<Item = T> {
+    bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned)
+}
+
+fn slots<T: Element>(bytes: &mut [u8]) -> impl Iterator<Item = &mut [u8]> {
+    bytes.chunks_exact_mut(size_of::<T>())
+}
+
+fn write<T: Element>(slot: &mut [u8], value: T) {
+    slot.copy_from_slice(bytemuck::bytes_of(&value));
+}
+
+fn set<T: Number>(running: &mut [u8], x: Operand<'_>) {
+    match x {
+        Operand::Partial(x) => running.copy_from_slice(x),
+        Operand::Elements(x) => {
+            for (slot, x) in slots::<T::Acc>(running).zip(elements::<T>(x)) {
+                write(slot, x.widen());
+            }
+        }
+    }
+}
+
+fn fold<T: Number>(op: ReduceOp, running: &mut [u8], x: Operand<'_>) {
+    fn each<A: Accumulator, X: Number<Acc = A>>(running: &mut [u8], x: &[u8], f: impl Fn(A, A) -> A) {
+        for (slot, x) in slots::<A>(running).zip(elements::<X>(x)) {
+            write(slot, f(bytemuck::pod_read_unaligned(slot), x.widen()));
+        }
+    }
+    fn by_op<A: Accumulator, X: Number<Acc = A>>(op: ReduceOp, running: &mut [u8], x: &[u8]) {
+        match op {
+            ReduceOp::Sum | ReduceOp::Mean => each::<A, X>(running, x, A::add),
+            ReduceOp::Prod => each::<A, X>(running, x, A::mul),
+            ReduceOp::Min => each::<A, X>(running, x, A::min),
+            ReduceOp::Max => each::<A, X>(running, x, A::max),
+        }
+    }
+    match x {
+        Operand::Elements(x) => by_op::<T::Acc, T>(op, running, x),
+        Operand::Partial(x) => by_op::<T::Acc, T::Acc>(op, running, x),
+    }
+}
+
+fn combine<T: Number>(op: ReduceOp, running: &mut [u8], a: Operand<'_>, b: Operand<'_>) {
+    fn each<A: Accumulator, X: Number<Acc = A>, Y: Number<Acc = A>>(
+        running: &mut [u8],
+        (a, b): (&[u8], &[u8]),
+        f: impl Fn(A, A) -> A,
+    ) {
+        for ((slot, a), b) in slots::<A>(running).zip(elements::<X>(a)).zip(elements::<Y>(b)) {
+            write(slot, f(a.widen(), b.widen()));
+        }
+    }
+    fn by_op<A: Accumulator, X: Number<Acc = A>, Y: Number<Acc = A>>(
+        op: ReduceOp,
+        running: &mut [u8],
+        pair: (&[u8], &[u8]),
+    ) {
+        match op {
+            ReduceOp::Sum | ReduceOp::Mean => each::<A, X, Y>(running, pair, A::add),
+            ReduceOp::Prod => each::<A, X, Y>(running, pair, A::mul),
+            ReduceOp::Min => each::<A, X, Y>(running, pair, A::min),
+            ReduceOp::Max => each::<A, X, Y>(running, pair, A::max),
+        }
+    }
+    match (a, b) {
+        (Operand::Elements(a), Operand::Elements(b)) => by_op::<T::Acc, T, T>(op, running, (a, b)),
+        (Operand::Elements(a), Operand::Partial(b)) => by_op::<T::Acc, T, T::Acc>(op, running, (a, b)),
+        (Operand::Partial(a), Operand::Elements(b)) => by_op::<T::Acc, T::Acc, T>(op, running, (a, b)),
+        (Operand::Partial(a), Operand::Partial(b)) => {
+            by_op::<T::Acc, T::Acc, T::Acc>(op, running, (a, b));
+        }
+    }
+}
+
+fn finish<T: Number>(divisor: Option<u32>, out: &mut [u8], running: &[u8]) {
+    for (slot, acc) in slots::<T>(out).zip(elements::<T::Acc>(running)) {
+        write(slot, T::narrow(divisor.map_or(acc, |by| acc.divide(by))));
+    }
+}
+
+fn divide<T: Number>(by: u32, out: &mut [u8]) {
+    for slot in slots::<T>(out) {
+        let value: T = bytemuck::pod_read_unaligned(slot);
+        write(slot, T::narrow(value.widen().divide(by)));
+    }
+}
+
+fn identity<T: Number>(op: ReduceOp, out: &mut [u8]) {
+    let value = match op {
+        ReduceOp::Sum | ReduceOp::Mean => T::Acc::ZERO,
+        ReduceOp::Prod => T::Acc::ONE,
+        ReduceOp::Min => T::Acc::HIGHEST,
+        ReduceOp::Max => T::Acc::LOWEST,
+    };
+    for slot in slots::<T>(out) {
+        write(slot, T::narrow(value));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn apply<T: Element>(op: ReduceOp, a: T, b: T) -> T {
+        let arithmetic = Arithmetic { dtype: T::DTYPE, op, ranks: 2 };
+        let mut running = vec![0; T::DTYPE.accumulator().size()];
+        let mut out = vec![0; T::DTYPE.size()];
+        let (a, b) = (bytemuck::bytes_of(&a), bytemuck::bytes_of(&b));
+        arithmetic.combine(&mut running, Operand::Elements(a), Operand::Elements(b));
+        arithmetic.finish(&mut out, &running);
+        bytemuck::pod_read_unaligned(&out)
+    }
+
+    #[test]
+    fn integers_wrap() {
+        assert_eq!(apply(ReduceOp::Sum, i8::MAX, 1), i8::MIN);
+        assert_eq!(apply(ReduceOp::Prod, u64::MAX, 2), u64::MAX - 1);
+    }
+
+    #[test]
+    fn sixteen_bit_floats_round_once() {
+        // 256 + 1 + 1 is 258 in f32; in bf16 each step would round back to 256.
+        let arithmetic = Arithmetic { dtype: DType::Bf16, op: ReduceOp::Sum, ranks: 3 };
+        let one = bytemuck::bytes_of(&bf16::ONE).to_vec();
+        let mut running = vec![0; 4];
+        let big = bf16::from_f32(256.0);
+        arithmetic.set(&mut running, Operand::Elements(bytemuck::bytes_of(&big)));
+        arithmetic.fold(&mut running, Operand::Elements(&one));
+        arithmetic.fold(&mut running, Operand::Elements(&one));
+        let mut out = vec![0; 2];
+        arithmetic.finish(&mut out, &running);
+        assert_eq!(bytemuck::pod_read_unaligned::<bf16>(&out), bf16::from_f32(258.0));
+    }
+
+    #[test]
+    fn min_and_max_do_not_depend_on_order() {
+        let values = [f32::NAN, -0.0, 0.0, 1.5, f32::NEG_INFINITY, f32::INFINITY];
+        for op in [ReduceOp::Min, ReduceOp::Max] {
+            for a in values {
+                for b in values {
+                    let (ab, ba) = (apply(op, a, b), apply(op, b, a));
+                    assert_eq!(ab.to_bits(), ba.to_bits(), "{op}({a}, {b})");
+                    assert_eq!(ab.is_nan(), a.is_nan() || b.is_nan());
+                }
+            }
+        }
+        assert!(apply(ReduceOp::Min, 0.0f32, -0.0).is_sign_negative());
+        assert!(apply(ReduceOp::Max, -0.0f32, 0.0).is_sign_positive());
+    }
+
+    #[test]
+    fn mean_divides_by_the_ranks() {
+        assert_eq!(apply(ReduceOp::Mean, 1.0f64, 2.0), 1.5);
+        assert_eq!(apply(ReduceOp::Mean, f16::from_f32(1.0), f16::from_f32(2.0)), f16::from_f32(1.5));
+    }
+
+    #[test]
+    fn unaligned_operands_work() {
+        let mut bytes = vec![0u8; 1];
+        bytes.extend_from_slice(bytemuck::cast_slice(&[1.0f32, 2.0, 3.0]));
+        let mut running = bytes.clone();
+        let arithmetic = Arithmetic { dtype: DType::F32, op: ReduceOp::Sum, ranks: 2 };
+        arithmetic.fold(&mut running[1..], Operand::Elements(&bytes[1..]));
+        let sums: Vec<f32> = running[1..].chunks(4).map(bytemuck::pod_read_unaligned).collect();
+        assert_eq!(sums, [2.0, 4.0, 6.0]);
+    }
+}

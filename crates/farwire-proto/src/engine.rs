@@ -1,0 +1,866 @@
+//! The engine: many operations in flight, on several communicators, without blocking each other.
+
+use std::cmp::Reverse;
+use std::collections::{BTreeSet, BinaryHeap, HashMap, HashSet, VecDeque};
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::call::{Call, CallError, Options};
+use crate::collective::message::End;
+use crate::fault::{Called, FAULT_LEN, Fault, OpError};
+use crate::fingerprint::Fingerprint;
+use crate::header::{FrameKind, Header, HeaderError};
+use crate::ids::{CommId, Epoch, OpId, Peer, Rank, Slot, Tag, Time, WorldSize};
+use crate::plan::{Plan, Tuning};
+use crate::schedule::{Action, Gate, Source};
+
+/// What an engine is told at the start.
+#[derive(Clone, Copy, Debug)]
+pub struct Config {
+    /// What plans depend on; the same on all ranks.
+    pub tuning: Tuning,
+    /// How long an operation may take, unless [`Options::deadline`] says otherwise.
+    pub deadline: Duration,
+    /// Frames of one lane that may be handed out before the driver reports the first of them sent.
+    pub credit: u32,
+    /// The generation of the group.
+    pub epoch: Epoch,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self { tuning: Tuning::default(), deadline: Duration::from_secs(600), credit: 1, epoch: Epoch(0) }
+    }
+}
+
+/// Decides what this process sends and what becomes of what it receives.
+///
+/// The engine does no IO and holds no payload. Its methods fall into three groups:
+///
+/// - **Calls**: [`open`](Self::open), [`plan`](Self::plan), [`submit`](Self::submit).
+/// - **What happened**: [`handle_frame`](Self::handle_frame) and [`handle_taken`](Self::handle_taken) for arriving frames,
+///   [`handle_sent`](Self::handle_sent) for departed ones, [`handle_abort`](Self::handle_abort),
+///   [`handle_peer_lost`](Self::handle_peer_lost), [`handle_timeout`](Self::handle_timeout).
+/// - **What to do**: after any of the above, call these until each returns `None`:
+///   [`poll_transmit`](Self::poll_transmit), [`poll_resume`](Self::poll_resume), [`poll_event`](Self::poll_event);
+///   then wait no longer than [`poll_timeout`](Self::poll_timeout) says.
+///
+/// Frames move in two steps, so that bytes can be handed on in place: the engine says what a frame is for
+/// ([`Transmit`], [`Take`]), the driver moves the bytes with a [`Workspace`](crate::Workspace), and reports it done.
+///
+/// A frame that the engine does not want yet stays in its stream, unread: flow control is the back-pressure, and the engine's memory
+/// does not depend on what peers send.
+#[derive(Debug)]
+pub struct Engine {
+    me: Peer,
+    config: Config,
+    comms: HashMap<CommId, Comm>,
+    /// Communicators that failed before they were opened here.
+    stillborn: HashMap<CommId, (Fault, Peer)>,
+    lost: HashSet<Peer>,
+    ops: HashMap<OpId, Op>,
+    next_op: u64,
+    /// Which operation takes frames with this address.
+    inbound: HashMap<Address, OpId>,
+    /// Lanes with frames for operations not submitted yet. The driver's limit on streams bounds this.
+    early: HashMap<Address, Vec<Peer>>,
+    deadlines: BTreeSet<(Time, OpId)>,
+    queues: Queues,
+    /// Cleared parts of finished operations, so that the next ones allocate nothing.
+    spare: Vec<Moving>,
+}
+
+/// One direction of an operation between two peers: the stream that its frames arrive on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Lane {
+    /// Who sends.
+    pub from: Peer,
+    /// On which communicator.
+    pub comm: CommId,
+    /// For which operation.
+    pub slot: Slot,
+}
+
+impl Lane {
+    /// The lane that a frame from `from` belongs to.
+    pub fn of(from: Peer, header: &Header) -> Self {
+        Self { from, comm: header.comm, slot: header.slot }
+    }
+}
+
+/// A frame to send.
+#[derive(Clone, Debug)]
+pub struct Transmit {
+    /// To whom.
+    pub to: Peer,
+    /// Its header.
+    pub header: Header,
+    /// What follows the header.
+    pub payload: Payload,
+    lane: usize,
+}
+
+/// What follows a header.
+#[derive(Clone, Debug)]
+pub enum Payload {
+    /// Bytes of an operation: ask its workspace for them. Report them with [`Engine::handle_sent`] once they may change.
+    Operation {
+        /// Which operation.
+        op: OpId,
+        /// Which of its bytes.
+        source: Source,
+        /// What this frame had to wait for.
+        after: Gate,
+    },
+    /// An encoded [`Fault`].
+    Fault([u8; FAULT_LEN]),
+}
+
+/// What to do with an arrived frame.
+#[derive(Clone, Debug)]
+#[must_use]
+pub enum Verdict {
+    /// Read it and do this.
+    Take(Take),
+    /// Leave it in its stream, unread, until [`Engine::poll_resume`] names the lane.
+    Later,
+    /// It belongs to nothing any more; throw it away.
+    Drop,
+}
+
+/// A frame whose turn it is: apply the action, then report it with [`Engine::handle_taken`].
+#[derive(Clone, Debug)]
+#[must_use]
+pub struct Take {
+    /// For which operation.
+    pub op: OpId,
+    /// What becomes of the payload.
+    pub action: Action,
+    lane: usize,
+}
+
+/// What became of an operation.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// It is complete, and its result is where [`Plan::outcome`] said.
+    Done(OpId),
+    /// It failed; its input is untouched.
+    Failed(OpId, Box<OpError>),
+    /// A communicator is of no more use: every further call on it fails at once.
+    CommFailed {
+        /// Which.
+        comm: CommId,
+        /// Why.
+        fault: Fault,
+        /// Who found out.
+        reporter: Peer,
+    },
+}
+
+/// Who an operation waits for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Wait {
+    /// The operation.
+    pub op: OpId,
+    /// Its communicator.
+    pub comm: CommId,
+    /// Its place in the communicator's order.
+    pub slot: Slot,
+    /// What was called.
+    pub fingerprint: Fingerprint,
+    /// The peers that must move next: those not heard from at all if there are any, else those whose next frame has not come, else those
+    /// that do not take what is sent.
+    pub on: Vec<Peer>,
+}
+
+/// Why a communicator cannot be opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum OpenError {
+    /// This process is not a member.
+    #[error("this process is not among the members of the new communicator; open it on its members only")]
+    NotAMember,
+    /// A member is listed twice.
+    #[error("{0} is listed twice among the members of the new communicator; list each member once")]
+    Twice(Peer),
+    /// The id is taken.
+    #[error("communicator {0:?} is open already; use a new id for each communicator")]
+    Taken(CommId),
+}
+
+#[derive(Debug)]
+struct Comm {
+    me: Rank,
+    world: WorldSize,
+    members: Arc<[Peer]>,
+    ranks: HashMap<Peer, Rank>,
+    next_collective: u64,
+    next_sent: HashMap<(Peer, Tag), u64>,
+    next_received: HashMap<(Peer, Tag), u64>,
+    failed: Option<(Fault, Peer)>,
+}
+
+/// How arriving frames find their operation. Collectives take frames from anyone, messages from one sender.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Address {
+    comm: CommId,
+    slot: Slot,
+    sender: Option<Peer>,
+}
+
+impl From<Lane> for Address {
+    fn from(lane: Lane) -> Self {
+        let sender = matches!(lane.slot, Slot::Message(..)).then_some(lane.from);
+        Self { comm: lane.comm, slot: lane.slot, sender }
+    }
+}
+
+#[derive(Debug)]
+struct Op {
+    id: OpId,
+    slot: Slot,
+    plan: Plan,
+    members: Arc<[Peer]>,
+    due: Time,
+    moving: Moving,
+}
+
+/// The parts of an operation that change.
+#[derive(Debug, Default)]
+struct Moving {
+    progress: Gate,
+    /// Indexed as [`Op::lane_of`] says.
+    lanes: Vec<LaneState>,
+    unfinished: usize,
+    /// Frames that wait for more frames to be folded, received, sent.
+    waiting: [BinaryHeap<Reverse<(usize, Frame)>>; 3],
+}
+
+/// The next frame of a lane.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Frame {
+    Out(usize),
+    In(usize),
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct LaneState {
+    sends: usize,
+    /// Handed to the driver.
+    polled: usize,
+    /// Reported sent.
+    sent: usize,
+    /// The next frame is in the ready queue, or waits for its gate.
+    pending: bool,
+    recvs: usize,
+    taken: usize,
+    /// A frame is being taken.
+    taking: bool,
+    /// A frame was offered that could not be taken yet.
+    held: bool,
+    /// A frame has come.
+    heard: bool,
+}
+
+impl LaneState {
+    fn is_done(&self) -> bool {
+        self.sent == self.sends && self.taken == self.recvs
+    }
+}
+
+#[derive(Debug, Default)]
+struct Queues {
+    aborts: VecDeque<(Peer, Header, [u8; FAULT_LEN])>,
+    /// Lanes whose next frame may go, in the order they became ready: round-robin over peers and operations.
+    ready: VecDeque<(OpId, usize)>,
+    resumed: VecDeque<Lane>,
+    events: VecDeque<Event>,
+}
+
+impl Engine {
+    /// An engine for process `me` of a job of `world` processes, with the communicator [`CommId::WORLD`] open.
+    ///
+    /// # Panics
+    ///
+    /// If `me` is not in `world`.
+    pub fn new(me: Peer, world: WorldSize, config: Config) -> Self {
+        let mut engine = Self {
+            me,
+            config,
+            comms: HashMap::new(),
+            stillborn: HashMap::new(),
+            lost: HashSet::new(),
+            ops: HashMap::new(),
+            next_op: 0,
+            inbound: HashMap::new(),
+            early: HashMap::new(),
+            deadlines: BTreeSet::new(),
+            queues: Queues::default(),
+            spare: Vec::new(),
+        };
+        let members: Vec<_> = (0..world.get()).map(Peer).collect();
+        engine.open(CommId::WORLD, &members).expect("a process is a member of its world");
+        engine
+    }
+
+    /// This process.
+    pub fn me(&self) -> Peer {
+        self.me
+    }
+
+    /// Opens a communicator of some of the processes. Their ranks in it are their places in `members`, which every member must give in
+    /// the same order.
+    pub fn open(&mut self, id: CommId, members: &[Peer]) -> Result<(), OpenError> {
+        if self.comms.contains_key(&id) {
+            return Err(OpenError::Taken(id));
+        }
+        let mut ranks = HashMap::with_capacity(members.len());
+        for (peer, rank) in members.iter().zip((0..).map(Rank)) {
+            if ranks.insert(*peer, rank).is_some() {
+                return Err(OpenError::Twice(*peer));
+            }
+        }
+        let me = *ranks.get(&self.me).ok_or(OpenError::NotAMember)?;
+        let world = WorldSize::new(members.len() as u32).ok_or(OpenError::NotAMember)?;
+        let comm = Comm {
+            me,
+            world,
+            members: members.into(),
+            ranks,
+            next_collective: 0,
+            next_sent: HashMap::new(),
+            next_received: HashMap::new(),
+            failed: None,
+        };
+        self.comms.insert(id, comm);
+        let lost = members.iter().find(|peer| self.lost.contains(peer));
+        if let Some((fault, reporter)) = self.stillborn.remove(&id) {
+            self.fail_comm(id, fault, reporter);
+        } else if let Some(peer) = lost {
+            self.fail_comm(id, Fault::PeerLost(*peer), self.me);
+        }
+        Ok(())
+    }
+
+    /// This process's rank in a communicator, and the communicator's size.
+    pub fn place(&self, comm: CommId) -> Result<(Rank, WorldSize), CallError> {
+        let comm = self.comms.get(&comm).ok_or(CallError::UnknownComm(comm))?;
+        Ok((comm.me, comm.world))
+    }
+
+    /// Checks a call and lays it out. Nothing happens before [`submit`](Self::submit).
+    pub fn plan(&self, comm: CommId, call: &Call, options: &Options) -> Result<Plan, CallError> {
+        let (me, world) = self.place(comm)?;
+        Plan::new(comm, me, world, call, options, &self.config.tuning)
+    }
+
+    /// Starts an operation; its event will name the id. Fails if the communicator has failed.
+    ///
+    /// # Panics
+    ///
+    /// If the plan's communicator is not open here: plans come from [`plan`](Self::plan).
+    pub fn submit(&mut self, now: Time, plan: Plan) -> Result<OpId, Box<OpError>> {
+        let comm = self.comms.get_mut(&plan.comm()).expect("a plan is made on an open communicator");
+        let failed = comm.failed;
+        let (slot, counter) = comm.next_slot(&plan);
+        if let Some((fault, reporter)) = failed {
+            let here = self.me;
+            let operation = plan.fingerprint();
+            return Err(Box::new(OpError { operation, comm: plan.comm(), slot, fault, reporter, here }));
+        }
+        *counter += 1;
+
+        let id = OpId(self.next_op);
+        self.next_op += 1;
+        let due = now + plan.deadline().unwrap_or(self.config.deadline);
+        let members = comm.members.clone();
+        let moving = self.spare.pop().unwrap_or_default();
+        let mut op = Op { id, slot, plan, members, due, moving };
+        op.start(&mut self.queues, self.config.credit);
+        if op.moving.unfinished == 0 {
+            self.queues.events.push_back(Event::Done(id));
+            self.spare.extend(op.moving.recycle());
+            return Ok(id);
+        }
+        if let Some(address) = op.inbound_address() {
+            self.inbound.insert(address, id);
+            for from in self.early.remove(&address).unwrap_or_default() {
+                let Address { comm, slot, .. } = address;
+                self.queues.resumed.push_back(Lane { from, comm, slot });
+            }
+        }
+        self.deadlines.insert((due, id));
+        self.ops.insert(id, op);
+        Ok(id)
+    }
+
+    /// A frame of an operation has arrived from `from`, or is offered again after [`poll_resume`](Self::poll_resume).
+    pub fn handle_frame(&mut self, from: Peer, header: &Header) -> Verdict {
+        debug_assert_eq!(header.frame, FrameKind::Data);
+        if header.epoch != self.config.epoch {
+            return Verdict::Drop;
+        }
+        let lane = Lane::of(from, header);
+        let Some(id) = self.inbound.get(&lane.into()) else {
+            return self.handle_unexpected(lane);
+        };
+        let op = self.ops.get_mut(id).expect("addresses are removed with their operation");
+        let Some(rank) = self.comms[&lane.comm].ranks.get(&from) else {
+            return Verdict::Drop; // not a member: its communicator of the same id is another
+        };
+        match op.offer(*rank, header) {
+            Ok(verdict) => verdict,
+            Err(Breach::Fingerprint(mine)) => {
+                let mine = Called { peer: self.me, fingerprint: mine };
+                let theirs = Called { peer: from, fingerprint: header.fingerprint };
+                self.fail_comm(lane.comm, Fault::Desync(mine, theirs), self.me);
+                Verdict::Drop
+            }
+            Err(Breach::Frame) => {
+                self.fail_comm(lane.comm, Fault::BadFrame(from), self.me);
+                Verdict::Drop
+            }
+        }
+    }
+
+    /// A frame for no operation in flight: early, if its operation may still be submitted, or late.
+    fn handle_unexpected(&mut self, lane: Lane) -> Verdict {
+        if let Some(comm) = self.comms.get(&lane.comm) {
+            let next = match lane.slot {
+                Slot::Collective(_) => comm.next_collective,
+                Slot::Message(tag, _) => comm.next_received.get(&(lane.from, tag)).copied().unwrap_or(0),
+            };
+            let (Slot::Collective(seq) | Slot::Message(_, seq)) = lane.slot;
+            if comm.failed.is_some() || !comm.ranks.contains_key(&lane.from) || seq < next {
+                return Verdict::Drop;
+            }
+        }
+        let lanes = self.early.entry(lane.into()).or_default();
+        if !lanes.contains(&lane.from) {
+            lanes.push(lane.from);
+        }
+        Verdict::Later
+    }
+
+    /// The payload of a taken frame has been applied.
+    pub fn handle_taken(&mut self, take: Take) {
+        if let Some(op) = self.ops.get_mut(&take.op) {
+            op.taken(take.lane, &take.action, &mut self.queues, self.config.credit);
+            self.complete_if_done(take.op);
+        }
+    }
+
+    /// The bytes of a frame have left the operation's buffers, which may change from now on.
+    pub fn handle_sent(&mut self, transmit: Transmit) {
+        if let Payload::Operation { op: id, .. } = transmit.payload
+            && let Some(op) = self.ops.get_mut(&id)
+        {
+            op.sent(transmit.lane, &mut self.queues, self.config.credit);
+            self.complete_if_done(id);
+        }
+    }
+
+    /// An abort frame has arrived: the communicator it names has failed on another rank.
+    pub fn handle_abort(&mut self, from: Peer, header: &Header, payload: &[u8]) -> Result<(), HeaderError> {
+        let fault = Fault::decode(payload)?;
+        if header.epoch != self.config.epoch {
+            return Ok(());
+        }
+        match self.comms.get(&header.comm) {
+            Some(comm) if comm.ranks.contains_key(&from) => self.fail_comm(header.comm, fault, from),
+            Some(_) => {}
+            None => {
+                self.stillborn.entry(header.comm).or_insert((fault, from));
+            }
+        }
+        Ok(())
+    }
+
+    /// The link to a peer is dead. Every communicator that the peer is a member of fails.
+    pub fn handle_peer_lost(&mut self, peer: Peer) {
+        if !self.lost.insert(peer) {
+            return;
+        }
+        let mut hit: Vec<_> =
+            self.comms.iter().filter(|(_, comm)| comm.ranks.contains_key(&peer)).map(|(id, _)| *id).collect();
+        hit.sort();
+        for comm in hit {
+            self.fail_comm(comm, Fault::PeerLost(peer), self.me);
+        }
+    }
+
+    /// Time has passed. Operations past their deadline fail: a collective with its communicator, a message alone.
+    pub fn handle_timeout(&mut self, now: Time) {
+        while let Some((due, id)) = self.deadlines.first().copied()
+            && due <= now
+        {
+            self.deadlines.pop_first();
+            let op = &self.ops[&id];
+            let on = op.waits_on();
+            let waiting_for = on.first().copied().unwrap_or(self.me);
+            let others = on.len().saturating_sub(1) as u32;
+            let fault = Fault::TimedOut { by: self.me, waiting_for, others };
+            if op.plan.partner().is_some() {
+                self.fail_op(id, fault, self.me);
+            } else {
+                self.fail_comm(op.plan.comm(), fault, self.me);
+            }
+        }
+    }
+
+    /// The next frame to send.
+    pub fn poll_transmit(&mut self) -> Option<Transmit> {
+        if let Some((to, header, fault)) = self.queues.aborts.pop_front() {
+            return Some(Transmit { to, header, payload: Payload::Fault(fault), lane: 0 });
+        }
+        while let Some((id, lane)) = self.queues.ready.pop_front() {
+            // A failed operation's lanes may still be queued.
+            if let Some(op) = self.ops.get_mut(&id) {
+                let epoch = self.config.epoch;
+                return Some(op.transmit(lane, epoch, &mut self.queues, self.config.credit));
+            }
+        }
+        None
+    }
+
+    /// A lane whose frame was left in its stream and may be offered again.
+    pub fn poll_resume(&mut self) -> Option<Lane> {
+        self.queues.resumed.pop_front()
+    }
+
+    /// What became of an operation.
+    pub fn poll_event(&mut self) -> Option<Event> {
+        self.queues.events.pop_front()
+    }
+
+    /// When [`handle_timeout`](Self::handle_timeout) must be called next.
+    pub fn poll_timeout(&self) -> Option<Time> {
+        self.deadlines.first().map(|(due, _)| *due)
+    }
+
+    /// The operations in flight and who each waits for, oldest first.
+    pub fn waits(&self) -> Vec<Wait> {
+        let mut waits: Vec<_> = self.ops.values().map(Op::wait).collect();
+        waits.sort_by_key(|wait| wait.op);
+        waits
+    }
+
+    fn complete_if_done(&mut self, id: OpId) {
+        if self.ops.get(&id).is_some_and(|op| op.moving.unfinished == 0) {
+            self.remove(id);
+            self.queues.events.push_back(Event::Done(id));
+        }
+    }
+
+    fn remove(&mut self, id: OpId) -> Option<Op> {
+        let mut op = self.ops.remove(&id)?;
+        self.deadlines.remove(&(op.due, id));
+        if let Some(address) = op.inbound_address() {
+            self.inbound.remove(&address);
+        }
+        self.spare.extend(std::mem::take(&mut op.moving).recycle());
+        Some(op)
+    }
+
+    fn fail_op(&mut self, id: OpId, fault: Fault, reporter: Peer) {
+        if let Some(op) = self.remove(id) {
+            let error = OpError {
+                operation: op.plan.fingerprint(),
+                comm: op.plan.comm(),
+                slot: op.slot,
+                fault,
+                reporter,
+                here: self.me,
+            };
+            self.queues.events.push_back(Event::Failed(id, Box::new(error)));
+        }
+    }
+
+    /// Fails everything pending on a communicator and tells all members, once.
+    fn fail_comm(&mut self, id: CommId, fault: Fault, reporter: Peer) {
+        let comm = self.comms.get_mut(&id).expect("only open communicators fail here");
+        if comm.failed.is_some() {
+            return;
+        }
+        comm.failed = Some((fault, reporter));
+        self.queues.events.push_back(Event::CommFailed { comm: id, fault, reporter });
+        // What the header says of an operation is not used; the fault says it all.
+        let header = Header {
+            frame: FrameKind::Abort,
+            payload: FAULT_LEN as u32,
+            comm: id,
+            epoch: self.config.epoch,
+            slot: Slot::Collective(comm.next_collective),
+            index: 0,
+            fingerprint: barrier_print(),
+        };
+        for to in comm.members.iter().filter(|to| **to != self.me && !self.lost.contains(to)) {
+            self.queues.aborts.push_back((*to, header, fault.encode()));
+        }
+        let mut hit: Vec<_> = self.ops.values().filter(|op| op.plan.comm() == id).map(|op| op.id).collect();
+        hit.sort();
+        for op in hit {
+            self.fail_op(op, fault, reporter);
+        }
+        self.early.retain(|address, _| address.comm != id);
+    }
+}
+
+impl Comm {
+    /// The slot that a plan gets when it is submitted, and the counter behind it.
+    fn next_slot(&mut self, plan: &Plan) -> (Slot, &mut u64) {
+        match plan.partner() {
+            None => (Slot::Collective(self.next_collective), &mut self.next_collective),
+            Some(partner) => {
+                let counters = match partner.end {
+                    End::Sender => &mut self.next_sent,
+                    End::Receiver => &mut self.next_received,
+                };
+                let key = (self.members[partner.rank.index()], partner.tag);
+                let counter = counters.entry(key).or_insert(0);
+                (Slot::Message(partner.tag, *counter), counter)
+            }
+        }
+    }
+}
+
+/// Why an arrived frame cannot be right.
+enum Breach {
+    /// Its sender called something else than this.
+    Fingerprint(Fingerprint),
+    /// It is not the next frame, or not of its length.
+    Frame,
+}
+
+impl Op {
+    fn lane_of(&self, rank: Rank) -> usize {
+        if self.plan.partner().is_some() { 0 } else { rank.index() }
+    }
+
+    fn rank_of(&self, lane: usize) -> Rank {
+        self.plan.partner().map_or(Rank(lane as u32), |partner| partner.rank)
+    }
+
+    fn peer_of(&self, lane: usize) -> Peer {
+        self.members[self.rank_of(lane).index()]
+    }
+
+    /// Where frames for this operation arrive; nowhere for a message on its way out.
+    fn inbound_address(&self) -> Option<Address> {
+        let comm = self.plan.comm();
+        match self.plan.partner() {
+            None => Some(Address { comm, slot: self.slot, sender: None }),
+            Some(partner) => (partner.end == End::Receiver).then(|| Address {
+                comm,
+                slot: self.slot,
+                sender: Some(self.members[partner.rank.index()]),
+            }),
+        }
+    }
+
+    fn start(&mut self, queues: &mut Queues, credit: u32) {
+        let lanes = if self.plan.partner().is_some() { 1 } else { self.plan.world().len() };
+        self.moving.lanes.resize(lanes, LaneState::default());
+        for rank in self.plan.peers() {
+            let lane = self.lane_of(rank);
+            let state = &mut self.moving.lanes[lane];
+            state.sends = self.plan.sends(rank);
+            state.recvs = self.plan.recvs(rank);
+            self.moving.unfinished += 1;
+            self.line_up(lane, queues, credit);
+        }
+    }
+
+    /// Puts a lane's next frame where it belongs: among the ready ones, or behind its gate.
+    fn line_up(&mut self, lane: usize, queues: &mut Queues, credit: u32) {
+        let rank = self.rank_of(lane);
+        let state = &mut self.moving.lanes[lane];
+        let outstanding = state.polled - state.sent;
+        if state.pending || state.polled == state.sends || outstanding >= credit as usize {
+            return;
+        }
+        state.pending = true;
+        let gate = self.plan.send(rank, state.polled).gate;
+        if self.moving.wait_for(&gate, Frame::Out(lane)).is_ok() {
+            queues.ready.push_back((self.id, lane));
+        }
+    }
+
+    fn transmit(&mut self, lane: usize, epoch: Epoch, queues: &mut Queues, credit: u32) -> Transmit {
+        let rank = self.rank_of(lane);
+        let state = &mut self.moving.lanes[lane];
+        let index = state.polled;
+        let frame = self.plan.send(rank, index);
+        state.polled += 1;
+        state.pending = false;
+        let header = Header {
+            frame: FrameKind::Data,
+            payload: frame.source.wire_bytes(self.plan.dtype()) as u32,
+            comm: self.plan.comm(),
+            epoch,
+            slot: self.slot,
+            index: index as u32,
+            fingerprint: self.plan.print_for(rank),
+        };
+        self.line_up(lane, queues, credit);
+        let payload = Payload::Operation { op: self.id, source: frame.source, after: frame.gate };
+        Transmit { to: self.peer_of(lane), header, payload, lane }
+    }
+
+    fn sent(&mut self, lane: usize, queues: &mut Queues, credit: u32) {
+        let downstream = self.plan.downstream() == Some(self.rank_of(lane));
+        let state = &mut self.moving.lanes[lane];
+        state.sent += 1;
+        self.moving.unfinished -= usize::from(state.is_done());
+        if downstream {
+            self.moving.progress.sent += 1;
+            self.wake(queues, credit);
+        }
+        self.line_up(lane, queues, credit);
+    }
+
+    /// Judges the next frame of a lane.
+    fn offer(&mut self, from: Rank, header: &Header) -> Result<Verdict, Breach> {
+        let lane = self.lane_of(from);
+        let expected = self.plan.print_from(from);
+        if header.fingerprint != expected {
+            return Err(Breach::Fingerprint(expected));
+        }
+        let state = &mut self.moving.lanes[lane];
+        state.heard = true;
+        if state.taking {
+            state.held = true;
+            return Ok(Verdict::Later);
+        }
+        if header.index as usize != state.taken || state.taken == state.recvs {
+            return Err(Breach::Frame);
+        }
+        let frame = self.plan.recv(from, state.taken);
+        if header.payload as usize != frame.action.wire_bytes(self.plan.dtype()) {
+            return Err(Breach::Frame);
+        }
+        if state.held {
+            return Ok(Verdict::Later); // it already waits
+        }
+        if self.moving.wait_for(&frame.gate, Frame::In(lane)).is_err() {
+            self.moving.lanes[lane].held = true;
+            return Ok(Verdict::Later);
+        }
+        self.moving.lanes[lane].taking = true;
+        Ok(Verdict::Take(Take { op: self.id, action: frame.action, lane }))
+    }
+
+    fn taken(&mut self, lane: usize, action: &Action, queues: &mut Queues, credit: u32) {
+        let upstream = self.plan.upstream() == Some(self.rank_of(lane));
+        let state = &mut self.moving.lanes[lane];
+        state.taking = false;
+        state.taken += 1;
+        self.moving.unfinished -= usize::from(state.is_done());
+        if std::mem::take(&mut state.held) {
+            queues.resumed.push_back(self.incoming_lane(lane));
+        }
+        self.moving.progress.received += usize::from(upstream);
+        self.moving.progress.folded += usize::from(matches!(action, Action::Fold(_)));
+        self.wake(queues, credit);
+    }
+
+    /// Moves on every frame whose gate has opened.
+    fn wake(&mut self, queues: &mut Queues, credit: u32) {
+        while let Some(frame) = self.moving.next_opened() {
+            match frame {
+                Frame::Out(lane) => {
+                    self.moving.lanes[lane].pending = false;
+                    self.line_up(lane, queues, credit);
+                }
+                Frame::In(lane) => {
+                    self.moving.lanes[lane].held = false;
+                    queues.resumed.push_back(self.incoming_lane(lane));
+                }
+            }
+        }
+    }
+
+    fn incoming_lane(&self, lane: usize) -> Lane {
+        Lane { from: self.peer_of(lane), comm: self.plan.comm(), slot: self.slot }
+    }
+
+    fn waits_on(&self) -> Vec<Peer> {
+        let awaited = |which: &dyn Fn(&LaneState) -> bool| -> Vec<Peer> {
+            let peers = self.plan.peers().map(|rank| self.lane_of(rank));
+            peers.filter(|lane| which(&self.moving.lanes[*lane])).map(|lane| self.peer_of(lane)).collect()
+        };
+        let silent = awaited(&|lane| lane.recvs > 0 && !lane.heard);
+        if !silent.is_empty() {
+            return silent;
+        }
+        let behind = awaited(&|lane| lane.taken < lane.recvs && !lane.held && !lane.taking);
+        if !behind.is_empty() {
+            return behind;
+        }
+        awaited(&|lane| !lane.is_done())
+    }
+
+    fn wait(&self) -> Wait {
+        Wait {
+            op: self.id,
+            comm: self.plan.comm(),
+            slot: self.slot,
+            fingerprint: self.plan.fingerprint(),
+            on: self.waits_on(),
+        }
+    }
+}
+
+impl Moving {
+    /// `Ok` if the gate is open; else the frame waits for the first counter that is short.
+    fn wait_for(&mut self, gate: &Gate, frame: Frame) -> Result<(), ()> {
+        let Gate { folded, received, sent } = self.progress;
+        let short = [(gate.folded, folded), (gate.received, received), (gate.sent, sent)]
+            .into_iter()
+            .zip(&mut self.waiting)
+            .find(|((need, have), _)| need > have);
+        match short {
+            None => Ok(()),
+            Some(((need, _), waiting)) => {
+                waiting.push(Reverse((need, frame)));
+                Err(())
+            }
+        }
+    }
+
+    /// Some frame whose counter has come far enough.
+    fn next_opened(&mut self) -> Option<Frame> {
+        let Gate { folded, received, sent } = self.progress;
+        let counters = [folded, received, sent];
+        let (waiting, _) = self
+            .waiting
+            .iter_mut()
+            .zip(counters)
+            .find(|(waiting, have)| waiting.peek().is_some_and(|Reverse((need, _))| need <= have))?;
+        waiting.pop().map(|Reverse((_, frame))| frame)
+    }
+
+    /// The same allocations, with nothing in them; `None` if there are none worth keeping.
+    fn recycle(mut self) -> Option<Self> {
+        self.progress = Gate::OPEN;
+        self.unfinished = 0;
+        self.lanes.clear();
+        self.waiting.iter_mut().for_each(BinaryHeap::clear);
+        (self.lanes.capacity() > 0).then_some(self)
+    }
+}
+
+/// What an abort frame's header says was called: nothing in particular.
+fn barrier_print() -> Fingerprint {
+    use crate::call::{Algorithm, Kind};
+    Fingerprint {
+        kind: Kind::Barrier,
+        algorithm: Algorithm::Direct,
+        dtype: None,
+        op: None,
+        count: 0,
+        root: None,
+        codec: 0,
+        segment: 0,
+        layout: 0,
+    }
+}

@@ -1,0 +1,214 @@
+//! What can go wrong with an operation once it has started, and how the news travels.
+//!
+//! Every fault ends its communicator: each operation pending on it fails with an [`OpError`], later calls on it fail at once with the
+//! same error, and each rank that learns of it tells all members (so the news arrives even if its first
+//! bearer dies half-way).
+
+use std::fmt;
+
+use crate::fingerprint::Fingerprint;
+use crate::header::{FINGERPRINT_LEN, HeaderError, decode_fingerprint, encode_fingerprint};
+use crate::ids::{CommId, Peer, Slot};
+
+/// Bytes of an encoded [`Fault`].
+pub const FAULT_LEN: usize = 12 + 2 * FINGERPRINT_LEN;
+
+/// What went wrong.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Fault {
+    /// A peer died, stopped answering or cannot be reached.
+    PeerLost(Peer),
+    /// Two ranks called different things as the same operation of a communicator.
+    Desync(Called, Called),
+    /// A rank waited longer than its deadline.
+    TimedOut {
+        /// Who waited.
+        by: Peer,
+        /// For whom.
+        waiting_for: Peer,
+        /// For how many more besides.
+        others: u32,
+    },
+    /// A peer sent a frame that its own header says it should not have sent: a bug or a hostile peer.
+    BadFrame(Peer),
+}
+
+/// What a rank called.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Called {
+    /// The rank.
+    pub peer: Peer,
+    /// The call.
+    pub fingerprint: Fingerprint,
+}
+
+impl Fault {
+    /// Who is at fault, as far as can be told: the lost, missing or misbehaving peer, or the one that called something else.
+    pub fn peer(&self) -> Peer {
+        match *self {
+            Self::PeerLost(peer) | Self::BadFrame(peer) => peer,
+            Self::Desync(_, theirs) => theirs.peer,
+            Self::TimedOut { waiting_for, .. } => waiting_for,
+        }
+    }
+
+    /// The fault as the payload of an abort frame.
+    pub fn encode(&self) -> [u8; FAULT_LEN] {
+        let mut bytes = [0; FAULT_LEN];
+        let mut put = |at: usize, value: u32| bytes[at..at + 4].copy_from_slice(&value.to_le_bytes());
+        match self {
+            Self::PeerLost(peer) => {
+                put(0, 1);
+                put(4, peer.0);
+            }
+            Self::Desync(one, other) => {
+                put(0, 2);
+                put(4, one.peer.0);
+                put(8, other.peer.0);
+                let prints = [one, other].map(|called| encode_fingerprint(&called.fingerprint, 0));
+                bytes[12..].copy_from_slice(prints.as_flattened());
+            }
+            Self::TimedOut { by, waiting_for, others } => {
+                put(0, 3);
+                put(4, by.0);
+                put(8, waiting_for.0);
+                put(12, *others);
+            }
+            Self::BadFrame(peer) => {
+                put(0, 4);
+                put(4, peer.0);
+            }
+        }
+        bytes
+    }
+
+    /// Reads what [`encode`](Self::encode) wrote.
+    pub fn decode(bytes: &[u8]) -> Result<Self, HeaderError> {
+        let bytes: &[u8; FAULT_LEN] = bytes.try_into().map_err(|_| HeaderError::Field("fault"))?;
+        let word = |at: usize| {
+            let word = bytes[at..].first_chunk().expect("offsets in this file lie inside the fixed layout");
+            u32::from_le_bytes(*word)
+        };
+        let called = |peer_at: usize, print_at: usize| {
+            let print = bytes[print_at..].first_chunk().expect("two fingerprints fit behind the ranks");
+            let (fingerprint, _) = decode_fingerprint(print)?;
+            Ok(Called { peer: Peer(word(peer_at)), fingerprint })
+        };
+        let fault = match word(0) {
+            1 => Self::PeerLost(Peer(word(4))),
+            2 => Self::Desync(called(4, 12)?, called(8, 12 + FINGERPRINT_LEN)?),
+            3 => Self::TimedOut { by: Peer(word(4)), waiting_for: Peer(word(8)), others: word(12) },
+            4 => Self::BadFrame(Peer(word(4))),
+            _ => return Err(HeaderError::Field("fault")),
+        };
+        // Bytes that do not apply must be zero, so that a fault has one encoding.
+        if fault.encode() == *bytes { Ok(fault) } else { Err(HeaderError::Field("fault")) }
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::PeerLost(peer) => write!(
+                f,
+                "{peer} is lost (it died, stopped answering or cannot be reached); \
+                 restart it, or form a new group without it"
+            ),
+            Self::Desync(one, other) => write!(
+                f,
+                "ranks are out of step: {} called {} but {} called {} (they differ in {}); \
+                 make all ranks call the same operations in the same order",
+                one.peer,
+                one.fingerprint,
+                other.peer,
+                other.fingerprint,
+                one.fingerprint.differences(&other.fingerprint).join(", ")
+            ),
+            Self::TimedOut { by, waiting_for, others } => {
+                write!(f, "{by} waited past its deadline for {waiting_for}")?;
+                if *others > 0 {
+                    write!(f, " and {others} more")?;
+                }
+                write!(
+                    f,
+                    "; look there for a rank that skipped this call or is slow, or set a longer deadline"
+                )
+            }
+            Self::BadFrame(peer) => write!(
+                f,
+                "{peer} sent a frame that does not fit the operation; \
+                 check that it runs the same version of farwire"
+            ),
+        }
+    }
+}
+
+/// Why an operation failed. Its input is untouched.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{operation} {slot} failed: {fault}{}", reported(*reporter, *here))]
+pub struct OpError {
+    /// What this rank had called.
+    pub operation: Fingerprint,
+    /// On which communicator.
+    pub comm: CommId,
+    /// As which of its operations.
+    pub slot: Slot,
+    /// What went wrong.
+    pub fault: Fault,
+    /// Who found out.
+    pub reporter: Peer,
+    /// Where the error is returned.
+    pub here: Peer,
+}
+
+fn reported(reporter: Peer, here: Peer) -> String {
+    if reporter == here { String::new() } else { format!(" (reported by {reporter})") }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::header::tests::any_fingerprint;
+
+    fn any_fault() -> impl Strategy<Value = Fault> {
+        let called = || {
+            (any::<u32>(), any_fingerprint())
+                .prop_map(|(peer, fingerprint)| Called { peer: Peer(peer), fingerprint })
+        };
+        prop_oneof![
+            any::<u32>().prop_map(|peer| Fault::PeerLost(Peer(peer))),
+            (called(), called()).prop_map(|(one, other)| Fault::Desync(one, other)),
+            any::<[u32; 3]>().prop_map(|[by, peer, others]| Fault::TimedOut {
+                by: Peer(by),
+                waiting_for: Peer(peer),
+                others
+            }),
+            any::<u32>().prop_map(|peer| Fault::BadFrame(Peer(peer))),
+        ]
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(4096))]
+
+        #[test]
+        fn faults_round_trip(fault in any_fault()) {
+            prop_assert_eq!(Fault::decode(&fault.encode()), Ok(fault));
+        }
+
+        #[test]
+        fn mutated_faults_never_panic(
+            fault in any_fault(),
+            changes in prop::collection::vec((0..FAULT_LEN, any::<u8>()), 0..4),
+        ) {
+            let mut bytes = fault.encode();
+            for (at, value) in changes {
+                bytes[at] = value;
+            }
+            if let Ok(decoded) = Fault::decode(&bytes) {
+                prop_assert_eq!(decoded.encode(), bytes);
+            }
+        }
+    }
+}

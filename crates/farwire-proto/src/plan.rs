@@ -1,0 +1,421 @@
+//! From a call to a schedule: everything about an operation that is known before it starts.
+
+use std::num::NonZeroUsize;
+use std::time::Duration;
+
+use crate::call::{Algorithm, Call, CallError, Kind, Options};
+use crate::collective::all_gather::AllGather;
+use crate::collective::all_to_all::AllToAll;
+use crate::collective::barrier::Barrier;
+use crate::collective::broadcast::Broadcast;
+use crate::collective::gather::Gather;
+use crate::collective::gather_reduce::GatherReduce;
+use crate::collective::message::{End, Message};
+use crate::collective::ring::Ring;
+use crate::collective::scan::Scan;
+use crate::collective::scatter::Scatter;
+use crate::collective::tree::{Shape, Tree};
+use crate::collective::tree_reduce::TreeReduce;
+use crate::collective::two_phase::{self, TwoPhase};
+use crate::dtype::{DType, ReduceOp};
+use crate::fingerprint::Fingerprint;
+use crate::ids::{CommId, Rank, Tag, WorldSize};
+use crate::partition::{Counts, Partition};
+use crate::schedule::{Incoming, Local, Outcome, Outgoing, Schedule, Slots};
+use crate::tune::{self, Links};
+
+/// Frames are at most this many elements, so that their length in bytes fits the header's 32 bits in any type.
+const MAX_SEGMENT: usize = 1 << 28;
+
+/// What plans depend on besides the call. All ranks of a job must have the same.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Tuning {
+    /// Bytes per frame, unless [`Options::segment`] says otherwise.
+    pub segment_bytes: NonZeroUsize,
+    /// What the links are like.
+    pub links: Links,
+}
+
+impl Default for Tuning {
+    fn default() -> Self {
+        Self {
+            segment_bytes: const { NonZeroUsize::new(64 << 10).expect("64 Ki is not zero") },
+            links: Links::default(),
+        }
+    }
+}
+
+/// One rank's part in one operation: checked, with every frame, buffer length and scratch size known.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    comm: CommId,
+    me: Rank,
+    world: WorldSize,
+    fingerprint: Fingerprint,
+    schedule: AnySchedule,
+    partner: Option<Partner>,
+    deadline: Option<Duration>,
+}
+
+/// The other end of a message.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Partner {
+    pub(crate) rank: Rank,
+    pub(crate) tag: Tag,
+    /// Which end this rank is.
+    pub(crate) end: End,
+}
+
+/// The closed set of schedules.
+#[derive(Clone, Debug)]
+enum AnySchedule {
+    TwoPhase(TwoPhase),
+    GatherReduce(GatherReduce),
+    Ring(Ring),
+    Broadcast(Broadcast),
+    TreeReduce(TreeReduce),
+    Scan(Scan),
+    AllGather(AllGather),
+    Gather(Gather),
+    Scatter(Scatter),
+    AllToAll(AllToAll),
+    Barrier(Barrier),
+    Message(Message),
+}
+
+impl Plan {
+    /// Checks `call` and lays out what rank `me` of `world` does for it.
+    pub fn new(
+        comm: CommId,
+        me: Rank,
+        world: WorldSize,
+        call: &Call,
+        options: &Options,
+        tuning: &Tuning,
+    ) -> Result<Self, CallError> {
+        let kind = call.kind();
+        let terms = Terms::of(call, me, world)?;
+        let size = terms.dtype.map_or(1, DType::size);
+        let segment = options
+            .segment
+            .map_or(tuning.segment_bytes.get() / size, NonZeroUsize::get)
+            .clamp(1, MAX_SEGMENT);
+        let algorithm = options.algorithm.unwrap_or_else(|| {
+            let reduction = terms.dtype.zip(terms.op);
+            tune::choose(kind, reduction, terms.count * size, segment * size, world, &tuning.links)
+        });
+        if !kind.algorithms().contains(&algorithm) {
+            return Err(CallError::Algorithm { kind, algorithm });
+        }
+        let plan = Self {
+            comm,
+            me,
+            world,
+            fingerprint: Fingerprint {
+                kind,
+                algorithm,
+                dtype: terms.dtype,
+                op: terms.op,
+                count: terms.count as u64,
+                root: terms.root,
+                codec: 0,
+                segment: segment as u32,
+                layout: terms.layout,
+            },
+            schedule: AnySchedule::of(call, me, world, algorithm, segment),
+            partner: match *call {
+                Call::Send { to, tag, .. } => Some(Partner { rank: to, tag, end: End::Sender }),
+                Call::Recv { from, tag, .. } => Some(Partner { rank: from, tag, end: End::Receiver }),
+                _ => None,
+            },
+            deadline: options.deadline,
+        };
+        let countable =
+            |peer| u32::try_from(plan.sends(peer)).is_ok() && u32::try_from(plan.recvs(peer)).is_ok();
+        if plan.peers().all(countable) { Ok(plan) } else { Err(CallError::TooLarge { kind }) }
+    }
+
+    /// The communicator that the call is made on.
+    pub fn comm(&self) -> CommId {
+        self.comm
+    }
+
+    /// This rank.
+    pub fn me(&self) -> Rank {
+        self.me
+    }
+
+    /// How many ranks take part.
+    pub fn world(&self) -> WorldSize {
+        self.world
+    }
+
+    /// What was called.
+    pub fn fingerprint(&self) -> Fingerprint {
+        self.fingerprint
+    }
+
+    /// The element type; bytes for a barrier, which has none.
+    pub fn dtype(&self) -> DType {
+        self.fingerprint.dtype.unwrap_or(DType::U8)
+    }
+
+    /// Bytes of the input.
+    pub fn input_bytes(&self) -> usize {
+        self.schedule().input_len() * self.dtype().size()
+    }
+
+    /// Bytes of the output.
+    pub fn output_bytes(&self) -> usize {
+        self.schedule().output_len() * self.dtype().size()
+    }
+
+    /// Where the result will be.
+    pub fn outcome(&self) -> Outcome {
+        self.schedule().outcome()
+    }
+
+    /// Refuses buffers of any other length than the plan's.
+    pub fn check_buffers(&self, input: usize, output: usize) -> Result<(), CallError> {
+        let lengths = [("input", self.input_bytes(), input), ("output", self.output_bytes(), output)];
+        match lengths.into_iter().find(|(_, need, given)| need != given) {
+            None => Ok(()),
+            Some((which, need, given)) => {
+                Err(CallError::BufferLength { kind: self.fingerprint.kind, which, need, given })
+            }
+        }
+    }
+
+    /// The ranks this one exchanges frames with, from its right neighbour on.
+    pub fn peers(&self) -> impl Iterator<Item = Rank> + use<> {
+        let partner = self.partner.map(|partner| partner.rank);
+        self.world.others(self.me).filter(move |rank| partner.is_none_or(|only| *rank == only))
+    }
+
+    /// Frames to a peer.
+    pub fn sends(&self, to: Rank) -> usize {
+        self.schedule().sends(to)
+    }
+
+    /// The `i`-th frame to a peer.
+    pub fn send(&self, to: Rank, i: usize) -> Outgoing {
+        self.schedule().send(to, i)
+    }
+
+    /// Frames from a peer.
+    pub fn recvs(&self, from: Rank) -> usize {
+        self.schedule().recvs(from)
+    }
+
+    /// The `i`-th frame from a peer.
+    pub fn recv(&self, from: Rank, i: usize) -> Incoming {
+        self.schedule().recv(from, i)
+    }
+
+    /// What this rank tells `to` that it called.
+    pub(crate) fn print_for(&self, to: Rank) -> Fingerprint {
+        match &self.schedule {
+            AnySchedule::AllToAll(plan) => self.print_with_count(plan.to.block(to).len),
+            _ => self.fingerprint,
+        }
+    }
+
+    /// What this rank expects `from` to have called.
+    pub(crate) fn print_from(&self, from: Rank) -> Fingerprint {
+        match &self.schedule {
+            AnySchedule::AllToAll(plan) => self.print_with_count(plan.from.block(from).len),
+            _ => self.fingerprint,
+        }
+    }
+
+    fn print_with_count(&self, count: usize) -> Fingerprint {
+        Fingerprint { count: count as u64, ..self.fingerprint }
+    }
+
+    pub(crate) fn upstream(&self) -> Option<Rank> {
+        self.schedule().upstream()
+    }
+
+    pub(crate) fn downstream(&self) -> Option<Rank> {
+        self.schedule().downstream()
+    }
+
+    pub(crate) fn local(&self) -> Local {
+        self.schedule().local()
+    }
+
+    pub(crate) fn slots(&self) -> Slots {
+        self.schedule().slots()
+    }
+
+    pub(crate) fn partner(&self) -> Option<Partner> {
+        self.partner
+    }
+
+    pub(crate) fn deadline(&self) -> Option<Duration> {
+        self.deadline
+    }
+
+    fn schedule(&self) -> &dyn Schedule {
+        match &self.schedule {
+            AnySchedule::TwoPhase(schedule) => schedule,
+            AnySchedule::GatherReduce(schedule) => schedule,
+            AnySchedule::Ring(schedule) => schedule,
+            AnySchedule::Broadcast(schedule) => schedule,
+            AnySchedule::TreeReduce(schedule) => schedule,
+            AnySchedule::Scan(schedule) => schedule,
+            AnySchedule::AllGather(schedule) => schedule,
+            AnySchedule::Gather(schedule) => schedule,
+            AnySchedule::Scatter(schedule) => schedule,
+            AnySchedule::AllToAll(schedule) => schedule,
+            AnySchedule::Barrier(schedule) => schedule,
+            AnySchedule::Message(schedule) => schedule,
+        }
+    }
+}
+
+impl AnySchedule {
+    /// The schedule for a checked call.
+    fn of(call: &Call, me: Rank, world: WorldSize, algorithm: Algorithm, segment: usize) -> Self {
+        let segment = NonZeroUsize::new(segment).expect("segments are clamped to at least one element");
+        let shards = |count| Partition::even(count, world, segment);
+        let whole = |count| Partition::whole(count, segment);
+        let blocks = |counts: &Counts| Partition::of_counts(counts, world, segment);
+        let shape = if algorithm == Algorithm::Chain { Shape::Chain } else { Shape::Binomial };
+        let tree = |root| Tree { shape, world, root, me };
+        let two_phase = |count, gather| Self::TwoPhase(TwoPhase { me, world, shards: shards(count), gather });
+        let gather_reduce =
+            |count, root| Self::GatherReduce(GatherReduce { me, world, vector: whole(count), root });
+
+        match *call {
+            Call::AllReduce { count, .. } => match algorithm {
+                Algorithm::Ring => Self::Ring(Ring { me, world, shards: shards(count) }),
+                Algorithm::GatherReduce => gather_reduce(count, None),
+                _ => two_phase(count, two_phase::Gather::All),
+            },
+            Call::Reduce { count, root, .. } => match algorithm {
+                Algorithm::TwoPhase => two_phase(count, two_phase::Gather::Root(root)),
+                Algorithm::GatherReduce => gather_reduce(count, Some(root)),
+                _ => Self::TreeReduce(TreeReduce { tree: tree(root), vector: whole(count) }),
+            },
+            Call::ReduceScatter { count, .. } => two_phase(count, two_phase::Gather::Nobody),
+            Call::Broadcast { count, root, .. } => {
+                Self::Broadcast(Broadcast { tree: tree(root), vector: whole(count) })
+            }
+            Call::AllGather { ref counts, .. } => Self::AllGather(AllGather { me, blocks: blocks(counts) }),
+            Call::Gather { ref counts, root, .. } => {
+                Self::Gather(Gather { me, root, blocks: blocks(counts) })
+            }
+            Call::Scatter { ref counts, root, .. } => {
+                Self::Scatter(Scatter { me, root, blocks: blocks(counts) })
+            }
+            Call::AllToAll { ref send, ref recv, .. } => {
+                Self::AllToAll(AllToAll { me, to: blocks(send), from: blocks(recv) })
+            }
+            Call::Scan { count, .. } => {
+                Self::Scan(Scan { me, world, vector: whole(count), exclusive: false })
+            }
+            Call::ExclusiveScan { count, .. } => {
+                Self::Scan(Scan { me, world, vector: whole(count), exclusive: true })
+            }
+            Call::Barrier => Self::Barrier(Barrier),
+            Call::Send { count, .. } => Self::Message(Message { end: End::Sender, body: whole(count) }),
+            Call::Recv { count, .. } => Self::Message(Message { end: End::Receiver, body: whole(count) }),
+        }
+    }
+}
+
+/// What a call has to say in its fingerprint, once it is known to make sense.
+struct Terms {
+    /// As in [`Fingerprint::count`].
+    count: usize,
+    dtype: Option<DType>,
+    op: Option<ReduceOp>,
+    root: Option<Rank>,
+    layout: u32,
+}
+
+impl Terms {
+    fn of(call: &Call, me: Rank, world: WorldSize) -> Result<Self, CallError> {
+        let kind = call.kind();
+        // No buffer may exceed what memory can address, in the widest type.
+        let fits = |count: Option<usize>| {
+            count.filter(|count| *count <= isize::MAX as usize / 8).ok_or(CallError::TooLarge { kind })
+        };
+        let member = |what, rank| {
+            if world.contains(rank) {
+                Ok(Some(rank))
+            } else {
+                Err(CallError::NoSuchRank { what, rank, world })
+            }
+        };
+        let total = |what, counts: &Counts| match counts {
+            Counts::Listed(list) if list.len() != world.len() => {
+                Err(CallError::CountsPerRank { what, given: list.len(), world })
+            }
+            counts => fits(counts.total(world)),
+        };
+        let terms = match *call {
+            Call::AllReduce { count, dtype, op }
+            | Call::ReduceScatter { count, dtype, op }
+            | Call::Scan { count, dtype, op }
+            | Call::ExclusiveScan { count, dtype, op } => {
+                let scan = matches!(kind, Kind::Scan | Kind::ExclusiveScan);
+                if scan && op == ReduceOp::Mean {
+                    return Err(CallError::ScanMean(kind));
+                }
+                let count = fits(Some(count))?;
+                Self { count, dtype: Some(dtype), op: Some(op), root: None, layout: 0 }
+            }
+            Call::Reduce { count, dtype, op, root } => Self {
+                count: fits(Some(count))?,
+                dtype: Some(dtype),
+                op: Some(op),
+                root: member("root", root)?,
+                layout: 0,
+            },
+            Call::Broadcast { count, dtype, root } => Self {
+                count: fits(Some(count))?,
+                dtype: Some(dtype),
+                op: None,
+                root: member("root", root)?,
+                layout: 0,
+            },
+            Call::AllGather { ref counts, dtype } => Self {
+                count: total("all_gather", counts)?,
+                dtype: Some(dtype),
+                op: None,
+                root: None,
+                layout: counts.digest(),
+            },
+            Call::Gather { ref counts, dtype, root } | Call::Scatter { ref counts, dtype, root } => Self {
+                count: total(kind.name(), counts)?,
+                dtype: Some(dtype),
+                op: None,
+                root: member("root", root)?,
+                layout: counts.digest(),
+            },
+            Call::AllToAll { ref send, ref recv, dtype } => {
+                total("the received side of all_to_all", recv)?;
+                let count = total("the sent side of all_to_all", send)?;
+                if send.of(me) != recv.of(me) {
+                    return Err(CallError::SelfBlock { send: send.of(me), recv: recv.of(me) });
+                }
+                Self { count, dtype: Some(dtype), op: None, root: None, layout: 0 }
+            }
+            Call::Barrier => Self { count: 0, dtype: None, op: None, root: None, layout: 0 },
+            Call::Send { to: other, count, dtype, .. } | Call::Recv { from: other, count, dtype, .. } => {
+                member("message partner", other)?;
+                if other == me {
+                    return Err(CallError::ToSelf(me));
+                }
+                let count = fits(Some(count))?;
+                Self { count, dtype: Some(dtype), op: None, root: None, layout: 0 }
+            }
+        };
+        match (terms.dtype, terms.op) {
+            (Some(dtype), Some(ReduceOp::Mean)) if !dtype.is_float() => Err(CallError::IntegerMean(dtype)),
+            _ => Ok(terms),
+        }
+    }
+}

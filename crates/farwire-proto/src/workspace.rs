@@ -1,0 +1,175 @@
+//! Acting on what the engine decided: the bytes of one operation.
+
+use crate::arith::{Arithmetic, Operand};
+use crate::dtype::DType;
+use crate::partition::Span;
+use crate::plan::Plan;
+use crate::schedule::{Action, Emit, Fold, Local, Own, Running, Source};
+
+/// The arithmetic of one operation on one rank, and the scratch space it needs.
+///
+/// The input is only read and the output only written, so a failed operation leaves its input as it was. Both stay with the driver and
+/// are lent to each call, whole; their lengths must be the plan's ([`Plan::check_buffers`]).
+///
+/// Call [`begin`](Self::begin) once after submitting, [`payload`](Self::payload) for each [`Transmit`](crate::Transmit), and
+/// [`apply`](Self::apply) for each [`Take`](crate::Take).
+#[derive(Debug)]
+pub struct Workspace {
+    dtype: DType,
+    arithmetic: Option<Arithmetic>,
+    local: Local,
+    /// Partial results that wait to be sent on, in the accumulator's type.
+    slots: Vec<u8>,
+    slot_bytes: usize,
+    /// One segment in the accumulator's type, where that is wider than the elements: the running value of a reduction.
+    wide: Vec<u8>,
+    /// The same, for input on its way out as a partial result.
+    staging: Vec<u8>,
+}
+
+impl Workspace {
+    /// Scratch space for `plan`, sized once, here.
+    pub fn new(plan: &Plan) -> Self {
+        let dtype = plan.dtype();
+        let accumulator = dtype.accumulator();
+        let slots = plan.slots();
+        let slot_bytes = slots.len * accumulator.size();
+        Self {
+            dtype,
+            arithmetic: plan.fingerprint().op.map(|op| Arithmetic { dtype, op, ranks: plan.world().get() }),
+            local: plan.local(),
+            slots: vec![0; slots.count * slot_bytes],
+            slot_bytes,
+            wide: Vec::new(),
+            staging: Vec::new(),
+        }
+    }
+
+    /// Does this rank's part that needs no other rank.
+    pub fn begin(&mut self, input: &[u8], output: &mut [u8]) {
+        match self.local {
+            Local::Nothing => {}
+            Local::Copy { from, to } => {
+                output[to.bytes(self.dtype)].copy_from_slice(&input[from.bytes(self.dtype)]);
+            }
+            Local::InputIsResult => {
+                // Every operator returns a single operand as it is; rank 0 of a scan, the other caller, has no mean.
+                output.copy_from_slice(input);
+            }
+            Local::Identity => self.reduction().identity(output),
+        }
+    }
+
+    /// What a frame carries: a slice of the buffers wherever the bytes are already there in the form they travel in.
+    pub fn payload<'a>(&'a mut self, source: &Source, input: &'a [u8], output: &'a [u8]) -> &'a [u8] {
+        match *source {
+            Source::Nothing => &[],
+            Source::Input(span) => &input[span.bytes(self.dtype)],
+            Source::Output(span) => &output[span.bytes(self.dtype)],
+            Source::Partial { slot, len } => {
+                let start = slot * self.slot_bytes;
+                &self.slots[start..start + len * self.dtype.accumulator().size()]
+            }
+            Source::InputAsPartial(span) => {
+                let elements = &input[span.bytes(self.dtype)];
+                if !self.widens() {
+                    return elements;
+                }
+                let arithmetic = self.reduction();
+                self.staging.resize(span.len * self.dtype.accumulator().size(), 0);
+                arithmetic.set(&mut self.staging, Operand::Elements(elements));
+                &self.staging
+            }
+        }
+    }
+
+    /// Puts a payload where it belongs. Its length is what the engine checked the header against.
+    pub fn apply(&mut self, action: &Action, payload: &[u8], input: &[u8], output: &mut [u8]) {
+        match action {
+            Action::Nothing => {}
+            Action::Store(span) => output[span.bytes(self.dtype)].copy_from_slice(payload),
+            Action::Fold(fold) => self.fold(fold, payload, input, output),
+        }
+    }
+
+    fn fold(&mut self, fold: &Fold, payload: &[u8], input: &[u8], output: &mut [u8]) {
+        let arithmetic = self.reduction();
+        let dtype = self.dtype;
+        let own = |span: Span| Operand::Elements(&input[span.bytes(dtype)]);
+        let payload = if fold.partial { Operand::Partial(payload) } else { Operand::Elements(payload) };
+
+        // The running value is in the output itself, in the one wide segment, or in a slot; only the latter two can be
+        // borrowed beside the output.
+        if let (Running::Output(span), false) = (fold.running, self.widens()) {
+            let running = &mut output[span.bytes(dtype)];
+            advance(arithmetic, fold, running, payload, own, |_, _| ());
+            if matches!(fold.emit, Emit::Last(_)) {
+                arithmetic.finish_in_place(running);
+            }
+        } else {
+            let bytes = fold.len * dtype.accumulator().size();
+            let running = match fold.running {
+                Running::Output(_) => {
+                    self.wide.resize(bytes, 0);
+                    &mut self.wide[..]
+                }
+                Running::Slot(slot) => &mut self.slots[slot * self.slot_bytes..][..bytes],
+            };
+            advance(arithmetic, fold, running, payload, own, |span, running| {
+                arithmetic.finish(&mut output[span.bytes(dtype)], running);
+            });
+        }
+    }
+
+    /// Whether results are held in a wider type than the elements'.
+    fn widens(&self) -> bool {
+        self.dtype != self.dtype.accumulator()
+    }
+
+    fn reduction(&self) -> Arithmetic {
+        self.arithmetic.expect("only schedules of reducing calls ask for arithmetic")
+    }
+}
+
+/// `running ∘= payload`, with this rank's own elements at their place, handing results to `emit` as the step says. Two operands are
+/// combined in one pass where nothing comes between them.
+fn advance<'a>(
+    arithmetic: Arithmetic,
+    fold: &Fold,
+    running: &mut [u8],
+    payload: Operand<'_>,
+    own: impl Fn(Span) -> Operand<'a>,
+    mut emit: impl FnMut(Span, &[u8]),
+) {
+    let own_after = match (fold.own, fold.emit) {
+        (Own::Before(span), _) => {
+            debug_assert!(fold.first, "own elements come before only the first payload");
+            arithmetic.combine(running, own(span), payload);
+            None
+        }
+        (Own::After(span), Emit::No | Emit::Last(_)) if fold.first => {
+            arithmetic.combine(running, payload, own(span));
+            None
+        }
+        (own, _) => {
+            if fold.first {
+                arithmetic.set(running, payload);
+            } else {
+                arithmetic.fold(running, payload);
+            }
+            match own {
+                Own::After(span) => Some(span),
+                _ => None,
+            }
+        }
+    };
+    if let Emit::BeforeOwn(span) = fold.emit {
+        emit(span, running);
+    }
+    if let Some(span) = own_after {
+        arithmetic.fold(running, own(span));
+    }
+    if let Emit::Last(span) = fold.emit {
+        emit(span, running);
+    }
+}
