@@ -347,6 +347,11 @@ impl Engine {
         Ok((comm.me, comm.world))
     }
 
+    /// The rank of a process in a communicator, if the communicator is open and the process a member.
+    pub fn rank_of(&self, comm: CommId, peer: Peer) -> Option<Rank> {
+        self.comms.get(&comm)?.ranks.get(&peer).copied()
+    }
+
     /// Checks a call and lays it out. Nothing happens before [`submit`](Self::submit).
     pub fn plan(&self, comm: CommId, call: &Call, options: &Options) -> Result<Plan, CallError> {
         let (me, world) = self.place(comm)?;

@@ -232,11 +232,13 @@ impl Plan {
         Fingerprint { count: count as u64, ..self.fingerprint }
     }
 
-    pub(crate) fn upstream(&self) -> Option<Rank> {
+    /// The rank whose frames are counted in [`Gate::received`](crate::Gate::received), if the schedule passes frames on.
+    pub fn upstream(&self) -> Option<Rank> {
         self.schedule().upstream()
     }
 
-    pub(crate) fn downstream(&self) -> Option<Rank> {
+    /// The rank whose frames are counted in [`Gate::sent`](crate::Gate::sent), if the schedule passes frames on.
+    pub fn downstream(&self) -> Option<Rank> {
         self.schedule().downstream()
     }
 

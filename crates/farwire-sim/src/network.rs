@@ -1,0 +1,136 @@
+//! What the simulated network is like, and what goes wrong with it.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use farwire_proto::{Peer, Time, WorldSize};
+use rand::RngExt;
+use rand_chacha::ChaCha8Rng;
+
+/// Bytes of a packet, for counting losses.
+const PACKET: usize = 1400;
+
+/// A network of processes, each behind a full-duplex interface, with a link between every pair.
+#[derive(Clone, Debug)]
+pub struct Network {
+    /// How many processes there are.
+    pub world: WorldSize,
+    /// Bytes per second that each process can send, and receive.
+    pub bandwidth: f64,
+    /// The links between processes.
+    pub link: Link,
+    /// Links that differ from the rest, by direction.
+    pub special_links: HashMap<(Peer, Peer), Link>,
+    /// Bytes of one lane that may be on their way or unread before its sender must wait; one frame always may.
+    pub window: usize,
+    /// How long after a process falls silent the others take it for lost.
+    pub detection: Duration,
+    /// What goes wrong.
+    pub troubles: Vec<Trouble>,
+    /// Where all randomness comes from.
+    pub seed: u64,
+}
+
+impl Network {
+    /// `ranks` processes in one room: 10 Gbit/s, 50 µs.
+    ///
+    /// # Panics
+    ///
+    /// If `ranks` is zero.
+    pub fn lan(ranks: u32) -> Self {
+        Self {
+            world: WorldSize::new(ranks).expect("a network has at least one process"),
+            bandwidth: 1.25e9,
+            link: Link { latency: Duration::from_micros(50), ..Link::IDEAL },
+            special_links: HashMap::new(),
+            window: 8 << 20,
+            detection: Duration::from_secs(2),
+            troubles: Vec::new(),
+            seed: 0,
+        }
+    }
+
+    pub(crate) fn link(&self, from: Peer, to: Peer) -> &Link {
+        self.special_links.get(&(from, to)).unwrap_or(&self.link)
+    }
+
+    /// Every process.
+    pub fn peers(&self) -> impl Iterator<Item = Peer> + use<> {
+        (0..self.world.get()).map(Peer)
+    }
+}
+
+/// One direction between two processes. It loses nothing for good and keeps each lane in order, as a stream does.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Link {
+    /// From departure to arrival.
+    pub latency: Duration,
+    /// Bytes per second, if the link is slower than the interfaces at its ends.
+    pub bandwidth: f64,
+    /// Up to this much is added to the latency of each frame, at random, which reorders lanes among each other.
+    pub jitter: Duration,
+    /// The share of packets that are lost and sent again, a round trip later.
+    pub loss: f64,
+}
+
+impl Link {
+    /// No latency, no limit, no jitter, no loss.
+    pub const IDEAL: Self =
+        Self { latency: Duration::ZERO, bandwidth: f64::INFINITY, jitter: Duration::ZERO, loss: 0.0 };
+
+    /// How long a frame takes from departure to arrival, and how many of its bytes had to be sent again.
+    pub(crate) fn delay(&self, bytes: usize, rng: &mut ChaCha8Rng) -> (Duration, usize) {
+        let mut delay = self.latency;
+        if !self.jitter.is_zero() {
+            delay += self.jitter.mul_f64(rng.random::<f64>());
+        }
+        let mut resent = 0;
+        if self.loss > 0.0 {
+            let mut packets = bytes.div_ceil(PACKET);
+            loop {
+                packets = (0..packets).filter(|_| rng.random::<f64>() < self.loss).count();
+                if packets == 0 {
+                    break;
+                }
+                resent += packets * PACKET.min(bytes);
+                delay += 2 * self.latency;
+            }
+        }
+        (delay, resent)
+    }
+}
+
+/// Something that goes wrong.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Trouble {
+    /// A process dies as it is about to take its `step`-th step, from zero: submitting a call, finishing to send a frame, taking one.
+    Crash {
+        /// Who.
+        peer: Peer,
+        /// When.
+        step: u64,
+    },
+    /// A process does nothing for a while, as under SIGSTOP.
+    Stall {
+        /// Who.
+        peer: Peer,
+        /// From when.
+        from: Time,
+        /// Until when.
+        until: Time,
+    },
+    /// Frames between two groups of processes are held up for a while.
+    Partition {
+        /// One group; the other is everyone else.
+        side: Vec<Peer>,
+        /// From when.
+        from: Time,
+        /// Until when.
+        until: Time,
+    },
+}
+
+/// How long `bytes` occupy something that moves `rate` bytes per second.
+pub(crate) fn transfer_time(bytes: usize, rate: f64) -> Duration {
+    if rate.is_finite() { Duration::from_secs_f64(bytes as f64 / rate) } else { Duration::ZERO }
+}

@@ -1,0 +1,254 @@
+//! What every rank must end with, computed the slow and obvious way.
+//!
+//! One element at a time, on enums, with its own idea of who owns what: nothing here is shared with the code it checks.
+
+use farwire_proto::{Algorithm, Call, DType, Rank, ReduceOp};
+use half::{bf16, f16};
+
+/// The results of all ranks: `calls[r]` and `inputs[r]` are rank r's. Where a rank gets no result, it is empty.
+///
+/// # Panics
+///
+/// If the ranks' calls are not one operation, or the inputs are not of the lengths that they need; and for messages, whose result is plain.
+pub fn results(calls: &[Call], algorithm: Algorithm, inputs: &[Vec<u8>]) -> Vec<Vec<u8>> {
+    let world = calls.len();
+    let everyone = |result: Vec<u8>| vec![result; world];
+    let only = |root: Rank, result: Vec<u8>| {
+        (0..world).map(|rank| if rank == root.index() { result.clone() } else { Vec::new() }).collect()
+    };
+    match &calls[0] {
+        Call::AllReduce { dtype, op, .. } => everyone(reduced(*dtype, *op, algorithm, 0, inputs)),
+        Call::Reduce { dtype, op, root, .. } => {
+            only(*root, reduced(*dtype, *op, algorithm, root.index(), inputs))
+        }
+        Call::ReduceScatter { count, dtype, op } => {
+            let sum = reduced(*dtype, *op, algorithm, 0, inputs);
+            let lengths: Vec<_> =
+                (0..world).map(|rank| shard_len(*count, world, rank) * dtype.size()).collect();
+            cut(&sum, &lengths)
+        }
+        Call::Scan { dtype, op, .. } => {
+            (0..world).map(|rank| reduced(*dtype, *op, Algorithm::Direct, 0, &inputs[..=rank])).collect()
+        }
+        Call::ExclusiveScan { count, dtype, op } => (0..world)
+            .map(|rank| match rank {
+                0 => identity(*dtype, *op).repeat(*count),
+                _ => reduced(*dtype, *op, Algorithm::Direct, 0, &inputs[..rank]),
+            })
+            .collect(),
+        Call::Broadcast { root, .. } => everyone(inputs[root.index()].clone()),
+        Call::AllGather { .. } => everyone(inputs.concat()),
+        Call::Gather { root, .. } => only(*root, inputs.concat()),
+        Call::Scatter { counts, dtype, root } => {
+            let lengths: Vec<_> =
+                (0..world).map(|rank| counts.of(Rank(rank as u32)) * dtype.size()).collect();
+            cut(&inputs[root.index()], &lengths)
+        }
+        Call::AllToAll { .. } => {
+            let blocks: Vec<Vec<Vec<u8>>> = calls
+                .iter()
+                .zip(inputs)
+                .map(|(call, input)| {
+                    let Call::AllToAll { send, dtype, .. } = call else { panic!("ranks call one operation") };
+                    let lengths: Vec<_> =
+                        (0..world).map(|rank| send.of(Rank(rank as u32)) * dtype.size()).collect();
+                    cut(input, &lengths)
+                })
+                .collect();
+            (0..world).map(|to| blocks.iter().flat_map(|from| from[to].clone()).collect()).collect()
+        }
+        Call::Barrier => everyone(Vec::new()),
+        Call::Send { .. } | Call::Recv { .. } => panic!("a message's result is what was sent"),
+    }
+}
+
+/// Bytes cut into pieces of the given lengths.
+fn cut(bytes: &[u8], lengths: &[usize]) -> Vec<Vec<u8>> {
+    let mut rest = bytes;
+    lengths
+        .iter()
+        .map(|len| {
+            let (piece, after) = rest.split_at(*len);
+            rest = after;
+            piece.to_vec()
+        })
+        .collect()
+}
+
+/// How many of `count` elements `rank` owns: the first ranks get one more where it does not divide.
+fn shard_len(count: usize, world: usize, rank: usize) -> usize {
+    // Deal the elements out in turn, and count.
+    (count + world - 1 - rank) / world
+}
+
+/// The element-wise combination of the ranks' vectors, in the algorithm's order.
+fn reduced(dtype: DType, op: ReduceOp, algorithm: Algorithm, root: usize, inputs: &[Vec<u8>]) -> Vec<u8> {
+    let world = inputs.len();
+    let size = dtype.size();
+    let count = inputs[0].len() / size;
+    let mut owners = (0..world).flat_map(|rank| std::iter::repeat_n(rank, shard_len(count, world, rank)));
+    let mut result = Vec::with_capacity(inputs[0].len());
+    for element in 0..count {
+        let owner = owners.next().expect("every element has an owner");
+        let value = |rank: usize| Scalar::read(dtype, &inputs[rank][element * size..][..size]);
+        let fold = |ranks: &mut dyn Iterator<Item = usize>| {
+            ranks.map(&value).reduce(|a, b| a.combine(dtype, op, b)).expect("a world has a rank")
+        };
+        let total = match algorithm {
+            Algorithm::Ring => fold(&mut (0..world).map(|step| (owner + step) % world)),
+            Algorithm::Tree | Algorithm::Chain => {
+                let from_root = |number: usize| value((root + number) % world);
+                subtree(dtype, op, algorithm, world, 0, &from_root)
+            }
+            Algorithm::TwoPhase | Algorithm::GatherReduce | Algorithm::Direct => fold(&mut (0..world)),
+        };
+        result.extend(total.write(dtype, if op == ReduceOp::Mean { world } else { 1 }));
+    }
+    result
+}
+
+/// What node `v` of a reduction tree passes up: its own, then each child's, nearest first.
+fn subtree(
+    dtype: DType,
+    op: ReduceOp,
+    algorithm: Algorithm,
+    world: usize,
+    v: usize,
+    value: &dyn Fn(usize) -> Scalar,
+) -> Scalar {
+    let children: Vec<usize> = match algorithm {
+        Algorithm::Chain => vec![v + 1],
+        _ => (0..usize::BITS)
+            .take_while(|bit| v >> bit & 1 == 0)
+            .filter_map(|bit| v.checked_add(1 << bit))
+            .collect(),
+    };
+    let mut total = value(v);
+    for child in children.into_iter().filter(|child| *child < world) {
+        total = total.combine(dtype, op, subtree(dtype, op, algorithm, world, child, value));
+    }
+    total
+}
+
+/// The bytes of the element that changes nothing.
+fn identity(dtype: DType, op: ReduceOp) -> Vec<u8> {
+    let float = match op {
+        ReduceOp::Sum | ReduceOp::Mean => 0.0,
+        ReduceOp::Prod => 1.0,
+        ReduceOp::Min => f64::INFINITY,
+        ReduceOp::Max => f64::NEG_INFINITY,
+    };
+    let (lowest, highest): (i128, i128) = match dtype {
+        DType::I8 => (i8::MIN.into(), i8::MAX.into()),
+        DType::I32 => (i32::MIN.into(), i32::MAX.into()),
+        DType::I64 => (i64::MIN.into(), i64::MAX.into()),
+        DType::U8 => (0, u8::MAX.into()),
+        DType::U32 => (0, u32::MAX.into()),
+        DType::U64 => (0, u64::MAX.into()),
+        DType::F64 => return Scalar::F64(float).write(dtype, 1),
+        DType::F32 | DType::F16 | DType::Bf16 => return Scalar::F32(float as f32).write(dtype, 1),
+    };
+    let integer = match op {
+        ReduceOp::Sum | ReduceOp::Mean => 0,
+        ReduceOp::Prod => 1,
+        ReduceOp::Min => highest,
+        ReduceOp::Max => lowest,
+    };
+    Scalar::Integer(integer).write(dtype, 1)
+}
+
+/// One running value. 16-bit floats are held in 32 bits.
+#[derive(Clone, Copy, Debug)]
+enum Scalar {
+    F32(f32),
+    F64(f64),
+    Integer(i128),
+}
+
+impl Scalar {
+    fn read(dtype: DType, bytes: &[u8]) -> Self {
+        fn array<const N: usize>(bytes: &[u8]) -> [u8; N] {
+            bytes.try_into().expect("an element has its type's size")
+        }
+        match dtype {
+            DType::F32 => Self::F32(f32::from_le_bytes(array(bytes))),
+            DType::F64 => Self::F64(f64::from_le_bytes(array(bytes))),
+            DType::F16 => Self::F32(f16::from_le_bytes(array(bytes)).to_f32()),
+            DType::Bf16 => Self::F32(bf16::from_le_bytes(array(bytes)).to_f32()),
+            DType::I8 => Self::Integer(i8::from_le_bytes(array(bytes)).into()),
+            DType::I32 => Self::Integer(i32::from_le_bytes(array(bytes)).into()),
+            DType::I64 => Self::Integer(i64::from_le_bytes(array(bytes)).into()),
+            DType::U8 => Self::Integer(u8::from_le_bytes(array(bytes)).into()),
+            DType::U32 => Self::Integer(u32::from_le_bytes(array(bytes)).into()),
+            DType::U64 => Self::Integer(u64::from_le_bytes(array(bytes)).into()),
+        }
+    }
+
+    fn write(self, dtype: DType, divisor: usize) -> Vec<u8> {
+        match (self, dtype) {
+            (Self::F32(x), DType::F16) => f16::from_f32(x / divisor as f32).to_le_bytes().to_vec(),
+            (Self::F32(x), DType::Bf16) => bf16::from_f32(x / divisor as f32).to_le_bytes().to_vec(),
+            (Self::F32(x), _) => (x / divisor as f32).to_le_bytes().to_vec(),
+            (Self::F64(x), _) => (x / divisor as f64).to_le_bytes().to_vec(),
+            // Two's complement: the low bytes are the value in any integer type.
+            (Self::Integer(x), _) => x.to_le_bytes()[..dtype.size()].to_vec(),
+        }
+    }
+
+    fn combine(self, dtype: DType, op: ReduceOp, other: Self) -> Self {
+        match (self, other) {
+            (Self::F32(a), Self::F32(b)) => Self::F32(match op {
+                ReduceOp::Sum | ReduceOp::Mean => a + b,
+                ReduceOp::Prod => a * b,
+                // The comparison of sign, exponent and mantissa bits orders −0 below +0.
+                ReduceOp::Min if a.is_nan() || b.is_nan() => f32::NAN,
+                ReduceOp::Max if a.is_nan() || b.is_nan() => f32::NAN,
+                ReduceOp::Min => {
+                    if a.total_cmp(&b).is_le() {
+                        a
+                    } else {
+                        b
+                    }
+                }
+                ReduceOp::Max => {
+                    if a.total_cmp(&b).is_ge() {
+                        a
+                    } else {
+                        b
+                    }
+                }
+            }),
+            (Self::F64(a), Self::F64(b)) => Self::F64(match op {
+                ReduceOp::Sum | ReduceOp::Mean => a + b,
+                ReduceOp::Prod => a * b,
+                ReduceOp::Min if a.is_nan() || b.is_nan() => f64::NAN,
+                ReduceOp::Max if a.is_nan() || b.is_nan() => f64::NAN,
+                ReduceOp::Min => {
+                    if a.total_cmp(&b).is_le() {
+                        a
+                    } else {
+                        b
+                    }
+                }
+                ReduceOp::Max => {
+                    if a.total_cmp(&b).is_ge() {
+                        a
+                    } else {
+                        b
+                    }
+                }
+            }),
+            (Self::Integer(a), Self::Integer(b)) => {
+                let exact = match op {
+                    ReduceOp::Sum | ReduceOp::Mean => a + b,
+                    ReduceOp::Prod => a.wrapping_mul(b),
+                    ReduceOp::Min => a.min(b),
+                    ReduceOp::Max => a.max(b),
+                };
+                // Wrap by writing and reading back.
+                Self::read(dtype, &Self::Integer(exact).write(dtype, 1))
+            }
+            _ => unreachable!("one dtype, one kind of scalar"),
+        }
+    }
+}

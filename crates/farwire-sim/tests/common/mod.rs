@@ -1,0 +1,150 @@
+//! One operation with its inputs, on every rank: what the tests are made of.
+
+#![allow(dead_code, reason = "each test file uses its own share of this")]
+
+use std::num::NonZeroUsize;
+
+use farwire_proto::{
+    Algorithm, Call, CommId, Counts, DType, Kind, Options, Peer, Plan, Rank, ReduceOp, Tuning, WorldSize,
+};
+use farwire_sim::{JobId, Sim, Start, Submission, oracle};
+use half::{bf16, f16};
+use rand::RngExt;
+use rand::SeedableRng;
+use rand_chacha::ChaCha8Rng;
+
+pub(crate) fn world(n: u32) -> WorldSize {
+    WorldSize::new(n).unwrap()
+}
+
+/// Every collective, with every algorithm that can run it.
+pub(crate) fn every_collective() -> Vec<(Kind, Algorithm)> {
+    let collectives = Kind::ALL.into_iter().filter(|kind| *kind != Kind::Message);
+    collectives.flat_map(|kind| kind.algorithms().iter().map(move |algorithm| (kind, *algorithm))).collect()
+}
+
+/// A collective as all ranks of a world call it.
+#[derive(Clone, Debug)]
+pub(crate) struct Case {
+    pub(crate) calls: Vec<Call>,
+    pub(crate) options: Options,
+    pub(crate) inputs: Vec<Vec<u8>>,
+}
+
+impl Case {
+    /// `kind` over `n` ranks, on vectors of about `len` elements of random values; differing lengths per rank where the kind allows.
+    pub(crate) fn new(
+        (kind, algorithm): (Kind, Algorithm),
+        n: u32,
+        len: usize,
+        segment: usize,
+        dtype: DType,
+        op: ReduceOp,
+        seed: u64,
+    ) -> Self {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let root = Rank(rng.random_range(0..n));
+        let op = match kind {
+            Kind::Scan | Kind::ExclusiveScan if op == ReduceOp::Mean => ReduceOp::Sum,
+            _ if !dtype.is_float() && op == ReduceOp::Mean => ReduceOp::Sum,
+            _ => op,
+        };
+        let varied = rng.random::<bool>();
+        let mut counts = || -> Counts {
+            if varied {
+                let most = (2 * len / n as usize).max(1);
+                (0..n).map(|_| rng.random_range(0..=most)).collect::<Vec<_>>().into()
+            } else {
+                Counts::Each(len / n as usize)
+            }
+        };
+        let shared = counts();
+        let matrix: Vec<Counts> = (0..n).map(|_| counts()).collect();
+        let calls: Vec<Call> = (0..n)
+            .map(|rank| match kind {
+                Kind::AllReduce => Call::AllReduce { count: len, dtype, op },
+                Kind::ReduceScatter => Call::ReduceScatter { count: len, dtype, op },
+                Kind::AllGather => Call::AllGather { counts: shared.clone(), dtype },
+                Kind::Broadcast => Call::Broadcast { count: len, dtype, root },
+                Kind::Reduce => Call::Reduce { count: len, dtype, op, root },
+                Kind::Gather => Call::Gather { counts: shared.clone(), dtype, root },
+                Kind::Scatter => Call::Scatter { counts: shared.clone(), dtype, root },
+                Kind::AllToAll => {
+                    let recv: Vec<_> = matrix.iter().map(|send| send.of(Rank(rank))).collect();
+                    Call::AllToAll { send: matrix[rank as usize].clone(), recv: recv.into(), dtype }
+                }
+                Kind::Scan => Call::Scan { count: len, dtype, op },
+                Kind::ExclusiveScan => Call::ExclusiveScan { count: len, dtype, op },
+                Kind::Barrier => Call::Barrier,
+                Kind::Message => panic!("messages have their own tests"),
+            })
+            .collect();
+        let options =
+            Options { algorithm: Some(algorithm), segment: NonZeroUsize::new(segment), deadline: None };
+        let mut case = Self { calls, options, inputs: Vec::new() };
+        case.inputs =
+            case.plans().iter().map(|plan| random_elements(dtype, plan.input_bytes(), &mut rng)).collect();
+        case
+    }
+
+    pub(crate) fn plans(&self) -> Vec<Plan> {
+        let n = world(self.calls.len() as u32);
+        self.calls
+            .iter()
+            .zip(n.ranks())
+            .map(|(call, me)| {
+                Plan::new(CommId::WORLD, me, n, call, &self.options, &Tuning::default()).unwrap()
+            })
+            .collect()
+    }
+
+    pub(crate) fn expected(&self) -> Vec<Vec<u8>> {
+        oracle::results(&self.calls, self.options.algorithm.unwrap(), &self.inputs)
+    }
+
+    /// Has rank r of `comm`, which is `members[r]`, make its call.
+    pub(crate) fn submit_on(
+        &self,
+        sim: &mut Sim,
+        comm: CommId,
+        members: &[Peer],
+        start: &dyn Fn(usize) -> Start,
+    ) -> Vec<JobId> {
+        (0..members.len())
+            .map(|rank| {
+                let submission = Submission {
+                    comm,
+                    call: self.calls[rank].clone(),
+                    options: self.options,
+                    input: self.inputs[rank].clone(),
+                    start: start(rank),
+                };
+                sim.submit(members[rank], submission)
+            })
+            .collect()
+    }
+
+    /// Has every rank of the world make its call at the beginning.
+    pub(crate) fn submit(&self, sim: &mut Sim) -> Vec<JobId> {
+        let members: Vec<_> = (0..self.calls.len() as u32).map(Peer).collect();
+        self.submit_on(sim, CommId::WORLD, &members, &|_| Start::At(farwire_proto::Time::ZERO))
+    }
+}
+
+/// Random elements: integers of all values; floats of many magnitudes, so that every order of addition rounds differently.
+pub(crate) fn random_elements(dtype: DType, bytes: usize, rng: &mut ChaCha8Rng) -> Vec<u8> {
+    let mut result = Vec::with_capacity(bytes);
+    while result.len() < bytes {
+        let small = rng.random_range(-4.0..4.0f64);
+        let wide = small * 2f64.powi(rng.random_range(-12..12));
+        match dtype {
+            DType::F32 => result.extend((wide as f32).to_le_bytes()),
+            DType::F64 => result.extend(wide.to_le_bytes()),
+            DType::F16 => result.extend(f16::from_f64(small).to_le_bytes()),
+            DType::Bf16 => result.extend(bf16::from_f64(wide).to_le_bytes()),
+            _ => result.extend((0..dtype.size()).map(|_| rng.random::<u8>())),
+        }
+    }
+    assert_eq!(result.len(), bytes);
+    result
+}

@@ -1,0 +1,259 @@
+//! Tier 1: properties of schedules as pure data, with no engine and no network.
+
+mod common;
+
+use common::{Case, every_collective, world};
+use farwire_proto::{Action, Algorithm, DType, Gate, Kind, Plan, Rank, ReduceOp, Running, Source};
+use proptest::prelude::*;
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1024))]
+
+    #[test]
+    fn every_send_meets_exactly_one_receive_of_equal_length(
+        which in prop::sample::select(every_collective()),
+        n in 1u32..=17,
+        len in 0usize..=5000,
+        segment in 1usize..=5000,
+        dtype in prop::sample::select(DType::ALL.to_vec()),
+        seed in any::<u64>(),
+    ) {
+        let plans = Case::new(which, n, len, segment, dtype, ReduceOp::Sum, seed).plans();
+        for (from, to) in pairs(n) {
+            let (sender, receiver) = (&plans[from.index()], &plans[to.index()]);
+            prop_assert_eq!(sender.sends(to), receiver.recvs(from));
+            prop_assert!(sender.sends(to) >= 1, "every lane carries at least one frame");
+            for i in 0..sender.sends(to) {
+                let (sent, received) = (sender.send(to, i).source, receiver.recv(from, i).action);
+                prop_assert_eq!(sent.wire_bytes(dtype), received.wire_bytes(dtype));
+                prop_assert!(stays_inside(sender, &sent));
+            }
+        }
+    }
+
+    /// Each rank's input reaches the result exactly once: a walk over the frames that follows which ranks' inputs each element
+    /// holds, and refuses to add one twice, to lose one, or to read what is not there yet.
+    #[test]
+    fn every_element_is_reduced_exactly_once_per_rank(
+        which in prop::sample::select(every_collective()),
+        n in 1u32..=17,
+        len in 0usize..=200,
+        segment in 1usize..=100,
+        lottery in any::<u64>(),
+    ) {
+        prop_assume!(which.0.reduces());
+        let case = Case::new(which, n, len, segment, DType::U64, ReduceOp::Sum, lottery);
+        let results = symbolic::run(&case.plans(), lottery);
+        for (rank, result) in results.into_iter().enumerate() {
+            let Some(result) = result else { continue };
+            let contributors = match which.0 {
+                Kind::Scan => 0..rank as u32 + 1,
+                Kind::ExclusiveScan => 0..rank as u32,
+                _ => 0..n,
+            };
+            let all = contributors.fold(0u32, |set, rank| set | 1 << rank);
+            prop_assert!(result.iter().all(|held| *held == all), "rank {rank}: {result:x?}");
+        }
+    }
+}
+
+fn pairs(n: u32) -> impl Iterator<Item = (Rank, Rank)> {
+    world(n).ranks().flat_map(move |from| world(n).others(from).map(move |to| (from, to)))
+}
+
+fn stays_inside(plan: &Plan, source: &Source) -> bool {
+    let size = plan.dtype().size();
+    match source {
+        Source::Nothing | Source::Partial { .. } => true,
+        Source::Input(span) | Source::InputAsPartial(span) => span.end() * size <= plan.input_bytes(),
+        Source::Output(span) => span.end() * size <= plan.output_bytes(),
+    }
+}
+
+#[test]
+fn fold_turns_follow_rank_order() {
+    for n in 2..=17 {
+        for which in [(Kind::AllReduce, Algorithm::TwoPhase), (Kind::AllReduce, Algorithm::GatherReduce)] {
+            for plan in Case::new(which, n, 100, 3, DType::F32, ReduceOp::Sum, 0).plans() {
+                let mut turns: Vec<_> = plan
+                    .peers()
+                    .filter(|from| matches!(plan.recv(*from, 0).action, Action::Fold(_)))
+                    .map(|from| (plan.recv(from, 0).gate.folded, from))
+                    .collect();
+                turns.sort();
+                assert!(turns.windows(2).all(|pair| pair[0].1 < pair[1].1), "{turns:?}");
+                assert!(turns.iter().map(|(turn, _)| *turn).eq(0..n as usize - 1));
+            }
+        }
+    }
+}
+
+/// Running schedules on sets of contributors rather than numbers.
+mod symbolic {
+    use std::collections::{HashMap, VecDeque};
+
+    use farwire_proto::{Emit, Outcome, Own};
+    use rand::SeedableRng;
+    use rand::seq::IndexedRandom;
+    use rand_chacha::ChaCha8Rng;
+
+    use super::*;
+
+    /// Which ranks' inputs an element holds, as a bit set.
+    type Held = u32;
+
+    struct Place<'a> {
+        plan: &'a Plan,
+        own: Held,
+        output: Vec<Held>,
+        slots: HashMap<usize, Vec<Held>>,
+        progress: Gate,
+        sent: Vec<usize>,
+        taken: Vec<usize>,
+    }
+
+    /// The results of ranks that have one, after moving frames in a random order that the gates allow.
+    pub(super) fn run(plans: &[Plan], lottery: u64) -> Vec<Option<Vec<Held>>> {
+        let n = plans.len() as u32;
+        let mut rng = ChaCha8Rng::seed_from_u64(lottery);
+        let mut places: Vec<_> = plans
+            .iter()
+            .map(|plan| Place {
+                plan,
+                own: 1 << plan.me().0,
+                output: initial_output(plan),
+                slots: HashMap::new(),
+                progress: Gate::OPEN,
+                sent: vec![0; plans.len()],
+                taken: vec![0; plans.len()],
+            })
+            .collect();
+        let mut streams: HashMap<(Rank, Rank), VecDeque<Vec<Held>>> = HashMap::new();
+        loop {
+            let lanes: Vec<_> = pairs(n)
+                .flat_map(|pair| [(pair, true), (pair, false)])
+                .filter(|((from, to), sending)| {
+                    if *sending {
+                        places[from.index()].can_send(*to)
+                    } else {
+                        streams.get(&(*from, *to)).is_some_and(|s| !s.is_empty())
+                            && places[to.index()].can_take(*from)
+                    }
+                })
+                .collect();
+            let Some(&((from, to), sending)) = lanes.choose(&mut rng) else { break };
+            let stream = streams.entry((from, to)).or_default();
+            if sending {
+                stream.push_back(places[from.index()].send(to));
+            } else {
+                places[to.index()].take(from, stream.pop_front().unwrap());
+            }
+        }
+        for place in &places {
+            for peer in place.plan.peers() {
+                assert_eq!(place.sent[peer.index()], place.plan.sends(peer), "stuck");
+                assert_eq!(place.taken[peer.index()], place.plan.recvs(peer), "stuck");
+            }
+        }
+        let result = |place: Place<'_>| (place.plan.outcome() == Outcome::Output).then_some(place.output);
+        places.into_iter().map(result).collect()
+    }
+
+    /// Rank 0 of a scan, and a world of one, have their result without any frame.
+    fn initial_output(plan: &Plan) -> Vec<Held> {
+        let len = plan.output_bytes() / plan.dtype().size();
+        let alone = plan.world().get() == 1;
+        let held = match plan.fingerprint().kind {
+            Kind::Scan if plan.me() == Rank(0) => 1,
+            Kind::ExclusiveScan if plan.me() == Rank(0) => 0,
+            _ if alone => 1,
+            _ => Held::MAX, // nothing may read this before it is written
+        };
+        vec![held; len]
+    }
+
+    impl Place<'_> {
+        fn open(&self, gate: &Gate) -> bool {
+            let at = &self.progress;
+            gate.folded <= at.folded && gate.received <= at.received && gate.sent <= at.sent
+        }
+
+        fn can_send(&self, to: Rank) -> bool {
+            let i = self.sent[to.index()];
+            i < self.plan.sends(to) && self.open(&self.plan.send(to, i).gate)
+        }
+
+        fn send(&mut self, to: Rank) -> Vec<Held> {
+            let source = self.plan.send(to, self.sent[to.index()]).source;
+            self.sent[to.index()] += 1;
+            // Whoever frees slots by sending is whoever partial results go to.
+            self.progress.sent += usize::from(self.plan.downstream() == Some(to));
+            match source {
+                Source::Nothing => Vec::new(),
+                Source::Input(span) | Source::InputAsPartial(span) => vec![self.own; span.len],
+                Source::Output(span) => self.output[span.start..span.end()].to_vec(),
+                Source::Partial { slot, len } => {
+                    let partial = self.slots.remove(&slot).expect("a slot is sent once, after it is filled");
+                    assert_eq!(partial.len(), len);
+                    partial
+                }
+            }
+        }
+
+        fn can_take(&self, from: Rank) -> bool {
+            self.open(&self.plan.recv(from, self.taken[from.index()]).gate)
+        }
+
+        fn take(&mut self, from: Rank, payload: Vec<Held>) {
+            let action = self.plan.recv(from, self.taken[from.index()]).action;
+            self.taken[from.index()] += 1;
+            self.progress.received += usize::from(self.plan.upstream() == Some(from));
+            match action {
+                Action::Nothing => {}
+                Action::Store(span) => self.output[span.start..span.end()].copy_from_slice(&payload),
+                Action::Fold(fold) => {
+                    self.progress.folded += 1;
+                    let add = |running: &mut Vec<Held>, more: &[Held]| {
+                        for (held, more) in running.iter_mut().zip(more) {
+                            assert_eq!(*held & more, 0, "a rank's input is added twice");
+                            *held |= more;
+                        }
+                    };
+                    let own = vec![self.own; fold.len];
+                    let mut running = match (fold.first, fold.running) {
+                        (true, Running::Slot(slot)) => {
+                            assert!(!self.slots.contains_key(&slot), "a slot is refilled before it was sent");
+                            vec![0; fold.len]
+                        }
+                        (true, Running::Output(_)) => vec![0; fold.len],
+                        (false, Running::Output(span)) => self.output[span.start..span.end()].to_vec(),
+                        (false, Running::Slot(slot)) => self.slots.remove(&slot).expect("a fold goes on"),
+                    };
+                    if matches!(fold.own, Own::Before(_)) {
+                        add(&mut running, &own);
+                    }
+                    add(&mut running, &payload);
+                    if let Emit::BeforeOwn(span) = fold.emit {
+                        self.output[span.start..span.end()].copy_from_slice(&running);
+                    }
+                    if matches!(fold.own, Own::After(_)) {
+                        add(&mut running, &own);
+                    }
+                    if let Emit::Last(span) = fold.emit {
+                        self.output[span.start..span.end()].copy_from_slice(&running);
+                    }
+                    match fold.running {
+                        Running::Output(span) => {
+                            self.output[span.start..span.end()].copy_from_slice(&running)
+                        }
+                        // The last rank of a scan keeps what nobody will ask for.
+                        Running::Slot(_) if self.plan.downstream().is_none() => {}
+                        Running::Slot(slot) => {
+                            self.slots.insert(slot, running);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
