@@ -27,12 +27,14 @@
 
 #![forbid(unsafe_code)]
 
+mod bound;
 mod network;
 mod node;
 pub mod oracle;
 mod report;
 mod sim;
 
+pub use bound::lower_bound;
 pub use network::{Link, Network, Trouble};
 pub use report::{Hang, JobEnd, JobReport, RankStats, Report};
-pub use sim::{JobId, Sim, Start, Submission};
+pub use sim::{JobId, Progress, Sim, Start, Submission};

@@ -41,6 +41,18 @@ impl Submission {
     }
 }
 
+/// How far a run has come.
+#[derive(Clone, Copy, Debug)]
+pub struct Progress {
+    /// The virtual time.
+    pub now: Time,
+    /// Frames sent by all ranks together.
+    pub frames: u64,
+}
+
+/// Happenings between two reports of progress.
+const PROGRESS_EVERY: u64 = 1 << 16;
+
 /// When a call is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Start {
@@ -206,9 +218,21 @@ impl Sim {
     }
 
     /// Runs until every job has ended on every process that is alive.
-    pub fn run(mut self) -> Result<Report, Hang> {
+    pub fn run(self) -> Result<Report, Hang> {
+        self.run_observed(|_| ())
+    }
+
+    /// [`run`](Self::run), saying now and then how far it has come.
+    pub fn run_observed(mut self, mut observe: impl FnMut(Progress)) -> Result<Report, Hang> {
         self.foresee_troubles();
-        while self.pending > 0 {
+        for round in 0u64.. {
+            if self.pending == 0 {
+                break;
+            }
+            if round.is_multiple_of(PROGRESS_EVERY) {
+                let frames = self.report.ranks.iter().map(|rank| rank.frames).sum();
+                observe(Progress { now: self.now, frames });
+            }
             match self.queue.pop() {
                 Some(Reverse((at, _, happening))) if at <= self.limit => self.step(at, happening),
                 _ => return Err(self.hang()),

@@ -1,5 +1,7 @@
 //! Tier 2: every collective over a simulated network, against the scalar oracle, bit for bit.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
+
 mod common;
 
 use std::time::Duration;

@@ -1,6 +1,8 @@
 //! Tier 2: crashes, stalls, partitions, deadlines and ranks that call different things. Nothing hangs, every rank learns of it, inputs
 //! come back as they were.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
+
 mod common;
 
 use std::num::NonZeroUsize;

@@ -1,5 +1,7 @@
 //! Tier 2: many operations in flight at once, on several communicators, in any order of arrival.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
+
 mod common;
 
 use std::time::Duration;

@@ -1,5 +1,7 @@
 //! Tier 1: properties of schedules as pure data, with no engine and no network.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
+
 mod common;
 
 use common::{Case, every_collective, world};

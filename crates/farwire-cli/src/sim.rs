@@ -1,0 +1,448 @@
+//! `farwire sim`: one operation on a simulated network.
+
+use std::io::IsTerminal;
+use std::num::NonZeroUsize;
+use std::time::{Duration, Instant};
+
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use farwire_proto::{
+    Algorithm, Call, CallError, CommId, Config, Counts, DType, Kind, Options, Peer, Plan, Rank, ReduceOp,
+    Tag, Time, Tuning, WorldSize, tune::Links,
+};
+use farwire_sim::{
+    Hang, JobEnd, JobId, Link, Network, Report, Sim, Submission, Trouble, lower_bound, oracle,
+};
+use half::{bf16, f16};
+use indicatif::{ProgressBar, ProgressStyle};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde::Serialize;
+
+use crate::units::{self, show_bytes, show_rate, show_time};
+
+/// Runs of more than this many bytes, all ranks together, carry lengths only, and the result is checked on a short vector.
+const CARRY_AT_MOST: usize = 256 << 20;
+/// Elements of that short vector, per rank and besides.
+const SHORT_VECTOR: (usize, usize) = (3, 1007);
+/// Ranks whose activity is drawn, and how wide.
+const DRAWN_RANKS: usize = 16;
+const DRAWN_WIDTH: u32 = 60;
+
+/// Run one operation on a simulated network, in virtual time.
+///
+/// Shows how long it would take, what each rank sends, and how near that is to the least possible. The protocol is the real one; the network
+/// is a model in which every rank has one full-duplex interface. The same flags and seed give the same run on any machine.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  farwire sim all_reduce --ranks 8
+  farwire sim all_reduce --ranks 256 --size 100MB --bandwidth 1gbit --latency 20ms
+  farwire sim all_reduce --algorithm ring --size 64MiB      compare with the default, two-phase
+  farwire sim broadcast --ranks 16 --size 1GB --loss 0.1%   on a network that drops packets
+  farwire sim all_reduce --ranks 4 --crash 2@40             kill rank 2 at its 40th step
+  farwire sim all_reduce --ranks 64 --json                  one JSON object, for scripts")]
+pub(crate) struct Args {
+    /// What to run.
+    #[arg(value_name = "OP", value_parser = named::<Kind, _>(Kind::ALL.map(Kind::name)))]
+    op: Kind,
+    /// How many ranks.
+    #[arg(short = 'n', long, default_value = "8", value_parser = clap::value_parser!(u32).range(1..=2048))]
+    ranks: u32,
+    /// Bytes of the vector: of each rank's for reductions, scans and messages, of the whole for gathers and scatters.
+    #[arg(short, long, default_value = "100MB", value_parser = units::size)]
+    size: usize,
+    /// What each rank can send, and receive.
+    #[arg(short, long, default_value = "1gbit", value_parser = units::rate)]
+    bandwidth: f64,
+    /// From one rank to another, one way.
+    #[arg(short, long, default_value = "20ms", value_parser = units::time)]
+    latency: Duration,
+    /// Up to this much is added to each frame's latency, at random.
+    #[arg(long, default_value = "0", value_parser = units::time)]
+    jitter: Duration,
+    /// The share of packets lost and sent again.
+    #[arg(long, default_value = "0", value_parser = units::share)]
+    loss: f64,
+    /// How to move the data; chosen from size, ranks and network if not given.
+    #[arg(short, long, value_parser = named::<Algorithm, _>(Algorithm::ALL.map(Algorithm::name)))]
+    algorithm: Option<Algorithm>,
+    /// Element type.
+    #[arg(long, default_value = "f32", value_parser = named::<DType, _>(DType::ALL.map(DType::name)))]
+    dtype: DType,
+    /// How elements are combined.
+    #[arg(long, default_value = "sum", value_parser = named::<ReduceOp, _>(ReduceOp::ALL.map(ReduceOp::name)))]
+    reduce: ReduceOp,
+    /// The root, for operations that have one.
+    #[arg(long, default_value = "0")]
+    root: u32,
+    /// Bytes per frame.
+    #[arg(long, default_value = "64KiB", value_parser = units::size)]
+    segment: usize,
+    /// Bytes of one stream that may be on their way or unread.
+    #[arg(long, default_value = "8MiB", value_parser = units::size)]
+    window: usize,
+    /// Kill a rank as it is about to take a step (submit, send a frame, take a frame), counted from 0. May be repeated.
+    #[arg(long, value_name = "RANK@STEP", value_parser = crash)]
+    crash: Vec<(u32, u64)>,
+    /// How long after it falls silent a rank is taken for lost.
+    #[arg(long, default_value = "2s", value_parser = units::time)]
+    detection: Duration,
+    /// Where all randomness comes from.
+    #[arg(long, default_value = "0")]
+    seed: u64,
+    /// Print one JSON object rather than words.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Why there is nothing to show.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum SimError {
+    #[error("--size {size} is not a whole number of {dtype} elements, which have {} bytes each", dtype.size())]
+    Fraction { size: usize, dtype: DType },
+    #[error("--crash {rank}@… names a rank that is not there; use 0 to {}", ranks - 1)]
+    NoSuchRank { rank: u32, ranks: u32 },
+    #[error("--ranks {0} is too few for {1}, which needs at least 2")]
+    TooFew(u32, Kind),
+    #[error(transparent)]
+    Call(#[from] CallError),
+    #[error("this is a bug, please report it with the command line: {0}")]
+    Hang(#[from] Hang),
+    #[error(
+        "this is a bug, please report it with the command line: {op} gave a wrong result on {rank} (seed {seed})"
+    )]
+    Wrong { op: Kind, rank: Rank, seed: u64 },
+}
+
+/// What `--json` prints.
+#[derive(Debug, Serialize)]
+struct Json {
+    op: &'static str,
+    ranks: u32,
+    bytes: usize,
+    algorithm: &'static str,
+    virtual_ms: f64,
+    wire_bytes_max: u64,
+    wire_bytes_mean: f64,
+    rounds: u32,
+    bound_ms: f64,
+    failed_ranks: Vec<u32>,
+    seed: u64,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &Args) -> Result<(), SimError> {
+    let started = Instant::now();
+    let task = Task::new(args)?;
+    let count = args.size / args.dtype.size();
+    let carry = args.size.saturating_mul(task.world.len()) <= CARRY_AT_MOST;
+    let bar = task.progress_bar(count)?;
+    let run = task.simulate(count, carry, |frames| bar.set_position(frames))?;
+    bar.finish_and_clear();
+    let checked = if carry {
+        run.check(&task)?;
+        Some(count)
+    } else if args.crash.is_empty() {
+        let (per_rank, besides) = SHORT_VECTOR;
+        let short = task.world.len() * per_rank + besides;
+        task.simulate(short, true, |_| ())?.check(&task)?;
+        Some(short)
+    } else {
+        None
+    };
+    if args.json {
+        println!("{}", serde_json::to_string(&task.json(&run)).expect("plain numbers and names serialise"));
+    } else {
+        task.print(&run, checked, started.elapsed());
+    }
+    Ok(())
+}
+
+/// The flags, checked against each other.
+#[derive(Debug)]
+struct Task<'a> {
+    args: &'a Args,
+    world: WorldSize,
+    network: Network,
+    config: Config,
+    options: Options,
+    /// The one asked for, or chosen.
+    algorithm: Algorithm,
+}
+
+/// A finished run.
+#[derive(Debug)]
+struct Run {
+    report: Report,
+    /// Each rank's calls, and what became of them.
+    calls: Vec<Vec<Call>>,
+    jobs: Vec<Vec<JobId>>,
+    /// Each rank's input; empty where only lengths were carried.
+    inputs: Vec<Vec<u8>>,
+}
+
+impl<'a> Task<'a> {
+    fn new(args: &'a Args) -> Result<Self, SimError> {
+        let &Args { ranks, size, dtype, bandwidth, latency, .. } = args;
+        if !size.is_multiple_of(dtype.size()) {
+            return Err(SimError::Fraction { size, dtype });
+        }
+        if args.op == Kind::Message && ranks < 2 {
+            return Err(SimError::TooFew(ranks, args.op));
+        }
+        if let Some((rank, _)) = args.crash.iter().find(|(rank, _)| *rank >= ranks) {
+            return Err(SimError::NoSuchRank { rank: *rank, ranks });
+        }
+        let crashes = args.crash.iter().map(|(rank, step)| Trouble::Crash { peer: Peer(*rank), step: *step });
+        let network = Network {
+            bandwidth,
+            link: Link { latency, jitter: args.jitter, loss: args.loss, ..Link::IDEAL },
+            window: args.window,
+            detection: args.detection,
+            troubles: crashes.collect(),
+            seed: args.seed,
+            ..Network::lan(ranks)
+        };
+        let tuning = Tuning {
+            segment_bytes: NonZeroUsize::new(args.segment).unwrap_or(NonZeroUsize::MIN),
+            links: Links { latency, bandwidth, ..Links::default() },
+        };
+        // Slow networks are slow, not stuck: only a hang may run into the deadline.
+        let deadline = 100 * lower_bound(args.op, size, &network) + Duration::from_secs(3600);
+        let config = Config { tuning, deadline, ..Config::default() };
+        let mut task = Self {
+            args,
+            world: network.world,
+            network,
+            config,
+            options: Options { algorithm: args.algorithm, ..Options::default() },
+            algorithm: Algorithm::Direct,
+        };
+        // The short run that checks the result must take the way that was chosen for the long one.
+        task.algorithm =
+            task.plan(Rank(0), &task.calls(Rank(0), size / dtype.size())[0])?.fingerprint().algorithm;
+        task.options.algorithm = Some(task.algorithm);
+        Ok(task)
+    }
+
+    /// What a rank calls, for vectors of `count` elements.
+    fn calls(&self, rank: Rank, count: usize) -> Vec<Call> {
+        let &Args { dtype, reduce: op, op: kind, root, .. } = self.args;
+        let root = Rank(root);
+        let blocks = || Counts::even(count, self.world);
+        let call = match kind {
+            Kind::AllReduce => Call::AllReduce { count, dtype, op },
+            Kind::ReduceScatter => Call::ReduceScatter { count, dtype, op },
+            Kind::AllGather => Call::AllGather { counts: blocks(), dtype },
+            Kind::Broadcast => Call::Broadcast { count, dtype, root },
+            Kind::Reduce => Call::Reduce { count, dtype, op, root },
+            Kind::Gather => Call::Gather { counts: blocks(), dtype, root },
+            Kind::Scatter => Call::Scatter { counts: blocks(), dtype, root },
+            Kind::AllToAll => Call::AllToAll { send: blocks(), recv: Counts::Each(blocks().of(rank)), dtype },
+            Kind::Scan => Call::Scan { count, dtype, op },
+            Kind::ExclusiveScan => Call::ExclusiveScan { count, dtype, op },
+            Kind::Barrier => Call::Barrier,
+            Kind::Message => {
+                let (to, from) = (self.world.right_of(rank, 1), self.world.left_of(rank, 1));
+                let send = Call::Send { to, tag: Tag(0), count, dtype };
+                return vec![send, Call::Recv { from, tag: Tag(0), count, dtype }];
+            }
+        };
+        vec![call]
+    }
+
+    fn plan(&self, rank: Rank, call: &Call) -> Result<Plan, CallError> {
+        Plan::new(CommId::WORLD, rank, self.world, call, &self.options, &self.config.tuning)
+    }
+
+    /// Shown on a terminal, for runs that take a while.
+    fn progress_bar(&self, count: usize) -> Result<ProgressBar, SimError> {
+        if self.args.json || !std::io::stderr().is_terminal() {
+            return Ok(ProgressBar::hidden());
+        }
+        let mut frames = 0;
+        for rank in self.world.ranks() {
+            for call in self.calls(rank, count) {
+                let plan = self.plan(rank, &call)?;
+                frames += plan.peers().map(|peer| plan.sends(peer) as u64).sum::<u64>();
+            }
+        }
+        let style = ProgressStyle::with_template("{bar:40} {human_pos} of {human_len} frames, {eta} left")
+            .expect("the template is well-formed");
+        Ok(ProgressBar::new(frames).with_style(style))
+    }
+
+    fn simulate(&self, count: usize, carry: bool, mut observe: impl FnMut(u64)) -> Result<Run, SimError> {
+        let mut rng = ChaCha8Rng::seed_from_u64(self.args.seed);
+        let mut sim = Sim::with_config(self.network.clone(), self.config);
+        sim.limit(Time::MAX);
+        if !carry {
+            sim.carry_lengths();
+        }
+        let (mut calls, mut jobs, mut inputs) = (Vec::new(), Vec::new(), Vec::new());
+        for rank in self.world.ranks() {
+            let mine = self.calls(rank, count);
+            let input_bytes = if carry { self.plan(rank, &mine[0])?.input_bytes() } else { 0 };
+            let input = random_elements(self.args.dtype, input_bytes, &mut rng);
+            let submit = |call: &Call| {
+                let input = if matches!(call, Call::Recv { .. }) { Vec::new() } else { input.clone() };
+                let submission = Submission { options: self.options, ..Submission::new(call.clone(), input) };
+                sim.submit(Peer(rank.0), submission)
+            };
+            jobs.push(mine.iter().map(submit).collect());
+            calls.push(mine);
+            inputs.push(input);
+        }
+        let report = sim.run_observed(|progress| observe(progress.frames))?;
+        Ok(Run { report, calls, jobs, inputs })
+    }
+
+    fn json(&self, run: &Run) -> Json {
+        let &Args { op, ranks, size, seed, .. } = self.args;
+        Json {
+            op: op.name(),
+            ranks,
+            bytes: size,
+            algorithm: self.algorithm.name(),
+            virtual_ms: run.report.ended.0.as_secs_f64() * 1e3,
+            wire_bytes_max: run.report.wire_bytes_max(),
+            wire_bytes_mean: run.report.wire_bytes_mean(),
+            rounds: run.report.rounds,
+            bound_ms: lower_bound(op, size, &self.network).as_secs_f64() * 1e3,
+            failed_ranks: run.failures().map(|(rank, _)| rank.0).collect(),
+            seed,
+        }
+    }
+
+    fn print(&self, run: &Run, checked: Option<usize>, took: Duration) {
+        let &Args { op, ranks, size, bandwidth, latency, dtype, reduce, .. } = self.args;
+        let what = match op {
+            Kind::Barrier => String::new(),
+            _ if op.reduces() => format!(" ({reduce} of {dtype}) of {}", show_bytes(size as f64)),
+            _ => format!(" ({dtype}) of {}", show_bytes(size as f64)),
+        };
+        let chosen = if self.args.algorithm.is_some() { "" } else { ", chosen" };
+        println!("{op}{what} over {ranks} ranks, {}{chosen}", self.algorithm);
+        println!("each sends and receives {}, {} from the others", show_rate(bandwidth), show_time(latency));
+
+        let report = &run.report;
+        let (ended, bound) = (report.ended.0, lower_bound(op, size, &self.network));
+        println!();
+        print!("  virtual time   {}", show_time(ended));
+        if !bound.is_zero() {
+            let ratio = ended.as_secs_f64() / bound.as_secs_f64();
+            print!("   ({ratio:.3} × the lower bound of {})", show_time(bound));
+        }
+        println!();
+        println!(
+            "  sent per rank  {} at most, {} on average, headers included",
+            show_bytes(report.wire_bytes_max() as f64),
+            show_bytes(report.wire_bytes_mean())
+        );
+        println!("  rounds         {}", report.rounds);
+        self.draw(report);
+
+        println!();
+        for (rank, error) in run.failures() {
+            println!("  {rank}: {error}");
+        }
+        match checked {
+            Some(count) => println!(
+                "  checked: {} right, bit for bit, on {count} random elements",
+                if run.failures().next().is_some() {
+                    "results that were returned are"
+                } else {
+                    "every rank's result is"
+                }
+            ),
+            None => println!(
+                "  not checked: too long to carry its elements, and a short run would crash elsewhere"
+            ),
+        }
+        println!("  simulated in {} (seed {})", show_time(took), self.args.seed);
+    }
+
+    /// When each rank was sending, as a picture.
+    fn draw(&self, report: &Report) {
+        let end = report.ended.0;
+        if end.is_zero() || report.wire_bytes_max() == 0 {
+            return;
+        }
+        println!("\n  who was sending, from start to end");
+        for (stats, rank) in report.ranks.iter().zip(self.world.ranks()).take(DRAWN_RANKS) {
+            let at = |column: u32| Time(end.mul_f64(f64::from(column) / f64::from(DRAWN_WIDTH)));
+            let cell = |column| match stats.utilisation(at(column), at(column + 1)) {
+                share if share < 0.05 => ' ',
+                share if share < 0.35 => '░',
+                share if share < 0.65 => '▒',
+                share if share < 0.95 => '▓',
+                _ => '█',
+            };
+            let row: String = (0..DRAWN_WIDTH).map(cell).collect();
+            let share = 100.0 * stats.utilisation(Time::ZERO, Time(end));
+            println!("  {:>8} ▕{row}▏ {share:3.0} %", rank.to_string());
+        }
+        if let Some(more) = self.world.len().checked_sub(DRAWN_RANKS + 1) {
+            println!("  … and {} more", more + 1);
+        }
+    }
+}
+
+impl Run {
+    /// Ranks whose call failed, and why. (A rank that crashed has nothing to say.)
+    fn failures(&self) -> impl Iterator<Item = (Rank, String)> {
+        self.jobs.iter().zip((0..).map(Rank)).filter_map(|(jobs, rank)| {
+            jobs.iter().find_map(|job| match &self.report.job(*job).end {
+                JobEnd::Failed { error, .. } => Some((rank, error.to_string())),
+                JobEnd::Crashed => Some((rank, "crashed, as asked".to_owned())),
+                _ => None,
+            })
+        })
+    }
+
+    /// Compares every result that was returned with the oracle's.
+    fn check(&self, task: &Task<'_>) -> Result<(), SimError> {
+        let (op, seed) = (task.args.op, task.args.seed);
+        let expected = match op {
+            Kind::Message => {
+                let left = |rank| self.inputs[task.world.left_of(rank, 1).index()].clone();
+                task.world.ranks().map(left).collect()
+            }
+            _ => oracle::results(&self.calls.concat(), task.algorithm, &self.inputs),
+        };
+        for ((jobs, expected), rank) in self.jobs.iter().zip(expected).zip((0..).map(Rank)) {
+            let job = jobs.last().expect("every rank makes a call");
+            if self.report.job(*job).result().is_some_and(|result| result != expected) {
+                return Err(SimError::Wrong { op, rank, seed });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Random elements; floats between −1 and 1.
+fn random_elements(dtype: DType, bytes: usize, rng: &mut ChaCha8Rng) -> Vec<u8> {
+    let count = bytes / dtype.size();
+    let mut floats = || rng.random_range(-1.0..1.0f32);
+    match dtype {
+        DType::F32 => (0..count).flat_map(|_| floats().to_le_bytes()).collect(),
+        DType::F64 => (0..count).flat_map(|_| f64::from(floats()).to_le_bytes()).collect(),
+        DType::F16 => (0..count).flat_map(|_| f16::from_f32(floats()).to_le_bytes()).collect(),
+        DType::Bf16 => (0..count).flat_map(|_| bf16::from_f32(floats()).to_le_bytes()).collect(),
+        _ => (0..bytes).map(|_| rng.random()).collect(),
+    }
+}
+
+/// A parser for one of a closed set of names, which `--help` then lists.
+fn named<T, const N: usize>(names: [&'static str; N]) -> impl TypedValueParser<Value = T>
+where
+    T: std::str::FromStr<Err: std::error::Error + Send + Sync + 'static> + Clone + Send + Sync + 'static,
+{
+    PossibleValuesParser::new(names).try_map(|name| name.parse())
+}
+
+/// `RANK@STEP`.
+fn crash(text: &str) -> Result<(u32, u64), String> {
+    let parsed = text.split_once('@').and_then(|(rank, step)| Some((rank.parse().ok()?, step.parse().ok()?)));
+    parsed.ok_or_else(|| format!("`{text}` is not a crash; write RANK@STEP, for example 2@40"))
+}
