@@ -302,7 +302,7 @@ impl<'a> Task<'a> {
         Json {
             op: op.name(),
             ranks,
-            bytes: size,
+            bytes: if op == Kind::Barrier { 0 } else { size },
             algorithm: self.algorithm.name(),
             virtual_ms: run.report.ended.0.as_secs_f64() * 1e3,
             wire_bytes_max: run.report.wire_bytes_max(),
@@ -329,7 +329,7 @@ impl<'a> Task<'a> {
         let (ended, bound) = (report.ended.0, lower_bound(op, size, &self.network));
         println!();
         print!("  virtual time   {}", show_time(ended));
-        if !bound.is_zero() {
+        if !bound.is_zero() && run.failures().next().is_none() {
             let ratio = ended.as_secs_f64() / bound.as_secs_f64();
             print!("   ({ratio:.3} × the lower bound of {})", show_time(bound));
         }

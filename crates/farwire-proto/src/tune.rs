@@ -76,7 +76,9 @@ fn seconds(
 ) -> f64 {
     let n = f64::from(world.get());
     let size = bytes as f64;
-    let levels = f64::from(world.get().next_power_of_two().ilog2());
+    // A binomial tree: its depth, and the children of its root.
+    let depth = f64::from(world.get().ilog2());
+    let children = f64::from(world.get().next_power_of_two().ilog2());
     let (rounds, moved, combined) = match (kind, algorithm) {
         // The busiest rank of a reduce is the root, which receives what others send.
         (Kind::AllReduce | Kind::Reduce, Algorithm::TwoPhase) => {
@@ -86,8 +88,8 @@ fn seconds(
             (1.0, (n - 1.0) * size, (n - 1.0) * size)
         }
         (_, Algorithm::Tree) => {
-            let combined = if kind == Kind::Reduce { levels * size } else { 0.0 };
-            (levels, levels * size, combined)
+            let combined = if kind == Kind::Reduce { children * size } else { 0.0 };
+            (depth, children * size, combined)
         }
         (_, Algorithm::Chain) => {
             // The last rank's first segment has crossed every link before.

@@ -1,6 +1,6 @@
 //! The event loop: virtual time, and what happens in it.
 
-use std::cmp::Reverse;
+use std::cmp::Ordering;
 use std::collections::{BinaryHeap, HashMap, HashSet};
 use std::time::Duration;
 
@@ -70,8 +70,7 @@ pub struct Sim {
     carry_bytes: bool,
     limit: Time,
     now: Time,
-    queue: BinaryHeap<Reverse<(Time, u64, Happening)>>,
-    /// Breaks ties in the queue by order of insertion.
+    queue: BinaryHeap<Scheduled>,
     happenings: u64,
     nodes: Vec<Node>,
     submissions: Vec<Option<Submission>>,
@@ -117,7 +116,35 @@ impl Flight {
     }
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+/// Something that will happen. The greatest, for the heap, is the earliest, and of those the first to be scheduled.
+#[derive(Debug)]
+struct Scheduled {
+    at: Time,
+    order: u64,
+    happening: Happening,
+}
+
+impl Ord for Scheduled {
+    fn cmp(&self, other: &Self) -> Ordering {
+        (other.at, other.order).cmp(&(self.at, self.order))
+    }
+}
+
+impl PartialOrd for Scheduled {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl PartialEq for Scheduled {
+    fn eq(&self, other: &Self) -> bool {
+        self.cmp(other).is_eq()
+    }
+}
+
+impl Eq for Scheduled {}
+
+#[derive(Clone, Copy, Debug)]
 enum Happening {
     /// A process makes a call.
     Submit(Peer, JobId),
@@ -234,7 +261,7 @@ impl Sim {
                 observe(Progress { now: self.now, frames });
             }
             match self.queue.pop() {
-                Some(Reverse((at, _, happening))) if at <= self.limit => self.step(at, happening),
+                Some(Scheduled { at, happening, .. }) if at <= self.limit => self.step(at, happening),
                 _ => return Err(self.hang()),
             }
         }
@@ -259,7 +286,7 @@ impl Sim {
     }
 
     fn push(&mut self, at: Time, happening: Happening) {
-        self.queue.push(Reverse((at, self.happenings, happening)));
+        self.queue.push(Scheduled { at, order: self.happenings, happening });
         self.happenings += 1;
     }
 

@@ -17,7 +17,7 @@ use crate::ids::{Rank, WorldSize};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Shape {
-    /// ⌈log₂ N⌉ levels.
+    /// ⌊log₂ N⌋ levels below the root, which has ⌈log₂ N⌉ children.
     Binomial,
     /// Everyone has one child.
     Chain,
@@ -94,7 +94,7 @@ mod tests {
                         }
                         assert_eq!(here, root);
                         let limit = match shape {
-                            Shape::Binomial => n.next_power_of_two().ilog2(),
+                            Shape::Binomial => n.ilog2(),
                             Shape::Chain => n - 1,
                         };
                         assert!(depth <= limit);

@@ -1,0 +1,136 @@
+//! `farwire sim` as its users meet it.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
+
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+fn farwire(arguments: &str) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_farwire")).args(arguments.split_whitespace()).output().unwrap()
+}
+
+fn json(arguments: &str) -> Value {
+    let output = farwire(arguments);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(text.lines().count(), 1, "one object on one line: {text}");
+    serde_json::from_str(&text).unwrap()
+}
+
+fn words(arguments: &str) -> String {
+    let output = farwire(arguments);
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    String::from_utf8(output.stdout).unwrap()
+}
+
+fn refusal(arguments: &str) -> String {
+    let output = farwire(arguments);
+    assert!(!output.status.success(), "`farwire {arguments}` should be refused");
+    assert!(output.stdout.is_empty());
+    let text = String::from_utf8(output.stderr).unwrap();
+    assert!(!text.contains("panicked"), "{text}");
+    text
+}
+
+#[test]
+fn json_has_the_promised_fields() {
+    let run = json("sim all_reduce --ranks 8 --size 100MB --bandwidth 1gbit --latency 20ms --json");
+    assert_eq!(run["op"], "all_reduce");
+    assert_eq!(run["ranks"], 8);
+    assert_eq!(run["bytes"], 100_000_000);
+    assert_eq!(run["algorithm"], "two-phase");
+    assert_eq!(run["rounds"], 2);
+    let number = |field: &str| run[field].as_f64().unwrap_or_else(|| panic!("{field} is a number: {run}"));
+    assert!(number("wire_bytes_mean") <= number("wire_bytes_max"));
+    assert!(number("bound_ms") <= number("virtual_ms"));
+    assert!(number("virtual_ms") <= 1.05 * number("bound_ms"));
+}
+
+#[test]
+fn a_world_of_256_ranks_sends_the_least_volume() {
+    let run = json("sim all_reduce --ranks 256 --size 100MB --json");
+    let least = 2.0 * 255.0 / 256.0 * 100e6;
+    assert!(run["wire_bytes_max"].as_f64().unwrap() <= 1.02 * least, "{run}");
+}
+
+#[test]
+fn every_operation_runs_with_every_algorithm_and_is_checked() {
+    for kind in farwire_proto::Kind::ALL {
+        for algorithm in kind.algorithms() {
+            let run = words(&format!(
+                "sim {kind} -n 5 --size 4004 --algorithm {algorithm} --dtype bf16 --jitter 1ms"
+            ));
+            assert!(
+                run.contains("every rank's result is right, bit for bit, on 2002 random elements"),
+                "{run}"
+            );
+            assert!(run.contains("virtual time"), "{run}");
+        }
+    }
+}
+
+#[test]
+fn one_rank_and_nothing_to_send_work() {
+    for kind in farwire_proto::Kind::ALL.into_iter().filter(|kind| *kind != farwire_proto::Kind::Message) {
+        words(&format!("sim {kind} -n 1 --size 400"));
+        words(&format!("sim {kind} -n 3 --size 0"));
+    }
+}
+
+#[test]
+fn the_seed_decides_the_run() {
+    let run =
+        |seed| words(&format!("sim all_reduce -n 4 --size 1MB --jitter 5ms --loss 1% --seed {seed} --json"));
+    assert_eq!(run(1), run(1));
+    assert_ne!(run(1), run(2));
+}
+
+#[test]
+fn a_crash_is_shown_on_every_rank() {
+    let run = words("sim all_reduce -n 4 --size 1MB --crash 2@5");
+    for rank in [0, 1, 3] {
+        let line = run.lines().find(|line| line.contains(&format!("rank {rank}: all_reduce"))).unwrap();
+        assert!(line.contains("rank 2 is lost"), "{line}");
+    }
+    assert!(run.contains("rank 2: crashed, as asked"), "{run}");
+    let run = json("sim all_reduce -n 4 --size 1MB --crash 2@5 --json");
+    assert_eq!(run["failed_ranks"], serde_json::json!([0, 1, 2, 3]));
+}
+
+#[test]
+fn wrong_flags_are_refused_with_what_to_write_instead() {
+    for (arguments, says) in [
+        ("sim all_reduce --size 100Mb", "100MB"),
+        ("sim all_reduce --size=-5", "64MiB"),
+        ("sim all_reduce --size 5", "not a whole number of f32 elements"),
+        ("sim all_reduce --bandwidth 1gb", "1gbit"),
+        ("sim all_reduce --bandwidth 0gbit", "1gbit"),
+        ("sim all_reduce --latency 20", "20ms"),
+        ("sim all_reduce --loss 2", "0.1%"),
+        ("sim all_reduce --ranks 0", "1..=2048"),
+        ("sim all_reduce --ranks 1e9", "invalid digit"),
+        ("sim all_reduce --algorithm tree", "use one of: two-phase, gather-reduce, ring"),
+        ("sim all_reduce --algorithm best", "two-phase"),
+        ("sim all_reduce --dtype i32 --reduce mean", "use sum and divide"),
+        ("sim scan --reduce mean", "use sum and divide"),
+        ("sim broadcast --root 8", "use 0 to 7"),
+        ("sim all_reduce --crash 2", "RANK@STEP"),
+        ("sim all_reduce --crash 9@1", "use 0 to 7"),
+        ("sim send_recv --ranks 1", "at least 2"),
+        ("sim allreduce", "all_reduce"),
+        ("sim", "OP"),
+        ("train", "unrecognized subcommand"),
+    ] {
+        let message = refusal(arguments);
+        assert!(message.contains(says), "`farwire {arguments}` says {message:?}, not {says:?}");
+    }
+}
+
+#[test]
+fn help_teaches() {
+    let help = words("sim --help");
+    for says in ["Examples:", "--bandwidth", "all_to_all", "two-phase", "64KiB", "RANK@STEP"] {
+        assert!(help.contains(says), "{help}");
+    }
+}

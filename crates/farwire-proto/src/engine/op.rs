@@ -1,0 +1,300 @@
+//! One operation in flight: how far each lane is, and which frames may move.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::sync::Arc;
+
+use super::{Address, Lane, Payload, Queues, Take, Transmit, Verdict, Wait};
+use crate::collective::message::End;
+use crate::fingerprint::Fingerprint;
+use crate::header::{FrameKind, Header};
+use crate::ids::{Epoch, OpId, Peer, Rank, Slot, Time};
+use crate::plan::Plan;
+use crate::schedule::{Action, Gate};
+
+/// One operation in flight.
+#[derive(Debug)]
+pub(super) struct Op {
+    pub(super) id: OpId,
+    pub(super) slot: Slot,
+    pub(super) plan: Plan,
+    pub(super) members: Arc<[Peer]>,
+    pub(super) due: Time,
+    pub(super) moving: Moving,
+}
+
+/// The parts of an operation that change.
+#[derive(Debug, Default)]
+pub(super) struct Moving {
+    progress: Gate,
+    /// Indexed as [`Op::lane_of`] says.
+    lanes: Vec<LaneState>,
+    /// Lanes with frames still to move.
+    pub(super) unfinished: usize,
+    /// Frames that wait for more frames to be folded, received, sent.
+    waiting: [BinaryHeap<Reverse<(usize, Frame)>>; 3],
+}
+
+/// The next frame of a lane.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Frame {
+    Out(usize),
+    In(usize),
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct LaneState {
+    sends: usize,
+    /// Handed to the driver.
+    polled: usize,
+    /// Reported sent.
+    sent: usize,
+    /// The next frame is in the ready queue, or waits for its gate.
+    pending: bool,
+    recvs: usize,
+    taken: usize,
+    /// A frame is being taken.
+    taking: bool,
+    /// A frame was offered that could not be taken yet.
+    held: bool,
+    /// A frame has come.
+    heard: bool,
+}
+
+impl LaneState {
+    fn is_done(&self) -> bool {
+        self.sent == self.sends && self.taken == self.recvs
+    }
+}
+
+/// Why an arrived frame cannot be right.
+pub(super) enum Breach {
+    /// Its sender called something else than this.
+    Fingerprint(Fingerprint),
+    /// It is not the next frame, or not of its length.
+    Frame,
+}
+
+impl Op {
+    fn lane_of(&self, rank: Rank) -> usize {
+        if self.plan.partner().is_some() { 0 } else { rank.index() }
+    }
+
+    fn rank_of(&self, lane: usize) -> Rank {
+        self.plan.partner().map_or(Rank(lane as u32), |partner| partner.rank)
+    }
+
+    fn peer_of(&self, lane: usize) -> Peer {
+        self.members[self.rank_of(lane).index()]
+    }
+
+    /// Where frames for this operation arrive; nowhere for a message on its way out.
+    pub(super) fn inbound_address(&self) -> Option<Address> {
+        let comm = self.plan.comm();
+        match self.plan.partner() {
+            None => Some(Address { comm, slot: self.slot, sender: None }),
+            Some(partner) => (partner.end == End::Receiver).then(|| Address {
+                comm,
+                slot: self.slot,
+                sender: Some(self.members[partner.rank.index()]),
+            }),
+        }
+    }
+
+    pub(super) fn start(&mut self, queues: &mut Queues, credit: u32) {
+        let lanes = if self.plan.partner().is_some() { 1 } else { self.plan.world().len() };
+        self.moving.lanes.resize(lanes, LaneState::default());
+        for rank in self.plan.peers() {
+            let lane = self.lane_of(rank);
+            let state = &mut self.moving.lanes[lane];
+            state.sends = self.plan.sends(rank);
+            state.recvs = self.plan.recvs(rank);
+            self.moving.unfinished += 1;
+            self.line_up(lane, queues, credit);
+        }
+    }
+
+    /// Puts a lane's next frame where it belongs: among the ready ones, or behind its gate.
+    fn line_up(&mut self, lane: usize, queues: &mut Queues, credit: u32) {
+        let rank = self.rank_of(lane);
+        let state = &mut self.moving.lanes[lane];
+        let outstanding = state.polled - state.sent;
+        if state.pending || state.polled == state.sends || outstanding >= credit as usize {
+            return;
+        }
+        state.pending = true;
+        let gate = self.plan.send(rank, state.polled).gate;
+        if self.moving.wait_for(&gate, Frame::Out(lane)).is_ok() {
+            queues.ready.push_back((self.id, lane));
+        }
+    }
+
+    pub(super) fn transmit(
+        &mut self,
+        lane: usize,
+        epoch: Epoch,
+        queues: &mut Queues,
+        credit: u32,
+    ) -> Transmit {
+        let rank = self.rank_of(lane);
+        let state = &mut self.moving.lanes[lane];
+        let index = state.polled;
+        let frame = self.plan.send(rank, index);
+        state.polled += 1;
+        state.pending = false;
+        let header = Header {
+            frame: FrameKind::Data,
+            payload: frame.source.wire_bytes(self.plan.dtype()) as u32,
+            comm: self.plan.comm(),
+            epoch,
+            slot: self.slot,
+            index: index as u32,
+            fingerprint: self.plan.print_for(rank),
+        };
+        self.line_up(lane, queues, credit);
+        let payload = Payload::Operation { op: self.id, source: frame.source, after: frame.gate };
+        Transmit { to: self.peer_of(lane), header, payload, lane }
+    }
+
+    pub(super) fn sent(&mut self, lane: usize, queues: &mut Queues, credit: u32) {
+        let downstream = self.plan.downstream() == Some(self.rank_of(lane));
+        let state = &mut self.moving.lanes[lane];
+        state.sent += 1;
+        self.moving.unfinished -= usize::from(state.is_done());
+        if downstream {
+            self.moving.progress.sent += 1;
+            self.wake(queues, credit);
+        }
+        self.line_up(lane, queues, credit);
+    }
+
+    /// Judges the next frame of a lane.
+    pub(super) fn offer(&mut self, from: Rank, header: &Header) -> Result<Verdict, Breach> {
+        let lane = self.lane_of(from);
+        let expected = self.plan.print_from(from);
+        if header.fingerprint != expected {
+            return Err(Breach::Fingerprint(expected));
+        }
+        let state = &mut self.moving.lanes[lane];
+        state.heard = true;
+        if state.taking {
+            state.held = true;
+            return Ok(Verdict::Later);
+        }
+        if header.index as usize != state.taken || state.taken == state.recvs {
+            return Err(Breach::Frame);
+        }
+        let frame = self.plan.recv(from, state.taken);
+        if header.payload as usize != frame.action.wire_bytes(self.plan.dtype()) {
+            return Err(Breach::Frame);
+        }
+        if state.held {
+            return Ok(Verdict::Later); // it already waits
+        }
+        if self.moving.wait_for(&frame.gate, Frame::In(lane)).is_err() {
+            self.moving.lanes[lane].held = true;
+            return Ok(Verdict::Later);
+        }
+        self.moving.lanes[lane].taking = true;
+        Ok(Verdict::Take(Take { op: self.id, action: frame.action, lane }))
+    }
+
+    pub(super) fn taken(&mut self, lane: usize, action: &Action, queues: &mut Queues, credit: u32) {
+        let upstream = self.plan.upstream() == Some(self.rank_of(lane));
+        let state = &mut self.moving.lanes[lane];
+        state.taking = false;
+        state.taken += 1;
+        self.moving.unfinished -= usize::from(state.is_done());
+        if std::mem::take(&mut state.held) {
+            queues.resumed.push_back(self.incoming_lane(lane));
+        }
+        self.moving.progress.received += usize::from(upstream);
+        self.moving.progress.folded += usize::from(matches!(action, Action::Fold(_)));
+        self.wake(queues, credit);
+    }
+
+    /// Moves on every frame whose gate has opened.
+    fn wake(&mut self, queues: &mut Queues, credit: u32) {
+        while let Some(frame) = self.moving.next_opened() {
+            match frame {
+                Frame::Out(lane) => {
+                    self.moving.lanes[lane].pending = false;
+                    self.line_up(lane, queues, credit);
+                }
+                Frame::In(lane) => {
+                    self.moving.lanes[lane].held = false;
+                    queues.resumed.push_back(self.incoming_lane(lane));
+                }
+            }
+        }
+    }
+
+    fn incoming_lane(&self, lane: usize) -> Lane {
+        Lane { from: self.peer_of(lane), comm: self.plan.comm(), slot: self.slot }
+    }
+
+    pub(super) fn waits_on(&self) -> Vec<Peer> {
+        let awaited = |which: &dyn Fn(&LaneState) -> bool| -> Vec<Peer> {
+            let peers = self.plan.peers().map(|rank| self.lane_of(rank));
+            peers.filter(|lane| which(&self.moving.lanes[*lane])).map(|lane| self.peer_of(lane)).collect()
+        };
+        let silent = awaited(&|lane| lane.recvs > 0 && !lane.heard);
+        if !silent.is_empty() {
+            return silent;
+        }
+        let behind = awaited(&|lane| lane.taken < lane.recvs && !lane.held && !lane.taking);
+        if !behind.is_empty() {
+            return behind;
+        }
+        awaited(&|lane| !lane.is_done())
+    }
+
+    pub(super) fn wait(&self) -> Wait {
+        Wait {
+            op: self.id,
+            comm: self.plan.comm(),
+            slot: self.slot,
+            fingerprint: self.plan.fingerprint(),
+            on: self.waits_on(),
+        }
+    }
+}
+
+impl Moving {
+    /// `Ok` if the gate is open; else the frame waits for the first counter that is short.
+    fn wait_for(&mut self, gate: &Gate, frame: Frame) -> Result<(), ()> {
+        let Gate { folded, received, sent } = self.progress;
+        let short = [(gate.folded, folded), (gate.received, received), (gate.sent, sent)]
+            .into_iter()
+            .zip(&mut self.waiting)
+            .find(|((need, have), _)| need > have);
+        match short {
+            None => Ok(()),
+            Some(((need, _), waiting)) => {
+                waiting.push(Reverse((need, frame)));
+                Err(())
+            }
+        }
+    }
+
+    /// Some frame whose counter has come far enough.
+    fn next_opened(&mut self) -> Option<Frame> {
+        let Gate { folded, received, sent } = self.progress;
+        let counters = [folded, received, sent];
+        let (waiting, _) = self
+            .waiting
+            .iter_mut()
+            .zip(counters)
+            .find(|(waiting, have)| waiting.peek().is_some_and(|Reverse((need, _))| need <= have))?;
+        waiting.pop().map(|Reverse((_, frame))| frame)
+    }
+
+    /// The same allocations, with nothing in them; `None` if there are none worth keeping.
+    pub(super) fn recycle(mut self) -> Option<Self> {
+        self.progress = Gate::OPEN;
+        self.unfinished = 0;
+        self.lanes.clear();
+        self.waiting.iter_mut().for_each(BinaryHeap::clear);
+        (self.lanes.capacity() > 0).then_some(self)
+    }
+}

@@ -1,0 +1,169 @@
+//! The engine on its own: hostile input, communicators, reuse.
+
+use proptest::prelude::*;
+
+use super::*;
+use crate::dtype::{DType, ReduceOp};
+use crate::header::tests::any_header;
+
+fn busy_engine() -> Engine {
+    let config = Config { credit: 2, ..Config::default() };
+    let mut engine = Engine::new(Peer(1), WorldSize::new(4).unwrap(), config);
+    engine.open(CommId(7), &[Peer(2), Peer(1)]).unwrap();
+    let (dtype, op, count) = (DType::F32, ReduceOp::Sum, 10);
+    let segment = std::num::NonZeroUsize::new(2);
+    let options = Options { segment, ..Options::default() };
+    for (comm, call) in [
+        (CommId::WORLD, Call::AllReduce { count, dtype, op }),
+        (CommId::WORLD, Call::Barrier),
+        (CommId(7), Call::Scan { count, dtype, op }),
+        (CommId(7), Call::Recv { from: Rank(0), tag: Tag(3), count, dtype }),
+    ] {
+        let plan = engine.plan(comm, &call, &options).unwrap();
+        engine.submit(Time::ZERO, plan).unwrap();
+    }
+    engine
+}
+
+/// A frame that some operation of [`busy_engine`] waits for, before it is mangled.
+fn awaited_header() -> impl Strategy<Value = Header> {
+    let engine = busy_engine();
+    let mut ids: Vec<_> = engine.ops.keys().copied().collect();
+    ids.sort();
+    let headers: Vec<_> = ids
+        .iter()
+        .map(|id| &engine.ops[id])
+        .flat_map(|op| {
+            op.plan.peers().map(|rank| Header {
+                frame: FrameKind::Data,
+                payload: 8,
+                comm: op.plan.comm(),
+                epoch: Epoch(0),
+                slot: op.slot,
+                index: 0,
+                fingerprint: op.plan.print_from(rank),
+            })
+        })
+        .collect();
+    prop::sample::select(headers)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(2048))]
+
+    /// Whatever headers peers, members or not, send: no panic, no frame taken twice, and after a fault nothing more.
+    #[test]
+    fn hostile_headers_are_harmless(
+        frames in prop::collection::vec(
+            (0u32..6, prop_oneof![awaited_header(), any_header()], any::<[u32; 2]>(), 0u8..8), 1..60),
+    ) {
+        let mut engine = busy_engine();
+        for (from, mut header, [index, payload], change) in frames {
+            header.frame = FrameKind::Data;
+            if change & 1 != 0 {
+                header.index = index % 4;
+            }
+            if change & 2 != 0 {
+                header.payload = payload;
+            }
+            if change & 4 != 0 {
+                header.fingerprint.count ^= u64::from(payload);
+            }
+            if let Verdict::Take(take) = engine.handle_frame(Peer(from), &header) {
+                prop_assert!(matches!(engine.handle_frame(Peer(from), &header), Verdict::Later | Verdict::Drop));
+                engine.handle_taken(take);
+            }
+            while engine.poll_resume().is_some() {}
+            while let Some(transmit) = engine.poll_transmit() {
+                engine.handle_sent(transmit);
+            }
+        }
+        engine.handle_timeout(Time::MAX);
+        prop_assert!(engine.ops.is_empty() && engine.inbound.is_empty() && engine.deadlines.is_empty());
+        let mut ended: Vec<_> = std::iter::from_fn(|| engine.poll_event())
+            .filter_map(|event| match event {
+                Event::Done(op) | Event::Failed(op, _) => Some(op),
+                Event::CommFailed { .. } => None,
+            })
+            .collect();
+        ended.sort();
+        prop_assert_eq!(ended, [0, 1, 2, 3].map(OpId).to_vec(), "every operation ends exactly once");
+    }
+
+    #[test]
+    fn hostile_aborts_are_harmless(
+        from in 0u32..6,
+        header in any_header(),
+        known_comm in any::<bool>(),
+        payload in prop::collection::vec(any::<u8>(), 0..100),
+    ) {
+        let mut engine = busy_engine();
+        let comm = if known_comm { CommId(7) } else { header.comm };
+        let header = Header { comm, epoch: Epoch(0), ..header };
+        prop_assert!(engine.handle_abort(Peer(from), &header, &payload).is_err() || payload.len() == FAULT_LEN);
+        let fault = Fault::PeerLost(Peer(3)).encode();
+        engine.handle_abort(Peer(from), &header, &fault).unwrap();
+        let member = [1, 2].contains(&from);
+        prop_assert_eq!(engine.comms[&CommId(7)].failed.is_some(), known_comm && member);
+    }
+}
+
+#[test]
+fn a_communicator_that_failed_before_it_was_opened_is_failed_when_opened() {
+    let mut engine = busy_engine();
+    let header = Header { comm: CommId(9), epoch: Epoch(0), ..blank_header() };
+    engine.handle_abort(Peer(2), &header, &Fault::PeerLost(Peer(3)).encode()).unwrap();
+    engine.open(CommId(9), &[Peer(1), Peer(2), Peer(3)]).unwrap();
+    let plan = engine.plan(CommId(9), &Call::Barrier, &Options::default()).unwrap();
+    assert_eq!(engine.submit(Time::ZERO, plan).unwrap_err().fault, Fault::PeerLost(Peer(3)));
+}
+
+#[test]
+fn communicators_are_checked_when_opened() {
+    let mut engine = busy_engine();
+    assert_eq!(engine.open(CommId(7), &[Peer(1)]), Err(OpenError::Taken(CommId(7))));
+    assert_eq!(engine.open(CommId(8), &[Peer(0)]), Err(OpenError::NotAMember));
+    assert_eq!(engine.open(CommId(8), &[]), Err(OpenError::NotAMember));
+    assert_eq!(engine.open(CommId(8), &[Peer(1), Peer(2), Peer(1)]), Err(OpenError::Twice(Peer(1))));
+    engine.handle_peer_lost(Peer(3));
+    engine.open(CommId(8), &[Peer(1), Peer(3)]).unwrap();
+    let plan = engine.plan(CommId(8), &Call::Barrier, &Options::default()).unwrap();
+    assert!(engine.submit(Time::ZERO, plan).is_err());
+}
+
+#[test]
+fn frames_of_another_epoch_are_dropped() {
+    let mut engine = busy_engine();
+    let header = Header { epoch: Epoch(1), ..blank_header() };
+    assert!(matches!(engine.handle_frame(Peer(0), &header), Verdict::Drop));
+}
+
+/// Steady state: an operation reuses what the one before it allocated.
+#[test]
+fn finished_operations_leave_their_allocations_to_the_next() {
+    let mut engine = Engine::new(Peer(0), WorldSize::new(2).unwrap(), Config::default());
+    for _ in 0..100 {
+        let plan = engine.plan(CommId::WORLD, &Call::Barrier, &Options::default()).unwrap();
+        let print = plan.fingerprint();
+        engine.submit(Time::ZERO, plan).unwrap();
+        let transmit = engine.poll_transmit().unwrap();
+        let header = Header { slot: transmit.header.slot, fingerprint: print, ..transmit.header };
+        engine.handle_sent(transmit);
+        let Verdict::Take(take) = engine.handle_frame(Peer(1), &header) else { panic!("its turn") };
+        engine.handle_taken(take);
+        assert!(matches!(engine.poll_event(), Some(Event::Done(_))));
+    }
+    assert_eq!(engine.spare.len(), 1);
+}
+
+fn blank_header() -> Header {
+    Header {
+        frame: FrameKind::Abort,
+        payload: 0,
+        comm: CommId::WORLD,
+        epoch: Epoch(0),
+        slot: Slot::Collective(0),
+        index: 0,
+        fingerprint: barrier_print(),
+    }
+}

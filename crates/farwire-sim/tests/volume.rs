@@ -1,0 +1,129 @@
+//! Tier 2: what each algorithm sends, in how many rounds, and how near the time comes to the least possible.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
+
+mod common;
+
+use std::time::Duration;
+
+use farwire_proto::{Algorithm, Call, Config, Counts, DType, Kind, Options, Peer, Rank, ReduceOp, WorldSize};
+use farwire_sim::{Link, Network, Report, Sim, Submission, lower_bound};
+
+/// A vector of `bytes` over `n` ranks, lengths only, at 1 Gbit/s and 20 ms.
+fn run(kind: Kind, algorithm: Option<Algorithm>, n: u32, bytes: usize) -> (Report, Network) {
+    let link = Link { latency: Duration::from_millis(20), ..Link::IDEAL };
+    let network = Network { bandwidth: 125e6, link, ..Network::lan(n) };
+    let mut sim = Sim::with_config(network.clone(), Config::default());
+    sim.carry_lengths();
+    let (dtype, op, root, count) = (DType::F32, ReduceOp::Sum, Rank(0), bytes / 4);
+    let world = WorldSize::new(n).unwrap();
+    for rank in world.ranks() {
+        let counts = Counts::even(count, world);
+        let call = match kind {
+            Kind::AllReduce => Call::AllReduce { count, dtype, op },
+            Kind::ReduceScatter => Call::ReduceScatter { count, dtype, op },
+            Kind::AllGather => Call::AllGather { counts, dtype },
+            Kind::Broadcast => Call::Broadcast { count, dtype, root },
+            Kind::Reduce => Call::Reduce { count, dtype, op, root },
+            Kind::Gather => Call::Gather { counts, dtype, root },
+            Kind::Scatter => Call::Scatter { counts, dtype, root },
+            Kind::AllToAll => Call::AllToAll { recv: Counts::Each(counts.of(rank)), send: counts, dtype },
+            Kind::Scan => Call::Scan { count, dtype, op },
+            Kind::ExclusiveScan => Call::ExclusiveScan { count, dtype, op },
+            Kind::Barrier => Call::Barrier,
+            Kind::Message => unreachable!("messages have no ranks in common"),
+        };
+        let options = Options { algorithm, ..Options::default() };
+        sim.submit(Peer(rank.0), Submission { options, ..Submission::new(call, Vec::new()) });
+    }
+    (sim.run().unwrap_or_else(|hang| panic!("{hang}")), network)
+}
+
+/// The volume of all-reduce does not grow with the number of ranks, headers included.
+#[test]
+fn all_reduce_sends_the_least_volume() {
+    let bytes = 100_000_000;
+    for n in [2, 3, 8, 64] {
+        for algorithm in [Algorithm::TwoPhase, Algorithm::Ring] {
+            let (report, _) = run(Kind::AllReduce, Some(algorithm), n, bytes);
+            let least = 2.0 * f64::from(n - 1) / f64::from(n) * bytes as f64;
+            let ratio = report.wire_bytes_max() as f64 / least;
+            assert!((1.0..=1.02).contains(&ratio), "{algorithm} over {n} ranks sends {ratio} of the least");
+        }
+    }
+}
+
+#[test]
+fn all_reduce_takes_the_least_time_far_apart() {
+    let (report, network) = run(Kind::AllReduce, None, 8, 100_000_000);
+    let bound = lower_bound(Kind::AllReduce, 100_000_000, &network);
+    let ratio = report.ended.0.as_secs_f64() / bound.as_secs_f64();
+    assert!((1.0..=1.05).contains(&ratio), "{ratio} of the bound");
+}
+
+/// No run beats the bound, and one round at full rate meets it.
+#[test]
+fn direct_collectives_meet_their_bound() {
+    for kind in Kind::ALL.into_iter().filter(|kind| *kind != Kind::Message) {
+        for algorithm in kind.algorithms() {
+            let (report, network) = run(kind, Some(*algorithm), 8, 10_000_000);
+            let bound = lower_bound(kind, 10_000_000, &network).as_secs_f64();
+            let ratio = report.ended.0.as_secs_f64() / bound;
+            assert!(ratio >= 1.0, "{kind} by {algorithm} beats its bound: {ratio}");
+            assert!(
+                *algorithm != Algorithm::Direct || kind == Kind::Barrier || ratio <= 1.05,
+                "{kind}: {ratio}"
+            );
+        }
+    }
+}
+
+#[test]
+fn rounds_are_what_each_algorithm_says() {
+    let n = 11;
+    for (kind, algorithm, rounds) in [
+        (Kind::AllReduce, Algorithm::TwoPhase, 2),
+        (Kind::AllReduce, Algorithm::GatherReduce, 1),
+        (Kind::AllReduce, Algorithm::Ring, 2 * (n - 1)),
+        (Kind::Reduce, Algorithm::TwoPhase, 2),
+        (Kind::Reduce, Algorithm::GatherReduce, 1),
+        (Kind::Reduce, Algorithm::Tree, 3), // node 7 hangs from 6, that from 4, that from 0
+        (Kind::Reduce, Algorithm::Chain, n - 1),
+        (Kind::Broadcast, Algorithm::Tree, 3),
+        (Kind::Broadcast, Algorithm::Chain, n - 1),
+        (Kind::Scan, Algorithm::Chain, n - 1),
+        (Kind::AllGather, Algorithm::Direct, 1),
+        (Kind::ReduceScatter, Algorithm::Direct, 1),
+        (Kind::AllToAll, Algorithm::Direct, 1),
+        (Kind::Barrier, Algorithm::Direct, 1),
+    ] {
+        let (report, _) = run(kind, Some(algorithm), n, 1_000_000);
+        assert_eq!(report.rounds, rounds, "{kind} by {algorithm}");
+    }
+}
+
+/// The modelled costs that `tune` compares must rank algorithms as the simulator does.
+#[test]
+fn the_chosen_algorithm_is_never_much_slower_than_the_best() {
+    for kind in [Kind::AllReduce, Kind::Broadcast] {
+        for n in [2, 3, 8, 16] {
+            for bytes in [4, 4096, 1 << 20, 32 << 20] {
+                let seconds = |algorithm| run(kind, algorithm, n, bytes).0.ended.0.as_secs_f64();
+                let links = farwire_proto::tune::Links {
+                    latency: Duration::from_millis(20),
+                    bandwidth: 125e6,
+                    ..Default::default()
+                };
+                let world = WorldSize::new(n).unwrap();
+                let sum = kind.reduces().then_some((DType::F32, ReduceOp::Sum));
+                let chosen = farwire_proto::tune::choose(kind, sum, bytes, 64 << 10, world, &links);
+                let best = kind.algorithms().iter().map(|a| seconds(Some(*a))).fold(f64::INFINITY, f64::min);
+                let ratio = seconds(Some(chosen)) / best;
+                assert!(
+                    ratio <= 1.15,
+                    "{kind} of {bytes} bytes over {n} ranks: {chosen} takes {ratio} of the best"
+                );
+            }
+        }
+    }
+}
