@@ -288,6 +288,35 @@ pub(crate) mod tests {
         assert!(accepted > 100_000 && refused > 100_000, "{accepted} accepted, {refused} refused");
     }
 
+    /// A field that the kind of call does not have, or has and lacks.
+    #[test]
+    fn fields_that_do_not_fit_the_call_are_refused() {
+        use proptest::strategy::ValueTree;
+        use proptest::test_runner::TestRunner;
+
+        let mut runner = TestRunner::deterministic();
+        for _ in 0..1000 {
+            let header = any_header().new_tree(&mut runner).unwrap().current();
+            let kind = header.fingerprint.kind;
+            let refused = |field: &str, at: usize, value: &[u8]| {
+                let mut bytes = header.encode();
+                bytes[at..at + value.len()].copy_from_slice(value);
+                let error = Header::decode(&bytes).expect_err(field);
+                assert!(error.to_string().contains(&format!("`{field}`")), "{kind}: {error}");
+            };
+            refused("root", 48, if kind.has_root() { &[0xff; 4] } else { &[1, 0, 0, 0] });
+            refused("op", 62, if kind.reduces() { &[0] } else { &[1] });
+            refused("dtype", 61, if kind == Kind::Barrier { &[1] } else { &[0] });
+            if kind != Kind::Message {
+                refused("tag", 20, &[1, 0, 0, 0]);
+            }
+            refused("kind", 60, &[0]);
+            refused("frame", 3, &[3]);
+            let stranger = Algorithm::ALL.into_iter().find(|other| !kind.algorithms().contains(other));
+            refused("algorithm", 63, &[stranger.map_or(0, |other| other as u8)]);
+        }
+    }
+
     #[test]
     fn another_version_is_named() {
         let mut bytes = [0; HEADER_LEN];

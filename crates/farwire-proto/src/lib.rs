@@ -12,10 +12,63 @@
 //!    compares [`Fingerprint`]s, and spreads the news of any [`Fault`].
 //! 3. A [`Workspace`] does the arithmetic on the driver's buffers.
 //!
+//! A complete driver, for two ranks whose network is a queue:
+//!
+//! ```
+//! use std::collections::VecDeque;
+//!
+//! use farwire_proto::*;
+//!
+//! let world = WorldSize::new(2).unwrap();
+//! let call = Call::AllReduce { count: 3, dtype: DType::F32, op: ReduceOp::Sum };
+//! let mut network = VecDeque::new();
+//! let (mut engines, mut works, mut outputs) = (Vec::new(), Vec::new(), Vec::new());
+//! let inputs = [[1.0f32, 2.0, 3.0], [10.0, 20.0, 30.0]].map(|x| bytemuck::cast_slice::<_, u8>(&x).to_vec());
+//!
+//! for rank in 0..2 {
+//!     let mut engine = Engine::new(Peer(rank), world, Config::default());
+//!     let plan = engine.plan(CommId::WORLD, &call, &Options::default()).unwrap();
+//!     let mut work = Workspace::new(&plan);
+//!     let mut output = vec![0; plan.output_bytes()];
+//!     work.begin(&inputs[rank as usize], &mut output);
+//!     engine.submit(Time::ZERO, plan).unwrap();
+//!     (engines.push(engine), works.push(work), outputs.push(output));
+//! }
+//! loop {
+//!     for rank in 0..2 {
+//!         while let Some(frame) = engines[rank].poll_transmit() {
+//!             if let Payload::Operation { source, .. } = &frame.payload {
+//!                 let bytes = works[rank].payload(source, &inputs[rank], &outputs[rank]).to_vec();
+//!                 network.push_back((Peer(rank as u32), frame.to, frame.header, bytes));
+//!             }
+//!             engines[rank].handle_sent(frame);
+//!         }
+//!     }
+//!     let Some((from, to, header, bytes)) = network.pop_front() else { break };
+//!     match engines[to.index()].handle_frame(from, &header) {
+//!         Verdict::Take(take) => {
+//!             works[to.index()].apply(&take.action, &bytes, &inputs[to.index()], &mut outputs[to.index()]);
+//!             engines[to.index()].handle_taken(take);
+//!         }
+//!         Verdict::Later => network.push_back((from, to, header, bytes)),
+//!         Verdict::Drop => {}
+//!     }
+//! }
+//! for (engine, output) in engines.iter_mut().zip(&outputs) {
+//!     assert!(matches!(engine.poll_event(), Some(Event::Done(_))));
+//!     assert_eq!(output, bytemuck::cast_slice::<f32, u8>(&[11.0, 22.0, 33.0]));
+//! }
+//! ```
+//!
 //! Words used throughout: a *block* or *shard* is what a rank owns of a vector, a *segment* is what one frame carries, a *lane* is the
 //! ordered frames of one operation between two ranks, a *slot* is where a partial result waits to be sent on.
 
 #![forbid(unsafe_code)]
+
+/// The code in the README compiles and runs.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;
 
 #[cfg(target_endian = "big")]
 compile_error!("farwire sends memory as it is, and its wire format is little-endian");

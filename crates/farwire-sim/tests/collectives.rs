@@ -124,8 +124,14 @@ proptest! {
             let send = Call::Send { to, tag, count: len, dtype: DType::F32 };
             let recv = Call::Recv { from, tag, count: len, dtype: DType::F32 };
             sim.submit(Peer(from.0), submission(send, body.clone()));
-            receives.push((sim.submit(Peer(to.0), submission(recv, Vec::new())), body));
+            receives.push((tag, Peer(to.0), submission(recv, Vec::new()), body));
         }
+        // Each tag's messages are received in order, but one tag after the other.
+        receives.sort_by_key(|(tag, ..)| std::cmp::Reverse(*tag));
+        let receives: Vec<_> = receives
+            .into_iter()
+            .map(|(_, to, submission, body)| (sim.submit(to, submission), body))
+            .collect();
         let report = sim.run().map_err(|hang| TestCaseError::fail(hang.to_string()))?;
         for (job, body) in receives {
             prop_assert_eq!(report.job(job).result(), Some(&body[..]));

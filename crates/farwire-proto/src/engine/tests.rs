@@ -138,6 +138,23 @@ fn frames_of_another_epoch_are_dropped() {
     assert!(matches!(engine.handle_frame(Peer(0), &header), Verdict::Drop));
 }
 
+/// What a driver that is slow to send has to keep in mind is bounded.
+#[test]
+fn a_lane_hands_out_no_more_frames_than_its_credit() {
+    let mut engine = busy_engine(); // credit 2
+    let handed: Vec<_> = std::iter::from_fn(|| engine.poll_transmit()).collect();
+    let on_lane = |one: &Transmit| {
+        let lane = |frame: &Transmit| (frame.to, frame.header.comm, frame.header.slot);
+        handed.iter().filter(|other| lane(other) == lane(one)).count()
+    };
+    assert_eq!(handed.iter().map(on_lane).max(), Some(2));
+    let first = handed[0].clone();
+    let to = first.to;
+    engine.handle_sent(first);
+    assert_eq!(engine.poll_transmit().map(|next| next.to), Some(to), "one sent, one more");
+    assert!(engine.poll_transmit().is_none());
+}
+
 /// Steady state: an operation reuses what the one before it allocated.
 #[test]
 fn finished_operations_leave_their_allocations_to_the_next() {
