@@ -319,9 +319,9 @@ mod tests {
         for op in [ReduceOp::Min, ReduceOp::Max] {
             for a in values {
                 for b in values {
-                    let (ab, ba) = (apply(op, a, b), apply(op, b, a));
-                    assert_eq!(ab.to_bits(), ba.to_bits(), "{op}({a}, {b})");
-                    assert_eq!(ab.is_nan(), a.is_nan() || b.is_nan());
+                    let (one_way, other_way) = (apply(op, a, b), apply(op, b, a));
+                    assert_eq!(one_way.to_bits(), other_way.to_bits(), "{op}({a}, {b})");
+                    assert_eq!(one_way.is_nan(), a.is_nan() || b.is_nan());
                 }
             }
         }

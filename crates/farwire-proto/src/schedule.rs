@@ -252,11 +252,11 @@ impl Gate {
     /// Nothing to wait for.
     pub const OPEN: Self = Self { folded: 0, received: 0, sent: 0 };
 
-    pub(crate) fn folded(folded: usize) -> Self {
+    pub(crate) fn after_folds(folded: usize) -> Self {
         Self { folded, ..Self::OPEN }
     }
 
-    pub(crate) fn received(received: usize) -> Self {
+    pub(crate) fn after_receipts(received: usize) -> Self {
         Self { received, ..Self::OPEN }
     }
 }

@@ -52,7 +52,7 @@ impl Schedule for Broadcast {
         } else if self.is_root() {
             Outgoing::now(Source::Input(self.segment(i)))
         } else {
-            Outgoing::after(Gate::received(i + 1), Source::Output(self.segment(i)))
+            Outgoing::after(Gate::after_receipts(i + 1), Source::Output(self.segment(i)))
         }
     }
 

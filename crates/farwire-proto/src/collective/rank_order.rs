@@ -46,12 +46,12 @@ impl RankOrder {
                 running: Running::Output(result),
                 emit: if last { Emit::Last(result) } else { Emit::No },
             }),
-            gate: Gate::folded(k * self.per_segment() + turn),
+            gate: Gate::after_folds(k * self.per_segment() + turn),
         }
     }
 
     /// Open once the `k`-th segment is complete.
     pub(crate) fn complete(self, k: usize) -> Gate {
-        Gate::folded((k + 1) * self.per_segment())
+        Gate::after_folds((k + 1) * self.per_segment())
     }
 }

@@ -87,7 +87,7 @@ impl Schedule for Ring {
         } else {
             Source::Output(span)
         };
-        Outgoing::after(Gate::received(received + 1), source)
+        Outgoing::after(Gate::after_receipts(received + 1), source)
     }
 
     fn recvs(&self, from: Rank) -> usize {

@@ -66,7 +66,7 @@ impl Schedule for Scan {
             return Outgoing::now(Source::InputAsPartial(span));
         }
         let source = Source::Partial { slot: i % PIPELINE_SLOTS, len: span.len };
-        Outgoing::after(Gate::received(i + 1), source)
+        Outgoing::after(Gate::after_receipts(i + 1), source)
     }
 
     fn recvs(&self, from: Rank) -> usize {

@@ -59,7 +59,7 @@ impl Schedule for TreeReduce {
             return Outgoing::now(Source::InputAsPartial(span));
         }
         let source = Source::Partial { slot: i % PIPELINE_SLOTS, len: span.len };
-        Outgoing::after(Gate::folded((i + 1) * self.tree.children()), source)
+        Outgoing::after(Gate::after_folds((i + 1) * self.tree.children()), source)
     }
 
     fn recvs(&self, from: Rank) -> usize {
