@@ -494,6 +494,11 @@ impl Engine {
         self.deadlines.first().map(|(due, _)| *due)
     }
 
+    /// Whether some operation needs a frame from `peer` that has not been offered yet. If the peer has said goodbye, that frame will never come.
+    pub fn awaits(&self, peer: Peer) -> bool {
+        self.ops.values().any(|op| op.awaits(peer))
+    }
+
     /// The operations in flight and who each waits for, oldest first.
     pub fn waits(&self) -> Vec<Wait> {
         let mut waits: Vec<_> = self.ops.values().map(Op::wait).collect();

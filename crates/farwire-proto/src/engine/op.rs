@@ -65,6 +65,11 @@ impl LaneState {
     fn is_done(&self) -> bool {
         self.sent == self.sends && self.taken == self.recvs
     }
+
+    /// The next frame is due and has not come.
+    fn is_behind(&self) -> bool {
+        self.taken < self.recvs && !self.held && !self.taking
+    }
 }
 
 /// Why an arrived frame cannot be right.
@@ -233,6 +238,12 @@ impl Op {
         Lane { from: self.peer_of(lane), comm: self.plan.comm(), slot: self.slot }
     }
 
+    /// Whether the next frame from `peer` is due and has not been offered.
+    pub(super) fn awaits(&self, peer: Peer) -> bool {
+        let lane = self.plan.peers().map(|rank| self.lane_of(rank)).find(|lane| self.peer_of(*lane) == peer);
+        lane.is_some_and(|lane| self.moving.lanes[lane].is_behind())
+    }
+
     pub(super) fn waits_on(&self) -> Vec<Peer> {
         let awaited = |which: &dyn Fn(&LaneState) -> bool| -> Vec<Peer> {
             let peers = self.plan.peers().map(|rank| self.lane_of(rank));
@@ -242,7 +253,7 @@ impl Op {
         if !silent.is_empty() {
             return silent;
         }
-        let behind = awaited(&|lane| lane.taken < lane.recvs && !lane.held && !lane.taking);
+        let behind = awaited(&LaneState::is_behind);
         if !behind.is_empty() {
             return behind;
         }

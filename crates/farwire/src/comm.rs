@@ -1,0 +1,259 @@
+//! The API: collectives and messages.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use farwire_proto::{Call, CommId, Counts, OpenError, Options, Peer, Rank, ReduceOp, Tag};
+
+use crate::buffer::{Buffer, Element};
+use crate::error::Error;
+use crate::node::Node;
+use crate::pending::{Completion, Pending};
+
+/// A group of ranks, and this process's place in it.
+///
+/// All ranks of the group must make the same calls in the same order; ranks that do not get an error that shows what each side called. Several calls may be in
+/// flight at once. Cloning is cheap and gives another handle to the same group.
+#[derive(Clone)]
+pub struct Communicator {
+    node: Arc<Node>,
+    group: Arc<Group>,
+    options: Options,
+}
+
+struct Group {
+    id: CommId,
+    rank: Rank,
+    members: Vec<Peer>,
+    splits: AtomicU32,
+}
+
+impl Communicator {
+    /// The communicator of all processes.
+    pub(crate) fn world(node: Arc<Node>) -> Result<Self, Error> {
+        let (rank, world) = node.driver().place(CommId::WORLD)?;
+        let members = (0..world.get()).map(Peer).collect();
+        Ok(Self::new(node, CommId::WORLD, rank, members, Options::default()))
+    }
+
+    fn new(node: Arc<Node>, id: CommId, rank: Rank, members: Vec<Peer>, options: Options) -> Self {
+        let group = Arc::new(Group { id, rank, members, splits: AtomicU32::new(0) });
+        Self { node, group, options }
+    }
+
+    /// This process's rank in the group.
+    pub fn rank(&self) -> usize {
+        self.group.rank.index()
+    }
+
+    /// How many ranks the group has.
+    pub fn size(&self) -> usize {
+        self.group.members.len()
+    }
+
+    /// The same group, with other settings for the calls made through this handle: algorithm, segment, deadline. All ranks must set the same, but for the deadline.
+    pub fn with_options(&self, options: Options) -> Self {
+        Self { options, ..self.clone() }
+    }
+
+    /// Everyone gets the combination of everyone's vector.
+    ///
+    /// Floats are combined in rank order, so the result has the same bits on every rank, in every run, for any size.
+    pub fn all_reduce<T: Element>(&self, data: Vec<T>, op: ReduceOp) -> Pending<Vec<T>> {
+        self.start(Call::AllReduce { count: data.len(), dtype: T::DTYPE, op }, data, unwrap)
+    }
+
+    /// The combination of everyone's vector, of which each rank gets its block. Blocks are as even as possible; the first ones are longer.
+    pub fn reduce_scatter<T: Element>(&self, data: Vec<T>, op: ReduceOp) -> Pending<Vec<T>> {
+        self.start(Call::ReduceScatter { count: data.len(), dtype: T::DTYPE, op }, data, unwrap)
+    }
+
+    /// Everyone gets everyone's vector, one after the other in rank order. All must have the same length; see
+    /// [`all_gather_varied`](Self::all_gather_varied).
+    pub fn all_gather<T: Element>(&self, data: Vec<T>) -> Pending<Vec<T>> {
+        self.start(Call::AllGather { counts: Counts::Each(data.len()), dtype: T::DTYPE }, data, unwrap)
+    }
+
+    /// [`all_gather`](Self::all_gather) of vectors that differ in length: `counts[r]` elements from rank r.
+    pub fn all_gather_varied<T: Element>(&self, data: Vec<T>, counts: &[usize]) -> Pending<Vec<T>> {
+        self.start(Call::AllGather { counts: Counts::listed(counts), dtype: T::DTYPE }, data, unwrap)
+    }
+
+    /// Everyone gets the root's vector. The other ranks' must have the same length; what is in them does not matter.
+    pub fn broadcast<T: Element>(&self, data: Vec<T>, root: usize) -> Pending<Vec<T>> {
+        let call = Call::Broadcast { count: data.len(), dtype: T::DTYPE, root: rank(root) };
+        let mine = if root == self.rank() { data } else { Vec::new() };
+        self.start(call, mine, unwrap)
+    }
+
+    /// The root gets the combination of everyone's vector; the others get `None`.
+    pub fn reduce<T: Element>(&self, data: Vec<T>, op: ReduceOp, root: usize) -> Pending<Option<Vec<T>>> {
+        let call = Call::Reduce { count: data.len(), dtype: T::DTYPE, op, root: rank(root) };
+        self.start(call, data, if root == self.rank() { unwrap_some } else { nothing })
+    }
+
+    /// The root gets everyone's vector, one after the other in rank order; the others get `None`. All must have the same length.
+    pub fn gather<T: Element>(&self, data: Vec<T>, root: usize) -> Pending<Option<Vec<T>>> {
+        let call = Call::Gather { counts: Counts::Each(data.len()), dtype: T::DTYPE, root: rank(root) };
+        self.start(call, data, if root == self.rank() { unwrap_some } else { nothing })
+    }
+
+    /// Each rank gets its `count` elements of the root's vector. What the other ranks pass does not matter.
+    pub fn scatter<T: Element>(&self, data: Vec<T>, count: usize, root: usize) -> Pending<Vec<T>> {
+        let call = Call::Scatter { counts: Counts::Each(count), dtype: T::DTYPE, root: rank(root) };
+        let mine = if root == self.rank() { data } else { Vec::new() };
+        self.start(call, mine, unwrap)
+    }
+
+    /// Rank i's block j becomes rank j's block i. The vector is cut into equal blocks, one per rank.
+    pub fn all_to_all<T: Element>(&self, data: Vec<T>) -> Pending<Vec<T>> {
+        let each = Counts::Each(data.len() / self.size());
+        self.start(Call::AllToAll { send: each.clone(), recv: each, dtype: T::DTYPE }, data, unwrap)
+    }
+
+    /// [`all_to_all`](Self::all_to_all) with blocks that differ: `send[r]` elements to rank r, `recv[r]` elements from it.
+    pub fn all_to_all_varied<T: Element>(
+        &self,
+        data: Vec<T>,
+        send: &[usize],
+        recv: &[usize],
+    ) -> Pending<Vec<T>> {
+        let call = Call::AllToAll { send: Counts::listed(send), recv: Counts::listed(recv), dtype: T::DTYPE };
+        self.start(call, data, unwrap)
+    }
+
+    /// Rank r gets the combination of the vectors of ranks 0 to r, its own included.
+    pub fn scan<T: Element>(&self, data: Vec<T>, op: ReduceOp) -> Pending<Vec<T>> {
+        self.start(Call::Scan { count: data.len(), dtype: T::DTYPE, op }, data, unwrap)
+    }
+
+    /// Rank r gets the combination of the vectors of the ranks before it; rank 0 gets the operator's identity.
+    pub fn exclusive_scan<T: Element>(&self, data: Vec<T>, op: ReduceOp) -> Pending<Vec<T>> {
+        self.start(Call::ExclusiveScan { count: data.len(), dtype: T::DTYPE, op }, data, unwrap)
+    }
+
+    /// Nobody leaves before everybody has come.
+    pub fn barrier(&self) -> Pending<()> {
+        self.start(Call::Barrier, Vec::<u8>::new(), |_| ())
+    }
+
+    /// Sends a message. Messages to one rank with one tag arrive in the order they were sent.
+    ///
+    /// It is complete when the data has left the vector, not when it has arrived.
+    pub fn send<T: Element>(&self, data: Vec<T>, to: usize, tag: u32) -> Pending<()> {
+        self.start(
+            Call::Send { to: rank(to), tag: Tag(tag), count: data.len(), dtype: T::DTYPE },
+            data,
+            |_| (),
+        )
+    }
+
+    /// Receives the next message of `count` elements from one rank with one tag.
+    pub fn recv<T: Element>(&self, count: usize, from: usize, tag: u32) -> Pending<Vec<T>> {
+        let call = Call::Recv { from: rank(from), tag: Tag(tag), count, dtype: T::DTYPE };
+        self.start(call, Vec::<T>::new(), unwrap)
+    }
+
+    /// Splits the group: ranks that give the same color form a new one, ordered by key and then by rank. All ranks must call it.
+    pub fn split(&self, color: u32, key: u32) -> Result<Self, Error> {
+        let choices = self.all_gather(vec![color, key]).wait()?;
+        let mut chosen: Vec<_> = choices
+            .chunks_exact(2)
+            .zip(&self.group.members)
+            .enumerate()
+            .filter(|(_, (choice, _))| choice[0] == color)
+            .map(|(rank, (choice, peer))| (choice[1], rank, *peer))
+            .collect();
+        chosen.sort_unstable();
+        let members: Vec<_> = chosen.iter().map(|(_, _, peer)| *peer).collect();
+        let place =
+            chosen.iter().position(|(_, rank, _)| *rank == self.rank()).ok_or(OpenError::NotAMember)?;
+        // Every rank of this group splits it equally often, so all members derive the same id.
+        let split = self.group.splits.fetch_add(1, Ordering::Relaxed);
+        let id = self.group.id.child(split, color);
+        self.node.driver().open(id, &members)?;
+        Ok(Self::new(self.node.clone(), id, Rank(place as u32), members, self.options))
+    }
+
+    /// Whether all ranks hold the same data: the same bits everywhere.
+    pub fn is_in_sync<T: Element>(&self, data: &[T]) -> Result<bool, Error> {
+        let digest = digest(bytemuck::cast_slice(data));
+        let all = self.all_gather(vec![digest, data.len() as u64]).wait()?;
+        Ok(all.chunks_exact(2).all(|theirs| theirs == [digest, data.len() as u64]))
+    }
+
+    /// Leaves the group in good order: returns once every rank has come to this point, so that nothing is lost.
+    pub fn shutdown(self) -> Result<(), Error> {
+        self.barrier().wait()
+    }
+
+    /// [`all_reduce`](Self::all_reduce) in place, blocking. On failure the vector is as it was.
+    pub fn all_reduce_in_place<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<(), Error> {
+        let result = self.all_reduce(data.to_vec(), op).wait()?;
+        data.copy_from_slice(&result);
+        Ok(())
+    }
+
+    /// [`broadcast`](Self::broadcast) in place, blocking. On failure the vector is as it was.
+    pub fn broadcast_in_place<T: Element>(&self, data: &mut [T], root: usize) -> Result<(), Error> {
+        let result = self.broadcast(data.to_vec(), root).wait()?;
+        data.copy_from_slice(&result);
+        Ok(())
+    }
+
+    fn start<T: Element, R>(&self, call: Call, data: Vec<T>, finish: fn(Buffer) -> R) -> Pending<R> {
+        let completion = Arc::new(Completion::default());
+        let long = std::mem::size_of_val(&data[..]) > OVERLAP_FROM;
+        let submitted =
+            self.node.driver().submit(self.group.id, &call, &self.options, T::wrap(data), completion.clone());
+        match submitted {
+            Err(error) => Pending::ready(Err(error)),
+            Ok(()) => {
+                if long {
+                    self.node.call_keeper();
+                }
+                Pending::running(self.node.clone(), completion, finish)
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Communicator {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Communicator")
+            .field("id", &self.group.id)
+            .field("rank", &self.rank())
+            .field("size", &self.size())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Operations on more bytes than this go on in the background from the start. Shorter ones have sent all they can when they are submitted, and waking a
+/// thread for what is left would cost more than it gains.
+const OVERLAP_FROM: usize = 256 << 10;
+
+/// A rank as callers give it. One that does not fit 32 bits is outside every group, and refused as such.
+fn rank(index: usize) -> Rank {
+    Rank(u32::try_from(index).unwrap_or(u32::MAX))
+}
+
+fn unwrap<T: Element>(buffer: Buffer) -> Vec<T> {
+    T::unwrap(buffer).expect("a result has the type of its call")
+}
+
+fn unwrap_some<T: Element>(buffer: Buffer) -> Option<Vec<T>> {
+    Some(unwrap(buffer))
+}
+
+fn nothing<T: Element>(_: Buffer) -> Option<Vec<T>> {
+    None
+}
+
+/// 64 bits that differ if the data do, but for bad luck (FNV-1a, eight bytes at a time).
+fn digest(bytes: &[u8]) -> u64 {
+    let step = |hash: u64, word: u64| (hash ^ word).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(29);
+    let (words, rest) = bytes.as_chunks::<8>();
+    let hash = words.iter().fold(0xcbf2_9ce4_8422_2325, |hash, word| step(hash, u64::from_le_bytes(*word)));
+    rest.iter().fold(hash, |hash, byte| step(hash, u64::from(*byte)))
+}

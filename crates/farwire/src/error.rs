@@ -1,0 +1,59 @@
+//! What can go wrong, as callers see it.
+
+use farwire_proto::{CallError, Fault, OpError, OpenError};
+
+use crate::buffer::{Buffer, Element};
+
+/// Why an operation has no result.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The call was wrong; nothing was sent.
+    #[error(transparent)]
+    Call {
+        /// How.
+        #[from]
+        source: CallError,
+    },
+    /// The operation failed on its way. All ranks get an error.
+    #[error("{source}")]
+    Failed {
+        /// Why.
+        source: Box<OpError>,
+        /// The input, as it was.
+        input: Option<Buffer>,
+    },
+    /// A communicator could not be made.
+    #[error(transparent)]
+    Open {
+        /// Why.
+        #[from]
+        source: OpenError,
+    },
+    /// The operating system refused something.
+    #[error("{what}: {source}")]
+    System {
+        /// What was attempted.
+        what: &'static str,
+        /// What it said.
+        source: std::io::Error,
+    },
+}
+
+impl Error {
+    /// What went wrong on the way, if that is what happened.
+    pub fn fault(&self) -> Option<&Fault> {
+        match self {
+            Self::Failed { source, .. } => Some(&source.fault),
+            _ => None,
+        }
+    }
+
+    /// The input of the failed operation, as it was; once.
+    pub fn take_input<T: Element>(&mut self) -> Option<Vec<T>> {
+        match self {
+            Self::Failed { input, .. } => input.take().and_then(T::unwrap),
+            _ => None,
+        }
+    }
+}

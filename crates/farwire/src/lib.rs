@@ -1,0 +1,39 @@
+//! A communication runtime for training models across the networks people actually have.
+//!
+//! A [`Communicator`] joins this process to the others of its group. Every collective takes a vector, owns it while it is in flight, and returns a [`Pending`]:
+//! a `Future` that can also be [`wait`](Pending::wait)ed for. A failed operation returns its input with the error.
+//!
+//! ```
+//! use farwire::ReduceOp;
+//!
+//! std::thread::scope(|scope| {
+//!     for comm in farwire::local(3).expect("shared memory") {
+//!         scope.spawn(move || {
+//!             let gradient = vec![comm.rank() as f32; 10];
+//!             let mean = comm.all_reduce(gradient, ReduceOp::Mean).wait().expect("all ranks are here");
+//!             assert_eq!(mean, [1.0; 10]);
+//!         });
+//!     }
+//! });
+//! ```
+
+#![deny(unsafe_code)]
+
+mod buffer;
+mod comm;
+mod driver;
+mod error;
+mod link;
+mod local;
+mod node;
+mod pending;
+mod shm;
+
+pub use buffer::{Buffer, Element};
+pub use comm::Communicator;
+pub use error::Error;
+pub use farwire_proto::{
+    Algorithm, CallError, Config, DType, Fault, OpError, Options, Peer, ReduceOp, Tag, Tuning, tune,
+};
+pub use local::{local, local_with};
+pub use pending::Pending;

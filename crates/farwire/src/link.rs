@@ -1,0 +1,38 @@
+//! What carries frames between two processes.
+
+use farwire_proto::{FAULT_LEN, Header, Lane};
+
+/// A connection to one peer. Frames of one lane stay in order; lanes do not hold each other up.
+pub(crate) trait Link: Send + std::fmt::Debug {
+    /// Takes a frame; `false` if its lane has to wait until [`poll_writable`](Self::poll_writable) names it. News of a failure belongs to no lane; it is tried
+    /// again on the next turn.
+    fn send(&mut self, lane: Option<Lane>, header: &Header, payload: &[u8]) -> bool;
+    /// A lane that had to wait and may try again.
+    fn poll_writable(&mut self) -> Result<Option<Lane>, Broken>;
+    /// What has arrived next.
+    fn poll_arrived(&mut self) -> Result<Option<Arrival>, Broken>;
+    /// The next frame of a lane.
+    fn head(&self, lane: &Lane) -> Option<(Header, &[u8])>;
+    /// Done with the next frame of a lane.
+    fn pop(&mut self, lane: &Lane);
+    /// Tells the peer that there is something to see.
+    fn ring(&self);
+    /// Says goodbye: what was sent will still be read.
+    fn close(&mut self);
+}
+
+/// Something that arrived.
+#[derive(Debug)]
+pub(crate) enum Arrival {
+    /// A frame, now last in its lane.
+    Frame(Lane),
+    /// News of a failure.
+    Abort(Header, [u8; FAULT_LEN]),
+    /// The peer has gone, and everything it sent has arrived.
+    Closed,
+}
+
+/// The other side does not keep to the protocol.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the link is broken: {0}")]
+pub(crate) struct Broken(pub(crate) &'static str);

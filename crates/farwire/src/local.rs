@@ -1,0 +1,119 @@
+//! Ranks as threads of one process.
+
+use std::sync::Arc;
+
+use farwire_proto::{Config, Engine, Header, Lane, Peer, WorldSize};
+
+use crate::comm::Communicator;
+use crate::driver::Driver;
+use crate::error::Error;
+use crate::link::{Arrival, Broken, Link};
+use crate::node::Node;
+use crate::shm::bell::Bell;
+use crate::shm::ring::{self, Receiver, Sender};
+
+/// A world of `ranks` ranks in this process, for tests and notebooks: give one communicator to each of as many threads.
+///
+/// ```
+/// use farwire::ReduceOp;
+///
+/// let sums: Vec<f32> = std::thread::scope(|scope| {
+///     let threads: Vec<_> = farwire::local(4)?
+///         .into_iter()
+///         .map(|comm| {
+///             scope.spawn(move || {
+///                 let mine = vec![comm.rank() as f32; 1000];
+///                 let sum = comm.all_reduce(mine, ReduceOp::Sum).wait()?;
+///                 Ok::<_, farwire::Error>(sum[0])
+///             })
+///         })
+///         .collect();
+///     threads.into_iter().map(|thread| thread.join().expect("no panic")).collect::<Result<_, _>>()
+/// })?;
+/// assert_eq!(sums, [6.0; 4]);
+/// # Ok::<(), farwire::Error>(())
+/// ```
+///
+/// # Panics
+///
+/// If `ranks` is zero or does not fit 32 bits.
+pub fn local(ranks: usize) -> Result<Vec<Communicator>, Error> {
+    local_with(ranks, Config::default())
+}
+
+/// [`local`], with settings.
+///
+/// # Panics
+///
+/// If `ranks` is zero or does not fit 32 bits.
+pub fn local_with(ranks: usize, config: Config) -> Result<Vec<Communicator>, Error> {
+    let world = u32::try_from(ranks).ok().and_then(WorldSize::new).expect("a world has 1 to 2³² − 1 ranks");
+    let system = |source| Error::System { what: "could not get shared memory", source };
+    // Partial results of 16-bit types travel in 32 bits.
+    let payload = 2 * config.tuning.segment_bytes.get();
+    let bells = (0..ranks).map(|_| Bell::new()).collect::<Result<Vec<_>, _>>().map_err(system)?;
+    let mut links: Vec<Vec<Option<Box<dyn Link>>>> =
+        (0..ranks).map(|_| (0..ranks).map(|_| None).collect()).collect();
+    for (a, b) in (0..ranks).flat_map(|a| (a + 1..ranks).map(move |b| (a, b))) {
+        let there = Arc::new(ring::region(payload).map_err(system)?);
+        let back = Arc::new(ring::region(payload).map_err(system)?);
+        let end = |to: usize, out: &Arc<_>, into: &Arc<_>| {
+            Box::new(SharedLink {
+                sender: Sender::new(Arc::clone(out), payload),
+                receiver: Receiver::new(Arc::clone(into), payload, Peer(to as u32)),
+                bell: bells[to].clone(),
+            })
+        };
+        links[a][b] = Some(end(b, &there, &back));
+        links[b][a] = Some(end(a, &back, &there));
+    }
+    links
+        .into_iter()
+        .zip(bells)
+        .zip(0..)
+        .map(|((links, bell), rank)| {
+            let engine = Engine::new(Peer(rank), world, config);
+            let node = Node::start(Driver::new(engine, links), bell, ranks)
+                .map_err(|source| Error::System { what: "could not start a thread", source })?;
+            Communicator::world(node)
+        })
+        .collect()
+}
+
+/// Two rings, one each way, and the peer's bell.
+#[derive(Debug)]
+pub(crate) struct SharedLink {
+    sender: Sender,
+    receiver: Receiver,
+    bell: Bell,
+}
+
+impl Link for SharedLink {
+    fn send(&mut self, lane: Option<Lane>, header: &Header, payload: &[u8]) -> bool {
+        self.sender.send(lane, header, payload)
+    }
+
+    fn poll_writable(&mut self) -> Result<Option<Lane>, Broken> {
+        self.sender.poll_writable()
+    }
+
+    fn poll_arrived(&mut self) -> Result<Option<Arrival>, Broken> {
+        self.receiver.poll_arrived()
+    }
+
+    fn head(&self, lane: &Lane) -> Option<(Header, &[u8])> {
+        self.receiver.head(lane)
+    }
+
+    fn pop(&mut self, lane: &Lane) {
+        self.receiver.pop(lane);
+    }
+
+    fn ring(&self) {
+        self.bell.ring();
+    }
+
+    fn close(&mut self) {
+        self.sender.close();
+    }
+}

@@ -1,0 +1,176 @@
+//! One process (or, in-process, one rank): its driver, and who turns it.
+//!
+//! Data moves when somebody calls [`Driver::turn`]. A thread that waits for a result does so itself: no hand-over to another thread lies between a frame's arrival and
+//! its effect. One thread at a time has this role; others sleep until their result is there or the role is free. When nobody waits but
+//! something is pending (async callers, work that overlaps, dropped results), the node's own *keeper* thread takes the role.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use crate::driver::Driver;
+use crate::pending::Completion;
+use crate::shm::bell::Bell;
+
+#[derive(Debug)]
+pub(crate) struct Node {
+    driver: Mutex<Driver>,
+    bell: Bell,
+    /// Whether some thread has the role.
+    role: Mutex<bool>,
+    /// Signalled when the role becomes free or a result is there.
+    role_changed: Condvar,
+    /// Threads that wait for a result: while there are any, the keeper steps aside.
+    waiting: AtomicU32,
+    keeper: Arc<Keeper>,
+    /// Turns without effect before a waiting thread sleeps.
+    spins: u32,
+}
+
+/// What the keeper thread sleeps on.
+#[derive(Debug, Default)]
+struct Keeper {
+    wanted: Mutex<bool>,
+    called: Condvar,
+}
+
+/// The longest that anyone sleeps without looking around.
+const NAP: Duration = Duration::from_millis(100);
+
+impl Node {
+    /// A node whose peers ring `bell`; `local_ranks` share this host's cores.
+    pub(crate) fn start(driver: Driver, bell: Bell, local_ranks: usize) -> std::io::Result<Arc<Self>> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let keeper = Arc::new(Keeper::default());
+        let node = Arc::new(Self {
+            driver: Mutex::new(driver),
+            bell,
+            role: Mutex::new(false),
+            role_changed: Condvar::new(),
+            waiting: AtomicU32::new(0),
+            keeper: keeper.clone(),
+            // Spinning on a core that another rank needs only delays what is waited for.
+            spins: if local_ranks <= cores { 2000 } else { 20 },
+        });
+        let weak = Arc::downgrade(&node);
+        std::thread::Builder::new().name("farwire-keeper".into()).spawn(move || keeper.keep(&weak))?;
+        Ok(node)
+    }
+
+    pub(crate) fn driver(&self) -> MutexGuard<'_, Driver> {
+        self.driver.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Something is pending that nobody may be waiting for.
+    pub(crate) fn call_keeper(&self) {
+        if self.waiting.load(Ordering::SeqCst) == 0 {
+            self.keeper.call();
+        }
+    }
+
+    /// Moves data until the result is there.
+    pub(crate) fn drive_until(&self, completion: &Completion) {
+        if completion.is_done() {
+            return;
+        }
+        self.waiting.fetch_add(1, Ordering::SeqCst);
+        let mut taken = self.role();
+        while !completion.is_done() {
+            if *taken {
+                self.bell.ring(); // the keeper, if it has the role and sleeps, steps aside
+                taken = self.role_changed.wait_timeout(taken, NAP).unwrap_or_else(PoisonError::into_inner).0;
+                continue;
+            }
+            *taken = true;
+            drop(taken);
+            self.drive(|| completion.is_done());
+            taken = self.give_role_back();
+        }
+        drop(taken);
+        if self.waiting.fetch_sub(1, Ordering::SeqCst) == 1 && !self.driver().is_idle() {
+            self.keeper.call();
+        }
+    }
+
+    fn role(&self) -> MutexGuard<'_, bool> {
+        self.role.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn give_role_back(&self) -> MutexGuard<'_, bool> {
+        let mut taken = self.role();
+        *taken = false;
+        self.role_changed.notify_all();
+        taken
+    }
+
+    /// Turns the driver until `done`. Only for who has the role.
+    fn drive(&self, done: impl Fn() -> bool) {
+        let mut idle = 0;
+        loop {
+            let count = self.bell.count();
+            let (moved, patience) = {
+                let mut driver = self.driver();
+                (driver.turn(), driver.patience())
+            };
+            if moved && self.waiting.load(Ordering::Relaxed) > 1 {
+                self.role_changed.notify_all(); // the result may be another thread's
+            }
+            if done() {
+                return;
+            }
+            idle = if moved { 0 } else { idle + 1 };
+            if idle > self.spins {
+                self.bell.sleep(count, patience.min(NAP));
+                idle = 0;
+            } else if idle > self.spins / 2 {
+                std::thread::yield_now();
+            } else {
+                std::hint::spin_loop();
+            }
+        }
+    }
+
+    /// Takes the role, if it is free and nobody waits for a result, until nothing is pending or somebody does.
+    fn keep_going(&self) {
+        let mut taken = self.role();
+        if *taken || self.waiting.load(Ordering::SeqCst) > 0 {
+            return;
+        }
+        *taken = true;
+        drop(taken);
+        self.drive(|| self.waiting.load(Ordering::SeqCst) > 0 || self.driver().is_idle());
+        drop(self.give_role_back());
+    }
+}
+
+impl Keeper {
+    fn call(&self) {
+        *self.wanted.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        self.called.notify_one();
+    }
+
+    /// The keeper thread: until the node is gone.
+    fn keep(&self, node: &Weak<Node>) {
+        loop {
+            {
+                let wanted = self.wanted.lock().unwrap_or_else(PoisonError::into_inner);
+                let (mut wanted, _) = self
+                    .called
+                    .wait_timeout_while(wanted, NAP, |wanted| !*wanted)
+                    .unwrap_or_else(PoisonError::into_inner);
+                *wanted = false;
+            }
+            match node.upgrade() {
+                Some(node) => node.keep_going(),
+                None => return,
+            }
+        }
+    }
+}
+
+impl Drop for Node {
+    fn drop(&mut self) {
+        self.driver().close();
+        self.keeper.call();
+    }
+}

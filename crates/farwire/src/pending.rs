@@ -1,0 +1,138 @@
+//! The result of an operation, now or later.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll, Waker};
+
+use crate::buffer::Buffer;
+use crate::error::Error;
+use crate::node::Node;
+
+/// An operation in flight.
+///
+/// It is a [`Future`] for async callers and has [`wait`](Self::wait) for all others. Dropping it is safe: the operation goes on, and its result is thrown away.
+#[must_use = "the result, and any error, comes from waiting"]
+pub struct Pending<T> {
+    state: State<T>,
+}
+
+enum State<T> {
+    /// Refused, or there was nothing to do.
+    Ready(Option<Result<T, Error>>),
+    Running {
+        node: Arc<Node>,
+        completion: Arc<Completion>,
+        /// From what the operation leaves behind to what its caller gets.
+        finish: fn(Buffer) -> T,
+    },
+}
+
+/// Where a driver leaves the result for whoever waits.
+#[derive(Debug, Default)]
+pub(crate) struct Completion {
+    done: AtomicBool,
+    shared: Mutex<Shared>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    result: Option<Result<Buffer, Error>>,
+    waker: Option<Waker>,
+}
+
+impl Completion {
+    pub(crate) fn is_done(&self) -> bool {
+        self.done.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn complete(&self, result: Result<Buffer, Error>) {
+        let waker = {
+            let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+            shared.result = Some(result);
+            shared.waker.take()
+        };
+        self.done.store(true, Ordering::Release);
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
+    fn take(&self) -> Option<Result<Buffer, Error>> {
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner).result.take()
+    }
+}
+
+impl<T> Pending<T> {
+    pub(crate) fn ready(result: Result<T, Error>) -> Self {
+        Self { state: State::Ready(Some(result)) }
+    }
+
+    pub(crate) fn running(node: Arc<Node>, completion: Arc<Completion>, finish: fn(Buffer) -> T) -> Self {
+        Self { state: State::Running { node, completion, finish } }
+    }
+
+    /// Blocks until the operation has ended. The calling thread moves data while it waits.
+    pub fn wait(mut self) -> Result<T, Error> {
+        match &mut self.state {
+            State::Ready(result) => result.take().expect("a future is not polled after it was ready"),
+            State::Running { node, completion, finish } => {
+                node.drive_until(completion);
+                completion.take().expect("a result is taken once").map(*finish)
+            }
+        }
+    }
+
+    /// Whether [`wait`](Self::wait) would return at once.
+    pub fn is_done(&self) -> bool {
+        match &self.state {
+            State::Ready(_) => true,
+            State::Running { completion, .. } => completion.is_done(),
+        }
+    }
+}
+
+impl<T> Drop for Pending<T> {
+    fn drop(&mut self) {
+        if let State::Running { node, completion, .. } = &self.state
+            && !completion.is_done()
+        {
+            node.call_keeper();
+        }
+    }
+}
+
+impl<T> Future for Pending<T>
+where
+    T: Unpin,
+{
+    type Output = Result<T, Error>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        match &mut self.state {
+            State::Ready(result) => {
+                Poll::Ready(result.take().expect("a future is not polled after it was ready"))
+            }
+            State::Running { node, completion, finish } => {
+                let mut shared = completion.shared.lock().unwrap_or_else(PoisonError::into_inner);
+                match shared.result.take() {
+                    Some(result) => Poll::Ready(result.map(*finish)),
+                    None => {
+                        shared.waker = Some(context.waker().clone());
+                        drop(shared);
+                        node.call_keeper();
+                        Poll::Pending
+                    }
+                }
+            }
+        }
+    }
+}
+
+impl<T> fmt::Debug for Pending<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pending").field("done", &self.is_done()).finish_non_exhaustive()
+    }
+}
