@@ -1,0 +1,126 @@
+//! Every collective through the public API, checked by each rank against the simulator's oracle.
+
+#![allow(dead_code, reason = "each test file uses its own share of this")]
+
+use farwire::{Algorithm, Communicator, Element, Options, ReduceOp};
+use farwire_proto::{Call, Counts, Kind, Rank};
+use farwire_sim::oracle;
+use half::{bf16, f16};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+
+/// Elements that every rank can make for every rank.
+pub(crate) trait Sample: Element {
+    fn sample(rng: &mut ChaCha8Rng) -> Self;
+}
+
+macro_rules! samples {
+    ($($type:ty => $rng:ident $value:expr),* $(,)?) => {$(
+        impl Sample for $type {
+            fn sample($rng: &mut ChaCha8Rng) -> Self { $value }
+        }
+    )*};
+}
+
+samples! {
+    f32 => rng rng.random_range(-4.0..4.0) * 2f32.powi(rng.random_range(-12..12)),
+    f64 => rng rng.random_range(-4.0..4.0),
+    bf16 => rng bf16::from_f32(f32::sample(rng)),
+    f16 => rng f16::from_f32(rng.random_range(-4.0..4.0)),
+    i8 => rng rng.random(),
+    i32 => rng rng.random(),
+    u64 => rng rng.random(),
+}
+
+fn samples<T: Sample>(seed: u64, rank: usize, count: usize) -> Vec<T> {
+    let mut rng = ChaCha8Rng::seed_from_u64(seed ^ (rank as u64) << 32);
+    (0..count).map(|_| T::sample(&mut rng)).collect()
+}
+
+fn bytes<T: Element>(elements: &[T]) -> Vec<u8> {
+    bytemuck::cast_slice(elements).to_vec()
+}
+
+/// Runs every collective with every algorithm on vectors of `len` elements, and panics on the first wrong bit.
+pub(crate) fn every_collective<T: Sample>(comm: &Communicator, len: usize, op: ReduceOp) {
+    let (me, n) = (comm.rank(), comm.size());
+    for kind in Kind::ALL.into_iter().filter(|kind| *kind != Kind::Message) {
+        for algorithm in kind.algorithms() {
+            let handle = comm.with_options(Options { algorithm: Some(*algorithm), ..Options::default() });
+            one_collective::<T>(&handle, kind, *algorithm, len, op, (len + n) % n);
+        }
+    }
+    // Everyone to its right neighbour.
+    if n > 1 {
+        let (right, left) = ((me + 1) % n, (me + n - 1) % n);
+        let sent = comm.send(samples::<T>(1, me, len), right, 3);
+        let received = comm.recv::<T>(len, left, 3).wait().expect("the left neighbour sends");
+        sent.wait().expect("the right neighbour receives");
+        assert_eq!(bytes(&received), bytes(&samples::<T>(1, left, len)));
+    }
+}
+
+fn one_collective<T: Sample>(
+    comm: &Communicator,
+    kind: Kind,
+    algorithm: Algorithm,
+    len: usize,
+    op: ReduceOp,
+    root: usize,
+) {
+    let (me, n) = (comm.rank(), comm.size());
+    let seed = len as u64 * 31 + kind as u64;
+    let (dtype, at) = (T::DTYPE, Rank(root as u32));
+    // An exclusive scan's shapes, an uneven gather: lengths that differ from rank to rank.
+    let counts: Vec<usize> = (0..n).map(|rank| (len + rank) / n).collect();
+    let (call, input_len): (Call, &dyn Fn(usize) -> usize) = match kind {
+        Kind::AllReduce => (Call::AllReduce { count: len, dtype, op }, &|_| len),
+        Kind::ReduceScatter => (Call::ReduceScatter { count: len, dtype, op }, &|_| len),
+        Kind::AllGather => (Call::AllGather { counts: counts.clone().into(), dtype }, &|rank| counts[rank]),
+        Kind::Broadcast => (Call::Broadcast { count: len, dtype, root: at }, &|_| len),
+        Kind::Reduce => (Call::Reduce { count: len, dtype, op, root: at }, &|_| len),
+        Kind::Gather => (Call::Gather { counts: Counts::Each(len), dtype, root: at }, &|_| len),
+        Kind::Scatter => (Call::Scatter { counts: Counts::Each(len), dtype, root: at }, &|rank| {
+            if rank == root { len * n } else { 0 }
+        }),
+        Kind::AllToAll => {
+            let each = Counts::Each(len);
+            (Call::AllToAll { send: each.clone(), recv: each, dtype }, &|_| len * n)
+        }
+        Kind::Scan => (Call::Scan { count: len, dtype, op }, &|_| len),
+        Kind::ExclusiveScan => (Call::ExclusiveScan { count: len, dtype, op }, &|_| len),
+        Kind::Barrier => (Call::Barrier, &|_| 0),
+        Kind::Message => unreachable!("messages are checked apart"),
+    };
+    let inputs: Vec<Vec<T>> = (0..n).map(|rank| samples(seed, rank, input_len(rank))).collect();
+    let all_bytes: Vec<Vec<u8>> = inputs.iter().map(|input| bytes(input)).collect();
+    let expected = oracle::results(&vec![call; n], algorithm, &all_bytes);
+    let mine = inputs[me].clone();
+    let result = match kind {
+        Kind::AllReduce => comm.all_reduce(mine, op).wait().map(Some),
+        Kind::ReduceScatter => comm.reduce_scatter(mine, op).wait().map(Some),
+        Kind::AllGather => comm.all_gather_varied(mine, &counts).wait().map(Some),
+        Kind::Broadcast => comm.broadcast(mine, root).wait().map(Some),
+        Kind::Reduce => comm.reduce(mine, op, root).wait(),
+        Kind::Gather => comm.gather(mine, root).wait(),
+        Kind::Scatter => comm.scatter(mine, len, root).wait().map(Some),
+        Kind::AllToAll => comm.all_to_all(mine).wait().map(Some),
+        Kind::Scan => comm.scan(mine, op).wait().map(Some),
+        Kind::ExclusiveScan => comm.exclusive_scan(mine, op).wait().map(Some),
+        Kind::Barrier => comm.barrier().wait().map(|()| None),
+        Kind::Message => unreachable!("messages are checked apart"),
+    };
+    let result = result.unwrap_or_else(|error| panic!("{kind} by {algorithm} on rank {me} of {n}: {error}"));
+    let result = bytes(&result.unwrap_or_default());
+    assert!(result == expected[me], "{kind} by {algorithm} of {len} {dtype} on rank {me} of {n} is wrong");
+}
+
+/// Runs `rank` on a thread for each of `n` in-process ranks, and panics if any of them does.
+pub(crate) fn on_threads(n: usize, rank: impl Fn(Communicator) + Sync) {
+    let rank = &rank;
+    std::thread::scope(|scope| {
+        for comm in farwire::local(n).expect("shared memory") {
+            scope.spawn(move || rank(comm));
+        }
+    });
+}

@@ -1,0 +1,224 @@
+//! Tier 3: ranks as threads, through shared memory.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
+
+mod common;
+
+use std::sync::Barrier;
+use std::time::Duration;
+
+use common::{every_collective, on_threads};
+use farwire::{Fault, Options, Peer, ReduceOp};
+use half::bf16;
+
+#[test]
+fn every_collective_equals_the_oracle() {
+    for n in [1, 2, 3, 5, 8] {
+        on_threads(n, |comm| {
+            for len in [0, 1, n - 1, n, n + 1, 1009] {
+                every_collective::<f32>(&comm, len, ReduceOp::Sum);
+                every_collective::<bf16>(&comm, len, ReduceOp::Sum);
+                every_collective::<i32>(&comm, len, ReduceOp::Max);
+            }
+        });
+    }
+}
+
+#[test]
+fn long_vectors_cross_many_slots() {
+    for n in [2, 3] {
+        on_threads(n, |comm| {
+            every_collective::<f32>(&comm, 65_537, ReduceOp::Sum);
+            let result = comm.all_reduce(vec![1.0f32; 2_097_153], ReduceOp::Sum).wait().unwrap();
+            assert!(result.iter().all(|x| *x == n as f32));
+        });
+    }
+}
+
+#[test]
+fn sixty_four_operations_in_flight_at_once() {
+    on_threads(4, |comm| {
+        for _ in 0..3 {
+            let pending: Vec<_> =
+                (0..64u32).map(|i| comm.all_reduce(vec![i; 1000 + i as usize], ReduceOp::Sum)).collect();
+            for (i, pending) in pending.into_iter().enumerate().rev() {
+                assert_eq!(pending.wait().unwrap(), vec![4 * i as u32; 1000 + i]);
+            }
+        }
+    });
+}
+
+#[test]
+fn a_loop_of_small_operations_stays_right() {
+    on_threads(3, |comm| {
+        for i in 0..5000u64 {
+            let sum = comm.all_reduce(vec![i + comm.rank() as u64; 3], ReduceOp::Sum).wait().unwrap();
+            assert_eq!(sum, [3 * i + 3; 3]);
+        }
+    });
+}
+
+#[test]
+fn a_dropped_result_holds_nobody_up() {
+    on_threads(3, |comm| {
+        drop(comm.all_reduce(vec![1u8; 300_000], ReduceOp::Sum));
+        drop(comm.barrier());
+        assert_eq!(comm.all_reduce(vec![1u8; 3], ReduceOp::Sum).wait().unwrap(), [3; 3]);
+    });
+}
+
+#[test]
+fn several_threads_wait_on_one_rank() {
+    on_threads(2, |comm| {
+        let groups: Vec<_> = (0..4).map(|_| comm.split(0, 0).unwrap()).collect();
+        std::thread::scope(|scope| {
+            for (group, i) in groups.iter().zip(0u32..) {
+                scope.spawn(move || {
+                    for round in 0..200 {
+                        let sum = group.all_reduce(vec![i + round; 100], ReduceOp::Sum).wait().unwrap();
+                        assert_eq!(sum, vec![2 * (i + round); 100]);
+                    }
+                });
+            }
+        });
+    });
+}
+
+#[test]
+fn futures_complete_without_anyone_waiting() {
+    use std::future::Future;
+    use std::pin::pin;
+    use std::sync::Arc;
+    use std::task::{Context, Poll, Wake};
+
+    struct Unpark(std::thread::Thread);
+    impl Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    on_threads(3, |comm| {
+        for len in [1, 100_000, 1_000_000] {
+            let mut future = pin!(comm.all_reduce(vec![1i64; len], ReduceOp::Sum));
+            let waker = Arc::new(Unpark(std::thread::current())).into();
+            let result = loop {
+                match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+                    Poll::Ready(result) => break result.unwrap(),
+                    Poll::Pending => std::thread::park(),
+                }
+            };
+            assert_eq!(result, vec![3; len]);
+        }
+    });
+}
+
+#[test]
+fn a_group_splits_by_color_and_orders_by_key() {
+    on_threads(5, |comm| {
+        let me = comm.rank() as u32;
+        let group = comm.split(me % 2, 100 - me).unwrap();
+        let members = group.all_gather(vec![me]).wait().unwrap();
+        assert_eq!(members, if me.is_multiple_of(2) { vec![4, 2, 0] } else { vec![3, 1] });
+        let nested = group.split(0, me).unwrap();
+        assert_eq!(nested.size(), group.size());
+        assert!(nested.all_gather(vec![me]).wait().unwrap().is_sorted());
+    });
+}
+
+#[test]
+fn messages_keep_order_and_tag() {
+    on_threads(2, |comm| {
+        if comm.rank() == 0 {
+            for i in 0..100u32 {
+                comm.send(vec![i], 1, i % 2).wait().unwrap();
+            }
+        } else {
+            for tag in [1, 0] {
+                for i in (tag..100).step_by(2) {
+                    assert_eq!(comm.recv::<u32>(1, 0, tag).wait().unwrap(), [i]);
+                }
+            }
+        }
+    });
+}
+
+#[test]
+fn in_sync_tells_equal_from_different() {
+    on_threads(3, |comm| {
+        assert!(comm.is_in_sync(&[1.0f32, 2.0]).unwrap());
+        assert!(!comm.is_in_sync(&[comm.rank() as f32, 2.0]).unwrap());
+        assert!(!comm.is_in_sync(&vec![0u8; comm.rank()]).unwrap());
+        let zero = if comm.rank() == 0 { 0.0f32 } else { -0.0 };
+        assert!(!comm.is_in_sync(&[zero]).unwrap(), "the same bits, not the same numbers");
+    });
+}
+
+#[test]
+fn a_rank_that_leaves_early_is_an_error_for_the_others_and_the_input_comes_back() {
+    on_threads(3, |comm| {
+        comm.barrier().wait().unwrap();
+        if comm.rank() == 1 {
+            return;
+        }
+        let mine = vec![comm.rank() as f32; 100_000];
+        let mut error = comm.all_reduce(mine.clone(), ReduceOp::Sum).wait().unwrap_err();
+        assert_eq!(error.fault(), Some(&Fault::PeerLost(Peer(1))));
+        assert!(error.to_string().contains("rank 1 is lost"), "{error}");
+        assert_eq!(error.take_input::<f32>(), Some(mine));
+        assert!(comm.barrier().wait().is_err());
+    });
+}
+
+#[test]
+fn what_was_sent_before_leaving_still_arrives() {
+    let left = Barrier::new(2);
+    on_threads(2, |comm| {
+        if comm.rank() == 0 {
+            comm.send(vec![7u8; 100_000], 1, 0).wait().unwrap();
+            drop(comm);
+            left.wait();
+        } else {
+            left.wait();
+            assert_eq!(comm.recv::<u8>(100_000, 0, 0).wait().unwrap(), vec![7; 100_000]);
+        }
+    });
+}
+
+#[test]
+fn mismatched_calls_are_an_error_on_all_ranks() {
+    on_threads(4, |comm| {
+        let len = if comm.rank() == 2 { 11 } else { 10 };
+        let error = comm.all_reduce(vec![1.0f32; len], ReduceOp::Sum).wait().unwrap_err();
+        assert!(matches!(error.fault(), Some(Fault::Desync(..))), "{error}");
+        assert!(error.to_string().contains("f32 × 10") && error.to_string().contains("f32 × 11"), "{error}");
+    });
+}
+
+#[test]
+fn a_deadline_ends_the_wait() {
+    let too_late = Barrier::new(2);
+    on_threads(2, |comm| {
+        if comm.rank() == 0 {
+            let hasty = comm
+                .with_options(Options { deadline: Some(Duration::from_millis(50)), ..Options::default() });
+            let error = hasty.all_reduce(vec![1u8], ReduceOp::Sum).wait().unwrap_err();
+            assert!(matches!(error.fault(), Some(Fault::TimedOut { waiting_for: Peer(1), .. })), "{error}");
+        }
+        too_late.wait();
+        let error = comm.barrier().wait().unwrap_err();
+        assert!(matches!(error.fault(), Some(Fault::TimedOut { by: Peer(0), .. })), "{error}");
+    });
+}
+
+#[test]
+fn in_place_forms_leave_the_slice_alone_on_failure() {
+    on_threads(2, |comm| {
+        let mut data = vec![comm.rank() as f64 + 1.0; 10];
+        comm.all_reduce_in_place(&mut data, ReduceOp::Sum).unwrap();
+        assert_eq!(data, [3.0; 10]);
+        comm.broadcast_in_place(&mut data, 0).unwrap();
+        let len = 10 - comm.rank();
+        assert!(comm.all_reduce_in_place(&mut data[..len], ReduceOp::Sum).is_err());
+        assert_eq!(data, [3.0; 10]);
+    });
+}
