@@ -115,7 +115,8 @@ pub enum Call {
         /// Their type.
         dtype: DType,
     },
-    /// A message from one rank.
+    /// A message from one rank. If it misses its deadline before anything has come, and no later one was posted, it does not count: the message goes to the next
+    /// receive.
     Recv {
         /// The sender.
         from: Rank,
@@ -279,8 +280,8 @@ impl FromStr for Kind {
     }
 }
 
-/// How an operation moves its data. `TwoPhase`, `GatherReduce` and `Direct` combine in rank order; `Ring`, `Tree` and
-/// `Chain` in an order of their own, fixed for a given world and root.
+/// How an operation moves its data. `TwoPhase`, `GatherReduce`, `Direct` and scans combine in rank order; reductions by `Ring`, `Tree` and
+/// `Chain` in an order of their own, which does not depend on the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Algorithm {

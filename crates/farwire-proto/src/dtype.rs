@@ -110,7 +110,7 @@ impl fmt::Display for DType {
 pub enum ReduceOp {
     /// Sum; integers wrap.
     Sum = 1,
-    /// Sum divided by the number of ranks, rounded once. Floats only: an integer mean would drop the remainder unsaid.
+    /// Sum divided by the number of ranks, in the accumulator's type. Floats only: an integer mean would drop the remainder unsaid.
     Mean = 2,
     /// Product; integers wrap.
     Prod = 3,

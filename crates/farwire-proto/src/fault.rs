@@ -1,6 +1,6 @@
 //! What can go wrong with an operation once it has started, and how the news travels.
 //!
-//! Every fault ends its communicator: each operation pending on it fails with an [`OpError`], later calls on it fail at once with the
+//! Every fault but a message's missed deadline ends its communicator: each operation pending on it fails with an [`OpError`], later calls on it fail at once with the
 //! same error, and each rank that learns of it tells all members (so the news arrives even if its first
 //! bearer dies half-way).
 
@@ -8,7 +8,7 @@ use std::fmt;
 
 use crate::fingerprint::Fingerprint;
 use crate::header::{FINGERPRINT_LEN, HeaderError, decode_fingerprint, encode_fingerprint};
-use crate::ids::{CommId, Peer, Slot};
+use crate::ids::{CommId, OpSeq, Peer};
 
 /// Bytes of an encoded [`Fault`].
 pub const FAULT_LEN: usize = 12 + 2 * FINGERPRINT_LEN;
@@ -145,20 +145,29 @@ impl fmt::Display for Fault {
 
 /// Why an operation failed. Its input is untouched.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{operation} {slot} failed: {fault}{}", reported(*reporter, *here))]
+#[error("{operation} {seq}{} failed: {fault}{}", on(*comm), reported(*reporter, *here))]
 pub struct OpError {
     /// What this rank had called.
     pub operation: Fingerprint,
     /// On which communicator.
     pub comm: CommId,
     /// As which of its operations.
-    pub slot: Slot,
+    pub seq: OpSeq,
     /// What went wrong.
     pub fault: Fault,
     /// Who found out.
     pub reporter: Peer,
     /// Where the error is returned.
     pub here: Peer,
+}
+
+/// Names any communicator but the world's, whose ranks are not those that the fault names.
+fn on(comm: CommId) -> String {
+    if comm == CommId::WORLD {
+        String::new()
+    } else {
+        format!(" on communicator {:016x} (ranks named are the world's)", comm.0)
+    }
 }
 
 fn reported(reporter: Peer, here: Peer) -> String {

@@ -26,7 +26,7 @@ pub struct Fingerprint {
     pub codec: u32,
     /// Elements per frame.
     pub segment: u32,
-    /// Digest of per-rank lengths, zero where all are equal ([`Counts::digest`](crate::Counts::digest)).
+    /// Digest of per-rank lengths, zero where all ranks' are equal ([`Counts::digest`](crate::Counts::digest)).
     pub layout: u32,
 }
 

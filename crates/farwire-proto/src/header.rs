@@ -14,7 +14,7 @@
 use crate::call::{Algorithm, Kind};
 use crate::dtype::{DType, ReduceOp};
 use crate::fingerprint::Fingerprint;
-use crate::ids::{CommId, Epoch, Rank, Slot, Tag};
+use crate::ids::{CommId, Epoch, OpSeq, Rank, Tag};
 
 /// Bytes of an encoded [`Header`]: one cache line.
 pub const HEADER_LEN: usize = 64;
@@ -47,7 +47,7 @@ pub struct Header {
     /// The group's generation.
     pub epoch: Epoch,
     /// Which operation of the communicator.
-    pub slot: Slot,
+    pub seq: OpSeq,
     /// Which frame of the lane from this sender to this receiver, from zero.
     pub index: u32,
     /// What the sender called.
@@ -77,9 +77,9 @@ impl Header {
     /// The header as it goes on the wire.
     pub fn encode(&self) -> [u8; HEADER_LEN] {
         let mut bytes = [0; HEADER_LEN];
-        let (tag, seq) = match self.slot {
-            Slot::Collective(seq) => (Tag(0), seq),
-            Slot::Message(tag, seq) => (tag, seq),
+        let (tag, seq) = match self.seq {
+            OpSeq::Collective(seq) => (Tag(0), seq),
+            OpSeq::Message(tag, seq) => (tag, seq),
         };
         bytes[0..2].copy_from_slice(&MAGIC);
         bytes[2] = VERSION;
@@ -110,17 +110,17 @@ impl Header {
         let (fingerprint, index) = decode_fingerprint(array(bytes, 32))?;
         let tag = Tag(u32_at(bytes, 20));
         let seq = u64_at(bytes, 24);
-        let slot = match fingerprint.kind {
-            Kind::Message => Slot::Message(tag, seq),
+        let seq = match fingerprint.kind {
+            Kind::Message => OpSeq::Message(tag, seq),
             _ if tag != Tag(0) => return Err(HeaderError::Field("tag")),
-            _ => Slot::Collective(seq),
+            _ => OpSeq::Collective(seq),
         };
         Ok(Self {
             frame,
             payload: u32_at(bytes, 4),
             comm: CommId(u64_at(bytes, 8)),
             epoch: Epoch(u32_at(bytes, 16)),
-            slot,
+            seq,
             index,
             fingerprint,
         })
@@ -227,9 +227,9 @@ pub(crate) mod tests {
                 payload,
                 comm: CommId(comm),
                 epoch: Epoch(epoch),
-                slot: match fingerprint.kind {
-                    Kind::Message => Slot::Message(Tag(tag), seq),
-                    _ => Slot::Collective(seq),
+                seq: match fingerprint.kind {
+                    Kind::Message => OpSeq::Message(Tag(tag), seq),
+                    _ => OpSeq::Collective(seq),
                 },
                 index,
                 fingerprint,

@@ -132,16 +132,16 @@ fn mix(x: u64) -> u64 {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Tag(pub u32);
 
-/// Which operation of a communicator a frame belongs to. Every rank counts its calls, so equal slots are one operation.
+/// Which operation of a communicator a frame belongs to. Every rank counts its calls, so equal numbers are one operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub enum Slot {
+pub enum OpSeq {
     /// The n-th collective submitted on the communicator.
     Collective(u64),
     /// The n-th message with this tag from one rank to another.
     Message(Tag, u64),
 }
 
-impl fmt::Display for Slot {
+impl fmt::Display for OpSeq {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Collective(seq) => write!(f, "#{seq}"),

@@ -12,53 +12,64 @@
 //!    compares [`Fingerprint`]s, and spreads the news of any [`Fault`].
 //! 3. A [`Workspace`] does the arithmetic on the driver's buffers.
 //!
-//! A complete driver, for two ranks whose network is a queue:
+//! A driver for ranks whose network is a queue per lane, and where nothing goes wrong:
 //!
 //! ```
-//! use std::collections::VecDeque;
+//! use std::collections::{BTreeMap, VecDeque};
 //!
 //! use farwire_proto::*;
 //!
-//! let world = WorldSize::new(2).unwrap();
-//! let call = Call::AllReduce { count: 3, dtype: DType::F32, op: ReduceOp::Sum };
-//! let mut network = VecDeque::new();
-//! let (mut engines, mut works, mut outputs) = (Vec::new(), Vec::new(), Vec::new());
-//! let inputs = [[1.0f32, 2.0, 3.0], [10.0, 20.0, 30.0]].map(|x| bytemuck::cast_slice::<_, u8>(&x).to_vec());
+//! let ranks = 3;
+//! let world = WorldSize::new(ranks).unwrap();
+//! let call = Call::AllReduce { count: 1000, dtype: DType::U32, op: ReduceOp::Sum };
+//! let options = Options { segment: std::num::NonZeroUsize::new(10), ..Options::default() };
+//! let mut streams: BTreeMap<(Peer, Lane), VecDeque<(Header, Vec<u8>)>> = BTreeMap::new();
+//! let (mut engines, mut works, mut inputs, mut outputs) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
 //!
-//! for rank in 0..2 {
+//! for rank in 0..ranks {
 //!     let mut engine = Engine::new(Peer(rank), world, Config::default());
-//!     let plan = engine.plan(CommId::WORLD, &call, &Options::default()).unwrap();
-//!     let mut work = Workspace::new(&plan);
-//!     let mut output = vec![0; plan.output_bytes()];
-//!     work.begin(&inputs[rank as usize], &mut output);
+//!     let plan = engine.plan(CommId::WORLD, &call, &options).unwrap();
+//!     let input = 10u32.pow(rank).to_le_bytes().repeat(1000);
+//!     let (mut work, mut output) = (Workspace::new(&plan), vec![0; plan.output_bytes()]);
+//!     work.begin(&input, &mut output);
 //!     engine.submit(Time::ZERO, plan).unwrap();
-//!     (engines.push(engine), works.push(work), outputs.push(output));
+//!     (engines.push(engine), works.push(work), inputs.push(input), outputs.push(output));
 //! }
-//! loop {
-//!     for rank in 0..2 {
-//!         while let Some(frame) = engines[rank].poll_transmit() {
-//!             if let Payload::Operation { source, .. } = &frame.payload {
-//!                 let bytes = works[rank].payload(source, &inputs[rank], &outputs[rank]).to_vec();
-//!                 network.push_back((Peer(rank as u32), frame.to, frame.header, bytes));
-//!             }
-//!             engines[rank].handle_sent(frame);
+//! let mut moved = true;
+//! while std::mem::take(&mut moved) {
+//!     for me in 0..ranks as usize {
+//!         while let Some(frame) = engines[me].poll_transmit() {
+//!             let Payload::Operation { source, .. } = &frame.payload else { panic!("something went wrong") };
+//!             let bytes = works[me].payload(source, &inputs[me], &outputs[me]).to_vec();
+//!             let lane = Lane::of(Peer(me as u32), &frame.header);
+//!             streams.entry((frame.to, lane)).or_default().push_back((frame.header, bytes));
+//!             engines[me].handle_sent(frame);
 //!         }
 //!     }
-//!     let Some((from, to, header, bytes)) = network.pop_front() else { break };
-//!     match engines[to.index()].handle_frame(from, &header) {
-//!         Verdict::Take(take) => {
-//!             works[to.index()].apply(&take.action, &bytes, &inputs[to.index()], &mut outputs[to.index()]);
-//!             engines[to.index()].handle_taken(take);
+//!     // A frame that has to wait stays at the head of its stream; the other streams go on.
+//!     for ((to, lane), stream) in &mut streams {
+//!         let to = to.index();
+//!         while let Some((header, bytes)) = stream.front() {
+//!             match engines[to].handle_frame(lane.from, header) {
+//!                 Verdict::Later => break,
+//!                 Verdict::Drop => {}
+//!                 Verdict::Take(take) => {
+//!                     works[to].apply(&take.action, bytes, &inputs[to], &mut outputs[to]);
+//!                     engines[to].handle_taken(take);
+//!                 }
+//!             }
+//!             stream.pop_front();
+//!             moved = true;
 //!         }
-//!         Verdict::Later => network.push_back((from, to, header, bytes)),
-//!         Verdict::Drop => {}
 //!     }
 //! }
 //! for (engine, output) in engines.iter_mut().zip(&outputs) {
 //!     assert!(matches!(engine.poll_event(), Some(Event::Done(_))));
-//!     assert_eq!(output, bytemuck::cast_slice::<f32, u8>(&[11.0, 22.0, 33.0]));
+//!     assert_eq!(*output, 111u32.to_le_bytes().repeat(1000));
 //! }
 //! ```
+//!
+//! One for a network where things do go wrong also feeds the engine abort frames, lost peers and the time; `farwire-sim` is the shortest.
 //!
 //! Words used throughout: a *block* or *shard* is what a rank owns of a vector, a *segment* is what one frame carries, a *lane* is the
 //! ordered frames of one operation between two ranks, a *slot* is where a partial result waits to be sent on.
@@ -94,10 +105,8 @@ pub use engine::{Config, Engine, Event, Lane, OpenError, Payload, Take, Transmit
 pub use fault::{Called, FAULT_LEN, Fault, OpError};
 pub use fingerprint::Fingerprint;
 pub use header::{FrameKind, HEADER_LEN, Header, HeaderError, VERSION};
-pub use ids::{CommId, Epoch, OpId, Peer, Rank, Slot, Tag, Time, WorldSize};
+pub use ids::{CommId, Epoch, OpId, OpSeq, Peer, Rank, Tag, Time, WorldSize};
 pub use partition::{Counts, Partition, Span};
 pub use plan::{Plan, Tuning};
-pub use schedule::{
-    Action, Emit, Fold, Gate, Incoming, Local, Outcome, Outgoing, Own, Running, Slots, Source,
-};
+pub use schedule::{Action, Emit, Fold, Gate, Incoming, Outcome, Outgoing, Own, Running, Source};
 pub use workspace::Workspace;

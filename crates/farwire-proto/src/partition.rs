@@ -60,15 +60,21 @@ pub enum Counts {
 }
 
 impl Counts {
-    /// Lengths that differ from rank to rank.
-    pub fn listed(counts: impl Into<Arc<[usize]>>) -> Self {
-        Self::Listed(counts.into())
+    /// One length per rank. Lengths that are all the same are [`Each`](Self::Each), however they were given.
+    pub fn listed(counts: impl Into<Arc<[usize]>>, world: WorldSize) -> Self {
+        let counts = counts.into();
+        match counts.first() {
+            Some(first) if counts.len() == world.len() && counts.iter().all(|count| count == first) => {
+                Self::Each(*first)
+            }
+            _ => Self::Listed(counts),
+        }
     }
 
     /// A vector of `len` elements cut as evenly as possible.
     pub fn even(len: usize, world: WorldSize) -> Self {
         let partition = Partition::even(len, world, NonZeroUsize::MAX);
-        world.ranks().map(|rank| partition.block(rank).len).collect::<Vec<_>>().into()
+        Self::listed(world.ranks().map(|rank| partition.block(rank).len).collect::<Vec<_>>(), world)
     }
 
     /// Elements of `rank`'s block.
@@ -84,7 +90,7 @@ impl Counts {
         world.ranks().try_fold(0usize, |sum, rank| sum.checked_add(self.of(rank)))
     }
 
-    /// A number that differs between different lists (zero for equal blocks), so that ranks can compare theirs in a frame header.
+    /// 32 bits by which ranks compare their lists in a frame header: zero for [`Each`](Self::Each), a hash otherwise.
     pub fn digest(&self) -> u32 {
         match self {
             Self::Each(_) => 0,
@@ -94,12 +100,6 @@ impl Counts {
                 bytes.fold(0x811c_9dc5, fnv).max(1)
             }
         }
-    }
-}
-
-impl From<Vec<usize>> for Counts {
-    fn from(counts: Vec<usize>) -> Self {
-        Self::listed(counts)
     }
 }
 
@@ -248,7 +248,7 @@ mod tests {
         ) {
             let total = counts.iter().sum();
             let n = world(counts.len() as u32);
-            let counts = Counts::listed(counts);
+            let counts = Counts::listed(counts, n);
             prop_assert_eq!(counts.total(n), Some(total));
             let partition = Partition::of_counts(&counts, n, NonZeroUsize::new(segment).unwrap());
             assert_tiles(&partition, n, total, segment);
@@ -268,7 +268,10 @@ mod tests {
     #[test]
     fn digests_tell_lists_apart() {
         assert_eq!(Counts::Each(7).digest(), 0);
-        assert_ne!(Counts::listed([1, 2]).digest(), Counts::listed([2, 1]).digest());
-        assert_ne!(Counts::listed([0]).digest(), Counts::listed([0, 0]).digest());
+        let listed = |counts: &[usize]| Counts::listed(counts, world(counts.len() as u32)).digest();
+        assert_ne!(listed(&[1, 2]), listed(&[2, 1]));
+        assert_ne!(listed(&[0, 1]), listed(&[0, 0, 1]));
+        assert_eq!(listed(&[3, 3]), 0, "equal lengths are equal, however they were given");
+        assert_eq!(Counts::even(6, world(2)), Counts::Each(3));
     }
 }

@@ -132,7 +132,7 @@ impl Plan {
         };
         let countable =
             |peer| u32::try_from(plan.sends(peer)).is_ok() && u32::try_from(plan.recvs(peer)).is_ok();
-        if plan.peers().all(countable) { Ok(plan) } else { Err(CallError::TooLarge { kind }) }
+        if plan.others().all(countable) { Ok(plan) } else { Err(CallError::TooLarge { kind }) }
     }
 
     /// The communicator that the call is made on.
@@ -165,7 +165,7 @@ impl Plan {
         self.schedule().input_len() * self.dtype().size()
     }
 
-    /// Bytes of the output.
+    /// Bytes of the output. Ranks without a result may need some to work in: an owner of a two-phase reduce, for its shard.
     pub fn output_bytes(&self) -> usize {
         self.schedule().output_len() * self.dtype().size()
     }
@@ -187,7 +187,7 @@ impl Plan {
     }
 
     /// The ranks this one exchanges frames with, from its right neighbour on.
-    pub fn peers(&self) -> impl Iterator<Item = Rank> + use<> {
+    pub fn others(&self) -> impl Iterator<Item = Rank> + use<> {
         let partner = self.partner.map(|partner| partner.rank);
         self.world.others(self.me).filter(move |rank| partner.is_none_or(|only| *rank == only))
     }
@@ -213,22 +213,22 @@ impl Plan {
     }
 
     /// What this rank tells `to` that it called.
-    pub(crate) fn print_for(&self, to: Rank) -> Fingerprint {
+    pub(crate) fn fingerprint_for(&self, to: Rank) -> Fingerprint {
         match &self.schedule {
-            AnySchedule::AllToAll(plan) => self.print_with_count(plan.to.block(to).len),
+            AnySchedule::AllToAll(plan) => self.fingerprint_with_count(plan.to.block(to).len),
             _ => self.fingerprint,
         }
     }
 
     /// What this rank expects `from` to have called.
-    pub(crate) fn print_from(&self, from: Rank) -> Fingerprint {
+    pub(crate) fn fingerprint_from(&self, from: Rank) -> Fingerprint {
         match &self.schedule {
-            AnySchedule::AllToAll(plan) => self.print_with_count(plan.from.block(from).len),
+            AnySchedule::AllToAll(plan) => self.fingerprint_with_count(plan.from.block(from).len),
             _ => self.fingerprint,
         }
     }
 
-    fn print_with_count(&self, count: usize) -> Fingerprint {
+    fn fingerprint_with_count(&self, count: usize) -> Fingerprint {
         Fingerprint { count: count as u64, ..self.fingerprint }
     }
 
@@ -277,7 +277,7 @@ impl Plan {
 }
 
 impl AnySchedule {
-    /// The schedule for a checked call.
+    /// The schedule for a checked call and an algorithm that can run it.
     fn of(call: &Call, me: Rank, world: WorldSize, algorithm: Algorithm, segment: usize) -> Self {
         let segment = NonZeroUsize::new(segment).expect("segments are clamped to at least one element");
         let shards = |count| Partition::even(count, world, segment);
@@ -293,12 +293,18 @@ impl AnySchedule {
             Call::AllReduce { count, .. } => match algorithm {
                 Algorithm::Ring => Self::Ring(Ring { me, world, shards: shards(count) }),
                 Algorithm::GatherReduce => gather_reduce(count, None),
-                _ => two_phase(count, two_phase::Gather::All),
+                Algorithm::TwoPhase => two_phase(count, two_phase::Gather::All),
+                Algorithm::Tree | Algorithm::Chain | Algorithm::Direct => {
+                    unreachable!("checked by the caller")
+                }
             },
             Call::Reduce { count, root, .. } => match algorithm {
                 Algorithm::TwoPhase => two_phase(count, two_phase::Gather::Root(root)),
                 Algorithm::GatherReduce => gather_reduce(count, Some(root)),
-                _ => Self::TreeReduce(TreeReduce { tree: tree(root), vector: whole(count) }),
+                Algorithm::Ring | Algorithm::Direct => unreachable!("checked by the caller"),
+                Algorithm::Tree | Algorithm::Chain => {
+                    Self::TreeReduce(TreeReduce { tree: tree(root), vector: whole(count) })
+                }
             },
             Call::ReduceScatter { count, .. } => two_phase(count, two_phase::Gather::Nobody),
             Call::Broadcast { count, root, .. } => {

@@ -5,13 +5,14 @@
 //! A collective is then nothing but a pure function from (lane, index) to what that frame carries and when it may move;
 //! the [`Engine`](crate::Engine) runs any of them, and a [`Workspace`](crate::Workspace) does their arithmetic.
 //!
-//! Three rules hold for every schedule, and the tests check them:
+//! Four rules hold for every schedule, and the tests check them:
 //!
 //! 1. The frames that a sends to b are the frames that b receives from a, in order and in length.
 //! 2. Every lane of a collective carries at least one frame each way. So no rank can finish before it has heard from every other
 //!    and compared calls, which is what turns desynchronised ranks into an error on all of them.
 //! 3. A frame's gate never waits on something that waits on the frame, on this rank or around any cycle of ranks, however few
 //!    frames a link lets be in flight.
+//! 4. A fold that keeps its running value in the output emits, if it does, last and at the same elements, and is complete before the next segment's begins.
 
 use crate::dtype::DType;
 use crate::ids::Rank;
@@ -182,7 +183,7 @@ pub enum Own {
 /// Where a reduction's running value is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Running {
-    /// In the output, at the elements where the result will be; in the accumulator's type meanwhile, where that is wider.
+    /// In the output, at the elements where the result will be; in a scratch segment meanwhile, where the accumulator's type is wider.
     Output(Span),
     /// In a slot, from where it will be sent on.
     Slot(usize),
@@ -212,7 +213,7 @@ pub enum Outcome {
 
 /// What a rank does on its own before anything moves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Local {
+pub(crate) enum Local {
     /// Nothing.
     Nothing,
     /// Copies a block of the input to its place in the output.
@@ -230,11 +231,11 @@ pub enum Local {
 
 /// Room for partial results on their way through this rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Slots {
+pub(crate) struct Slots {
     /// How many.
-    pub count: usize,
+    pub(crate) count: usize,
     /// Elements in each, in the accumulator's type.
-    pub len: usize,
+    pub(crate) len: usize,
 }
 
 /// How far an operation has come on this rank; or, as a gate, how far it must have come before a frame may move.

@@ -4,7 +4,7 @@
 //! [`Fingerprint`](crate::Fingerprint) all the same: ranks that were given different inputs get an error, not garbage.)
 //!
 //! Results must not change with the size of the message: where the order of operands matters to the bits, only the algorithms that keep
-//! rank order are candidates. Trees, chains and rings serve reductions of integers, minima and maxima, and anyone who asks.
+//! rank order are candidates, even where links are few. Trees, chains and rings serve reductions of integers, minima and maxima, and anyone who asks.
 
 use std::time::Duration;
 
@@ -34,7 +34,7 @@ impl Default for Links {
 
 /// The algorithm for `bytes` of `dtype` in a world of this size: the cheapest by the model in this file.
 ///
-/// `op` is the reduction, for the calls that have one; `segment` is the number of bytes in a frame.
+/// `reduction` is there for the calls that have one; `segment` is the number of bytes in a frame.
 pub fn choose(
     kind: Kind,
     reduction: Option<(DType, ReduceOp)>,
@@ -43,13 +43,14 @@ pub fn choose(
     world: WorldSize,
     links: &Links,
 ) -> Algorithm {
-    let keeps_order = |algorithm: &&Algorithm| {
-        let free = reduction.is_none_or(|(dtype, op)| !op.depends_on_order(dtype));
-        free || matches!(algorithm, Algorithm::TwoPhase | Algorithm::GatherReduce)
-    };
-    let few_flows = kind == Kind::AllReduce && u64::from(links.flows) + 1 < u64::from(world.get());
+    let free = reduction.is_none_or(|(dtype, op)| !op.depends_on_order(dtype));
+    let keeps_order =
+        |algorithm: &&Algorithm| free || matches!(algorithm, Algorithm::TwoPhase | Algorithm::GatherReduce);
+    let few_flows = u64::from(links.flows) + 1 < u64::from(world.get());
+    // Partial results travel in the accumulator's type.
+    let widening = reduction.map_or(1.0, |(dtype, _)| (dtype.accumulator().size() / dtype.size()) as f64);
     match kind {
-        Kind::AllReduce if few_flows => Algorithm::Ring,
+        Kind::AllReduce if few_flows && free => Algorithm::Ring,
         Kind::AllReduce | Kind::Reduce | Kind::Broadcast => *kind
             .algorithms()
             .iter()
@@ -57,7 +58,7 @@ pub fn choose(
             // A ring moves what two-phase moves, in more rounds: it is for few flows, above.
             .filter(|algorithm| **algorithm != Algorithm::Ring)
             .min_by(|a, b| {
-                let cost = |algorithm| seconds(kind, algorithm, bytes, segment, world, links);
+                let cost = |algorithm| seconds(kind, algorithm, bytes, segment, widening, world, links);
                 cost(**a).total_cmp(&cost(**b))
             })
             .expect("two-phase keeps rank order, and a broadcast has no order to keep"),
@@ -71,6 +72,7 @@ fn seconds(
     algorithm: Algorithm,
     bytes: usize,
     segment: usize,
+    widening: f64,
     world: WorldSize,
     links: &Links,
 ) -> f64 {
@@ -88,16 +90,17 @@ fn seconds(
             (1.0, (n - 1.0) * size, (n - 1.0) * size)
         }
         (_, Algorithm::Tree) => {
+            let size = size * widening;
             let combined = if kind == Kind::Reduce { children * size } else { 0.0 };
             (depth, children * size, combined)
         }
         (_, Algorithm::Chain) => {
+            let size = size * widening;
             // The last rank's first segment has crossed every link before.
             let fill = (n - 2.0).max(0.0) * size.min(segment as f64);
             (n - 1.0, size + fill, if kind == Kind::Reduce { size } else { 0.0 })
         }
-        (_, Algorithm::Ring) => (2.0 * (n - 1.0), 2.0 * (n - 1.0) / n * size, (n - 1.0) / n * size),
-        (_, Algorithm::Direct | Algorithm::TwoPhase | Algorithm::GatherReduce) => (1.0, size, 0.0),
+        _ => unreachable!("the others are not chosen by cost"),
     };
     rounds * links.latency.as_secs_f64() + moved / links.bandwidth + combined / links.reduce_rate
 }
@@ -126,10 +129,13 @@ mod tests {
     #[test]
     fn few_flows_take_the_ring() {
         let links = Links { flows: 4, ..Links::default() };
-        let sum = Some((DType::F32, ReduceOp::Sum));
-        let at = |n| choose(Kind::AllReduce, sum, 1 << 20, SEGMENT, WorldSize::new(n).unwrap(), &links);
-        assert_eq!(at(5), Algorithm::TwoPhase);
-        assert_eq!(at(6), Algorithm::Ring);
+        let at = |n, dtype| {
+            let sum = Some((dtype, ReduceOp::Sum));
+            choose(Kind::AllReduce, sum, 1 << 20, SEGMENT, WorldSize::new(n).unwrap(), &links)
+        };
+        assert_eq!(at(5, DType::I32), Algorithm::TwoPhase);
+        assert_eq!(at(6, DType::I32), Algorithm::Ring);
+        assert_eq!(at(6, DType::F32), Algorithm::TwoPhase, "a float sum keeps its order");
     }
 
     #[test]
@@ -152,8 +158,9 @@ mod tests {
             n in 1u32..2000,
             latency_us in 0u64..1_000_000,
             bandwidth in 1e3f64..1e12,
+            flows in 1u32..2000,
         ) {
-            let links = Links { latency: Duration::from_micros(latency_us), bandwidth, ..Links::default() };
+            let links = Links { latency: Duration::from_micros(latency_us), bandwidth, flows, ..Links::default() };
             let reduction = kind.reduces().then_some((dtype, op));
             let choice = choose(kind, reduction, bytes, SEGMENT, WorldSize::new(n).unwrap(), &links);
             prop_assert!(kind.algorithms().contains(&choice));

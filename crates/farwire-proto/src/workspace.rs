@@ -11,7 +11,7 @@ use crate::schedule::{Action, Emit, Fold, Local, Own, Running, Source};
 /// The input is only read and the output only written, so a failed operation leaves its input as it was. Both stay with the driver and
 /// are lent to each call, whole; their lengths must be the plan's ([`Plan::check_buffers`]).
 ///
-/// Call [`begin`](Self::begin) once after submitting, [`payload`](Self::payload) for each [`Transmit`](crate::Transmit), and
+/// Call [`begin`](Self::begin) once, before anything else, [`payload`](Self::payload) for each [`Transmit`](crate::Transmit), and
 /// [`apply`](Self::apply) for each [`Take`](crate::Take).
 #[derive(Debug)]
 pub struct Workspace {
@@ -28,7 +28,7 @@ pub struct Workspace {
 }
 
 impl Workspace {
-    /// Scratch space for `plan`, sized once, here.
+    /// Scratch space for `plan`. Slots are allocated here; a segment's worth more on first use, for types that widen.
     pub fn new(plan: &Plan) -> Self {
         let dtype = plan.dtype();
         let accumulator = dtype.accumulator();
@@ -83,8 +83,13 @@ impl Workspace {
         }
     }
 
-    /// Puts a payload where it belongs. Its length is what the engine checked the header against.
+    /// Puts a payload where it belongs.
+    ///
+    /// # Panics
+    ///
+    /// If the payload is not as long as the frame's header, which the engine has checked, says.
     pub fn apply(&mut self, action: &Action, payload: &[u8], input: &[u8], output: &mut [u8]) {
+        assert_eq!(payload.len(), action.wire_bytes(self.dtype), "a payload is as long as its header says");
         match action {
             Action::Nothing => {}
             Action::Store(span) => output[span.bytes(self.dtype)].copy_from_slice(payload),
@@ -101,6 +106,10 @@ impl Workspace {
         // The running value is in the output itself, in the one wide segment, or in a slot; only the latter two can be
         // borrowed beside the output.
         if let (Running::Output(span), false) = (fold.running, self.widens()) {
+            debug_assert!(
+                matches!(fold.emit, Emit::No) || fold.emit == Emit::Last(span),
+                "rule 4 of schedules"
+            );
             let running = &mut output[span.bytes(dtype)];
             advance(arithmetic, fold, running, payload, own, |_, _| ());
             if matches!(fold.emit, Emit::Last(_)) {

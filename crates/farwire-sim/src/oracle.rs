@@ -252,3 +252,66 @@ impl Scalar {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use farwire_proto::{Counts, WorldSize};
+
+    use super::*;
+
+    fn bytes(values: &[f32]) -> Vec<u8> {
+        values.iter().flat_map(|value| value.to_le_bytes()).collect()
+    }
+
+    /// Numbers whose sum depends on the order: 1e8 swallows a lone 1, but not a pair that came together first.
+    #[test]
+    fn orders_are_told_apart() {
+        let inputs = [1e8f32, 1.0, 7.0, -1e8].map(|value| bytes(&[value]));
+        let sum = |algorithm, root| reduced(DType::F32, ReduceOp::Sum, algorithm, root, &inputs);
+        // ((1e8 + 1) + 7) − 1e8, where 1e8 + 1 rounds down and 1e8 + 7 rounds up to the next multiple of 8.
+        assert_eq!(sum(Algorithm::TwoPhase, 0), bytes(&[8.0]));
+        // 1e8 + (1 + (7 − 1e8)): 7 − 1e8 rounds to −99999992, + 1 to the same.
+        assert_eq!(sum(Algorithm::Chain, 0), bytes(&[8.0]));
+        // (1e8 + 1) + (7 − 1e8)
+        assert_eq!(sum(Algorithm::Tree, 0), bytes(&[8.0]));
+        // From rank 1: (1 + 7) + (−1e8 + 1e8)
+        assert_eq!(sum(Algorithm::Tree, 1), bytes(&[8.0]));
+        // From rank 2: 7 + (−1e8 + (1e8 + 1))
+        assert_eq!(sum(Algorithm::Chain, 2), bytes(&[7.0]));
+    }
+
+    #[test]
+    fn results_go_where_they_belong() {
+        let world = WorldSize::new(2).expect("two is not zero");
+        let (dtype, root) = (DType::F32, Rank(1));
+        let inputs = [bytes(&[1.0, 2.0]), bytes(&[10.0, 20.0])];
+        let all = |call: Call| results(&[call.clone(), call], Algorithm::Direct, &inputs);
+        let none = Vec::new();
+        let (count, op) = (2, ReduceOp::Sum);
+        assert_eq!(all(Call::ReduceScatter { count, dtype, op }), [bytes(&[11.0]), bytes(&[22.0])]);
+        assert_eq!(all(Call::Reduce { count, dtype, op, root }), [none.clone(), bytes(&[11.0, 22.0])]);
+        assert_eq!(all(Call::Scan { count, dtype, op }), [bytes(&[1.0, 2.0]), bytes(&[11.0, 22.0])]);
+        assert_eq!(all(Call::ExclusiveScan { count, dtype, op }), [bytes(&[0.0, 0.0]), bytes(&[1.0, 2.0])]);
+        assert_eq!(all(Call::Broadcast { count, dtype, root }), [bytes(&[10.0, 20.0]), bytes(&[10.0, 20.0])]);
+        let counts = Counts::Each(2);
+        assert_eq!(all(Call::Gather { counts, dtype, root }), [none, bytes(&[1.0, 2.0, 10.0, 20.0])]);
+        let counts = Counts::listed([0, 2], world);
+        assert_eq!(all(Call::Scatter { counts, dtype, root }), [bytes(&[]), bytes(&[10.0, 20.0])]);
+        let each = Counts::Each(1);
+        let swapped = all(Call::AllToAll { send: each.clone(), recv: each, dtype });
+        assert_eq!(swapped, [bytes(&[1.0, 10.0]), bytes(&[2.0, 20.0])]);
+    }
+
+    #[test]
+    fn integers_wrap_and_means_divide() {
+        let inputs = [vec![200u8], vec![100]];
+        assert_eq!(reduced(DType::U8, ReduceOp::Sum, Algorithm::Ring, 0, &inputs), [44]);
+        assert_eq!(
+            reduced(DType::I8, ReduceOp::Min, Algorithm::Ring, 0, &inputs),
+            [200],
+            "−56 is less than 100"
+        );
+        let inputs = [bytes(&[1.0]), bytes(&[2.0])];
+        assert_eq!(reduced(DType::F32, ReduceOp::Mean, Algorithm::TwoPhase, 0, &inputs), bytes(&[1.5]));
+    }
+}

@@ -138,7 +138,7 @@ impl fmt::Display for Hang {
         write!(f, "nothing ended by {:?} of virtual time (seed {}):", self.at.0, self.seed)?;
         for (peer, wait) in &self.waits {
             let on: Vec<_> = wait.on.iter().map(Peer::to_string).collect();
-            write!(f, "\n  {peer}: {} {} waits for {}", wait.fingerprint, wait.slot, on.join(", "))?;
+            write!(f, "\n  {peer}: {} {} waits for {}", wait.fingerprint, wait.seq, on.join(", "))?;
         }
         if self.unsubmitted > 0 {
             write!(f, "\n  {} calls were not reached", self.unsubmitted)?;

@@ -4,10 +4,11 @@
 
 mod common;
 
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use common::{Case, every_collective, random_elements};
-use farwire_proto::{Algorithm, Call, Config, DType, Kind, Options, Peer, Rank, ReduceOp, Tag, Time};
+use farwire_proto::{Algorithm, Call, Config, Counts, DType, Kind, Options, Peer, Rank, ReduceOp, Tag, Time};
 use farwire_sim::{Link, Network, Sim, Start, Submission};
 use proptest::prelude::*;
 use rand::SeedableRng;
@@ -25,7 +26,8 @@ fn jittery(n: u32, window: usize, seed: u64) -> Network {
 }
 
 fn check(case: &Case, network: Network, credit: u32) -> Result<(), TestCaseError> {
-    let mut sim = Sim::with_config(network, Config { credit, ..Config::default() });
+    let mut sim =
+        Sim::with_config(network, Config { credit: NonZeroU32::new(credit).unwrap(), ..Config::default() });
     sim.limit(Time(Duration::from_secs(300)));
     let jobs = case.submit(&mut sim);
     let report = sim.run().map_err(|hang| TestCaseError::fail(hang.to_string()))?;
@@ -197,7 +199,11 @@ fn wrong_calls_are_refused_with_advice_and_send_nothing() {
         (Call::Broadcast { count: 2, dtype: f32, root: Rank(3) }, plain, "use 0 to 2"),
         (Call::AllReduce { count: 2, dtype: DType::I32, op: ReduceOp::Mean }, plain, "use sum and divide"),
         (Call::Scan { count: 2, dtype: f32, op: ReduceOp::Mean }, plain, "use sum and divide"),
-        (Call::AllGather { counts: vec![1, 2].into(), dtype: f32 }, plain, "give one per rank"),
+        (
+            Call::AllGather { counts: Counts::listed([1, 2], common::world(3)), dtype: f32 },
+            plain,
+            "give one per rank",
+        ),
         (
             Call::AllReduce { count: 3, dtype: f32, op: sum },
             plain,

@@ -193,7 +193,11 @@ fn mismatches() -> Vec<(&'static str, Call, Call)> {
         ("kind", broadcast.clone(), reduce.clone()),
         ("kind", gather.clone(), scatter.clone()),
         ("kind", scan.clone(), Call::ExclusiveScan { count, dtype, op }),
-        ("lengths per rank", all_gather.clone(), Call::AllGather { counts: vec![4, 6, 5, 5].into(), dtype }),
+        (
+            "lengths per rank",
+            all_gather.clone(),
+            Call::AllGather { counts: Counts::listed([4, 6, 5, 5], world(4)), dtype },
+        ),
     ];
     for right in [all_reduce, reduce, broadcast, gather, scatter, all_gather, all_to_all, scan] {
         let with = |change: &dyn Fn(&mut Call)| {

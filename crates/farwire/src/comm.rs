@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use farwire_proto::{Call, CommId, Counts, OpenError, Options, Peer, Rank, ReduceOp, Tag};
+use farwire_proto::{Call, CommId, Counts, OpenError, Options, Peer, Rank, ReduceOp, Tag, WorldSize};
 
 use crate::buffer::{Buffer, Element};
 use crate::error::Error;
@@ -31,7 +31,7 @@ struct Group {
 
 impl Communicator {
     /// The communicator of all processes.
-    pub(crate) fn world(node: Arc<Node>) -> Result<Self, Error> {
+    pub(crate) fn of_world(node: Arc<Node>) -> Result<Self, Error> {
         let (rank, world) = node.driver().place(CommId::WORLD)?;
         let members = (0..world.get()).map(Peer).collect();
         Ok(Self::new(node, CommId::WORLD, rank, members, Options::default()))
@@ -77,7 +77,11 @@ impl Communicator {
 
     /// [`all_gather`](Self::all_gather) of vectors that differ in length: `counts[r]` elements from rank r.
     pub fn all_gather_varied<T: Element>(&self, data: Vec<T>, counts: &[usize]) -> Pending<Vec<T>> {
-        self.start(Call::AllGather { counts: Counts::listed(counts), dtype: T::DTYPE }, data, unwrap)
+        self.start(
+            Call::AllGather { counts: Counts::listed(counts, self.world()), dtype: T::DTYPE },
+            data,
+            unwrap,
+        )
     }
 
     /// Everyone gets the root's vector. The other ranks' must have the same length; what is in them does not matter.
@@ -119,7 +123,11 @@ impl Communicator {
         send: &[usize],
         recv: &[usize],
     ) -> Pending<Vec<T>> {
-        let call = Call::AllToAll { send: Counts::listed(send), recv: Counts::listed(recv), dtype: T::DTYPE };
+        let call = Call::AllToAll {
+            send: Counts::listed(send, self.world()),
+            recv: Counts::listed(recv, self.world()),
+            dtype: T::DTYPE,
+        };
         self.start(call, data, unwrap)
     }
 
@@ -200,6 +208,10 @@ impl Communicator {
         let result = self.broadcast(data.to_vec(), root).wait()?;
         data.copy_from_slice(&result);
         Ok(())
+    }
+
+    fn world(&self) -> WorldSize {
+        WorldSize::new(self.size() as u32).expect("this process is a member")
     }
 
     fn start<T: Element, R>(&self, call: Call, data: Vec<T>, finish: fn(Buffer) -> R) -> Pending<R> {

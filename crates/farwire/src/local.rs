@@ -75,7 +75,7 @@ pub fn local_with(ranks: usize, config: Config) -> Result<Vec<Communicator>, Err
             let engine = Engine::new(Peer(rank), world, config);
             let node = Node::start(Driver::new(engine, links), bell, ranks)
                 .map_err(|source| Error::System { what: "could not start a thread", source })?;
-            Communicator::world(node)
+            Communicator::of_world(node)
         })
         .collect()
 }

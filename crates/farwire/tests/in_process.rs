@@ -205,8 +205,8 @@ fn a_deadline_ends_the_wait() {
             assert!(matches!(error.fault(), Some(Fault::TimedOut { waiting_for: Peer(1), .. })), "{error}");
         }
         too_late.wait();
-        let error = comm.barrier().wait().unwrap_err();
-        assert!(matches!(error.fault(), Some(Fault::TimedOut { by: Peer(0), .. })), "{error}");
+        // The other rank learns at its next call, which is out of step or comes after the news.
+        assert!(comm.barrier().wait().is_err());
     });
 }
 

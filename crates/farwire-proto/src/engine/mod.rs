@@ -3,6 +3,7 @@
 mod op;
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,13 +12,16 @@ use crate::collective::message::End;
 use crate::fault::{Called, FAULT_LEN, Fault, OpError};
 use crate::fingerprint::Fingerprint;
 use crate::header::{FrameKind, Header, HeaderError};
-use crate::ids::{CommId, Epoch, OpId, Peer, Rank, Slot, Tag, Time, WorldSize};
+use crate::ids::{CommId, Epoch, OpId, OpSeq, Peer, Rank, Tag, Time, WorldSize};
 use crate::plan::{Plan, Tuning};
 use crate::schedule::{Action, Gate, Source};
 use op::{Breach, Moving, Op};
 
 /// Communicators whose failure is remembered before they are opened here. Far more than a job opens; a bound all the same.
 const MAX_STILLBORN: usize = 4096;
+
+/// Operations that peers have begun and this rank has not, whose lanes are remembered. A driver's limit on streams is far below; a bound all the same.
+const MAX_EARLY: usize = 1 << 16;
 
 /// What an engine is told at the start.
 #[derive(Clone, Copy, Debug)]
@@ -27,14 +31,19 @@ pub struct Config {
     /// How long an operation may take, unless [`Options::deadline`] says otherwise.
     pub deadline: Duration,
     /// Frames of one lane that may be handed out before the driver reports the first of them sent.
-    pub credit: u32,
+    pub credit: NonZeroU32,
     /// The generation of the group.
     pub epoch: Epoch,
 }
 
 impl Default for Config {
     fn default() -> Self {
-        Self { tuning: Tuning::default(), deadline: Duration::from_secs(600), credit: 1, epoch: Epoch(0) }
+        Self {
+            tuning: Tuning::default(),
+            deadline: Duration::from_secs(600),
+            credit: NonZeroU32::MIN,
+            epoch: Epoch(0),
+        }
     }
 }
 
@@ -53,11 +62,14 @@ impl Default for Config {
 /// Frames move in two steps, so that bytes can be handed on in place: the engine says what a frame is for
 /// ([`Transmit`], [`Take`]), the driver moves the bytes with a [`Workspace`](crate::Workspace), and reports it done.
 ///
-/// A frame that the engine does not want yet stays in its stream, unread: flow control is the back-pressure, and the engine's memory
-/// does not depend on what peers send.
+/// A frame that the engine does not want yet stays in its stream, unread: flow control is the back-pressure. The engine remembers which lanes
+/// wait for calls that this rank has not made, up to a fixed number; payloads it never holds.
+///
+/// When an operation or a communicator fails, its lanes that wait are resumed, so that what is in them is offered once more, and dropped.
 #[derive(Debug)]
 pub struct Engine {
     me: Peer,
+    world: WorldSize,
     config: Config,
     comms: HashMap<CommId, Comm>,
     /// Communicators that failed before they were opened here.
@@ -67,7 +79,7 @@ pub struct Engine {
     next_op: u64,
     /// Which operation takes frames with this address.
     inbound: HashMap<Address, OpId>,
-    /// Lanes with frames for operations not submitted yet. The driver's limit on streams bounds this.
+    /// Lanes with frames for operations not submitted yet.
     early: HashMap<Address, Vec<Peer>>,
     deadlines: BTreeSet<(Time, OpId)>,
     queues: Queues,
@@ -83,13 +95,13 @@ pub struct Lane {
     /// On which communicator.
     pub comm: CommId,
     /// For which operation.
-    pub slot: Slot,
+    pub seq: OpSeq,
 }
 
 impl Lane {
     /// The lane that a frame from `from` belongs to.
     pub fn of(from: Peer, header: &Header) -> Self {
-        Self { from, comm: header.comm, slot: header.slot }
+        Self { from, comm: header.comm, seq: header.seq }
     }
 }
 
@@ -170,7 +182,7 @@ pub struct Wait {
     /// Its communicator.
     pub comm: CommId,
     /// Its place in the communicator's order.
-    pub slot: Slot,
+    pub seq: OpSeq,
     /// What was called.
     pub fingerprint: Fingerprint,
     /// The peers that must move next: those not heard from at all if there are any, else those whose next frame has not come, else those
@@ -208,14 +220,14 @@ struct Comm {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Address {
     comm: CommId,
-    slot: Slot,
+    seq: OpSeq,
     sender: Option<Peer>,
 }
 
 impl From<Lane> for Address {
     fn from(lane: Lane) -> Self {
-        let sender = matches!(lane.slot, Slot::Message(..)).then_some(lane.from);
-        Self { comm: lane.comm, slot: lane.slot, sender }
+        let sender = matches!(lane.seq, OpSeq::Message(..)).then_some(lane.from);
+        Self { comm: lane.comm, seq: lane.seq, sender }
     }
 }
 
@@ -237,6 +249,7 @@ impl Engine {
     pub fn new(me: Peer, world: WorldSize, config: Config) -> Self {
         let mut engine = Self {
             me,
+            world,
             config,
             comms: HashMap::new(),
             stillborn: HashMap::new(),
@@ -314,15 +327,16 @@ impl Engine {
     ///
     /// # Panics
     ///
-    /// If the plan's communicator is not open here: plans come from [`plan`](Self::plan).
+    /// If the plan is not for this rank of an open communicator: plans come from [`plan`](Self::plan).
     pub fn submit(&mut self, now: Time, plan: Plan) -> Result<OpId, Box<OpError>> {
         let comm = self.comms.get_mut(&plan.comm()).expect("a plan is made on an open communicator");
+        assert_eq!((plan.me(), plan.world()), (comm.me, comm.world), "a plan is made for this rank");
         let failed = comm.failed;
-        let (slot, counter) = comm.next_slot(&plan);
+        let (seq, counter) = comm.next_seq(&plan);
         if let Some((fault, reporter)) = failed {
             let here = self.me;
             let operation = plan.fingerprint();
-            return Err(Box::new(OpError { operation, comm: plan.comm(), slot, fault, reporter, here }));
+            return Err(Box::new(OpError { operation, comm: plan.comm(), seq, fault, reporter, here }));
         }
         *counter += 1;
 
@@ -331,7 +345,7 @@ impl Engine {
         let due = now + plan.deadline().unwrap_or(self.config.deadline);
         let members = comm.members.clone();
         let moving = self.spare.pop().unwrap_or_default();
-        let mut op = Op { id, slot, plan, members, due, moving };
+        let mut op = Op { id, seq, plan, members, due, moving };
         op.start(&mut self.queues, self.config.credit);
         if op.moving.unfinished == 0 {
             self.queues.events.push_back(Event::Done(id));
@@ -341,8 +355,8 @@ impl Engine {
         if let Some(address) = op.inbound_address() {
             self.inbound.insert(address, id);
             for from in self.early.remove(&address).unwrap_or_default() {
-                let Address { comm, slot, .. } = address;
-                self.queues.resumed.push_back(Lane { from, comm, slot });
+                let Address { comm, seq, .. } = address;
+                self.queues.resumed.push_back(Lane { from, comm, seq });
             }
         }
         self.deadlines.insert((due, id));
@@ -381,14 +395,18 @@ impl Engine {
     /// A frame for no operation in flight: early, if its operation may still be submitted, or late.
     fn handle_unexpected(&mut self, lane: Lane) -> Verdict {
         if let Some(comm) = self.comms.get(&lane.comm) {
-            let next = match lane.slot {
-                Slot::Collective(_) => comm.next_collective,
-                Slot::Message(tag, _) => comm.next_received.get(&(lane.from, tag)).copied().unwrap_or(0),
+            let next = match lane.seq {
+                OpSeq::Collective(_) => comm.next_collective,
+                OpSeq::Message(tag, _) => comm.next_received.get(&(lane.from, tag)).copied().unwrap_or(0),
             };
-            let (Slot::Collective(seq) | Slot::Message(_, seq)) = lane.slot;
+            let (OpSeq::Collective(seq) | OpSeq::Message(_, seq)) = lane.seq;
             if comm.failed.is_some() || !comm.ranks.contains_key(&lane.from) || seq < next {
                 return Verdict::Drop;
             }
+        }
+        let known = self.early.contains_key(&lane.into());
+        if lane.from.0 >= self.world.get() || (!known && self.early.len() >= MAX_EARLY) {
+            return Verdict::Drop;
         }
         let lanes = self.early.entry(lane.into()).or_default();
         if !lanes.contains(&lane.from) {
@@ -457,6 +475,7 @@ impl Engine {
             let others = on.len().saturating_sub(1) as u32;
             let fault = Fault::TimedOut { by: self.me, waiting_for, others };
             if op.plan.partner().is_some() {
+                self.forget_unheard_receive(id);
                 self.fail_op(id, fault, self.me);
             } else {
                 self.fail_comm(op.plan.comm(), fault, self.me);
@@ -506,6 +525,20 @@ impl Engine {
         waits
     }
 
+    /// A receive that times out before anything has come does not count, if it is the last of its kind: the message, when it comes, is for the next one.
+    fn forget_unheard_receive(&mut self, id: OpId) {
+        let op = &self.ops[&id];
+        if let (Some(Address { sender: Some(from), .. }), OpSeq::Message(tag, seq)) =
+            (op.inbound_address(), op.seq)
+            && op.is_unheard()
+            && let Some(comm) = self.comms.get_mut(&op.plan.comm())
+            && let Some(next) = comm.next_received.get_mut(&(from, tag))
+            && *next == seq + 1
+        {
+            *next = seq;
+        }
+    }
+
     fn complete_if_done(&mut self, id: OpId) {
         if self.ops.get(&id).is_some_and(|op| op.moving.unfinished == 0) {
             self.remove(id);
@@ -524,11 +557,14 @@ impl Engine {
     }
 
     fn fail_op(&mut self, id: OpId, fault: Fault, reporter: Peer) {
+        if let Some(op) = self.ops.get(&id) {
+            self.queues.resumed.extend(op.held_lanes());
+        }
         if let Some(op) = self.remove(id) {
             let error = OpError {
                 operation: op.plan.fingerprint(),
                 comm: op.plan.comm(),
-                slot: op.slot,
+                seq: op.seq,
                 fault,
                 reporter,
                 here: self.me,
@@ -551,9 +587,9 @@ impl Engine {
             payload: FAULT_LEN as u32,
             comm: id,
             epoch: self.config.epoch,
-            slot: Slot::Collective(comm.next_collective),
+            seq: OpSeq::Collective(comm.next_collective),
             index: 0,
-            fingerprint: barrier_print(),
+            fingerprint: abort_fingerprint(),
         };
         for to in comm.members.iter().filter(|to| **to != self.me && !self.lost.contains(to)) {
             self.queues.aborts.push_back((*to, header, fault.encode()));
@@ -563,15 +599,23 @@ impl Engine {
         for op in hit {
             self.fail_op(op, fault, reporter);
         }
-        self.early.retain(|address, _| address.comm != id);
+        let mut waiting: Vec<_> = self
+            .early
+            .extract_if(|address, _| address.comm == id)
+            .flat_map(|(Address { comm, seq, .. }, peers)| {
+                peers.into_iter().map(move |from| Lane { from, comm, seq })
+            })
+            .collect();
+        waiting.sort(); // the same order in every run
+        self.queues.resumed.extend(waiting);
     }
 }
 
 impl Comm {
-    /// The slot that a plan gets when it is submitted, and the counter behind it.
-    fn next_slot(&mut self, plan: &Plan) -> (Slot, &mut u64) {
+    /// The number that a plan gets when it is submitted, and the counter behind it.
+    fn next_seq(&mut self, plan: &Plan) -> (OpSeq, &mut u64) {
         match plan.partner() {
-            None => (Slot::Collective(self.next_collective), &mut self.next_collective),
+            None => (OpSeq::Collective(self.next_collective), &mut self.next_collective),
             Some(partner) => {
                 let counters = match partner.end {
                     End::Sender => &mut self.next_sent,
@@ -579,14 +623,14 @@ impl Comm {
                 };
                 let key = (self.members[partner.rank.index()], partner.tag);
                 let counter = counters.entry(key).or_insert(0);
-                (Slot::Message(partner.tag, *counter), counter)
+                (OpSeq::Message(partner.tag, *counter), counter)
             }
         }
     }
 }
 
 /// What an abort frame's header says was called: nothing in particular.
-fn barrier_print() -> Fingerprint {
+fn abort_fingerprint() -> Fingerprint {
     use crate::call::{Algorithm, Kind};
     Fingerprint {
         kind: Kind::Barrier,

@@ -2,13 +2,14 @@
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::num::NonZeroU32;
 use std::sync::Arc;
 
 use super::{Address, Lane, Payload, Queues, Take, Transmit, Verdict, Wait};
 use crate::collective::message::End;
 use crate::fingerprint::Fingerprint;
 use crate::header::{FrameKind, Header};
-use crate::ids::{Epoch, OpId, Peer, Rank, Slot, Time};
+use crate::ids::{Epoch, OpId, OpSeq, Peer, Rank, Time};
 use crate::plan::Plan;
 use crate::schedule::{Action, Gate};
 
@@ -16,7 +17,7 @@ use crate::schedule::{Action, Gate};
 #[derive(Debug)]
 pub(super) struct Op {
     pub(super) id: OpId,
-    pub(super) slot: Slot,
+    pub(super) seq: OpSeq,
     pub(super) plan: Plan,
     pub(super) members: Arc<[Peer]>,
     pub(super) due: Time,
@@ -97,19 +98,19 @@ impl Op {
     pub(super) fn inbound_address(&self) -> Option<Address> {
         let comm = self.plan.comm();
         match self.plan.partner() {
-            None => Some(Address { comm, slot: self.slot, sender: None }),
+            None => Some(Address { comm, seq: self.seq, sender: None }),
             Some(partner) => (partner.end == End::Receiver).then(|| Address {
                 comm,
-                slot: self.slot,
+                seq: self.seq,
                 sender: Some(self.members[partner.rank.index()]),
             }),
         }
     }
 
-    pub(super) fn start(&mut self, queues: &mut Queues, credit: u32) {
+    pub(super) fn start(&mut self, queues: &mut Queues, credit: NonZeroU32) {
         let lanes = if self.plan.partner().is_some() { 1 } else { self.plan.world().len() };
         self.moving.lanes.resize(lanes, LaneState::default());
-        for rank in self.plan.peers() {
+        for rank in self.plan.others() {
             let lane = self.lane_of(rank);
             let state = &mut self.moving.lanes[lane];
             state.sends = self.plan.sends(rank);
@@ -120,11 +121,11 @@ impl Op {
     }
 
     /// Puts a lane's next frame where it belongs: among the ready ones, or behind its gate.
-    fn line_up(&mut self, lane: usize, queues: &mut Queues, credit: u32) {
+    fn line_up(&mut self, lane: usize, queues: &mut Queues, credit: NonZeroU32) {
         let rank = self.rank_of(lane);
         let state = &mut self.moving.lanes[lane];
         let outstanding = state.polled - state.sent;
-        if state.pending || state.polled == state.sends || outstanding >= credit as usize {
+        if state.pending || state.polled == state.sends || outstanding >= credit.get() as usize {
             return;
         }
         state.pending = true;
@@ -139,7 +140,7 @@ impl Op {
         lane: usize,
         epoch: Epoch,
         queues: &mut Queues,
-        credit: u32,
+        credit: NonZeroU32,
     ) -> Transmit {
         let rank = self.rank_of(lane);
         let state = &mut self.moving.lanes[lane];
@@ -152,16 +153,16 @@ impl Op {
             payload: frame.source.wire_bytes(self.plan.dtype()) as u32,
             comm: self.plan.comm(),
             epoch,
-            slot: self.slot,
+            seq: self.seq,
             index: index as u32,
-            fingerprint: self.plan.print_for(rank),
+            fingerprint: self.plan.fingerprint_for(rank),
         };
         self.line_up(lane, queues, credit);
         let payload = Payload::Operation { op: self.id, source: frame.source, after: frame.gate };
         Transmit { to: self.peer_of(lane), header, payload, lane }
     }
 
-    pub(super) fn sent(&mut self, lane: usize, queues: &mut Queues, credit: u32) {
+    pub(super) fn sent(&mut self, lane: usize, queues: &mut Queues, credit: NonZeroU32) {
         let downstream = self.plan.downstream() == Some(self.rank_of(lane));
         let state = &mut self.moving.lanes[lane];
         state.sent += 1;
@@ -176,7 +177,7 @@ impl Op {
     /// Judges the next frame of a lane.
     pub(super) fn offer(&mut self, from: Rank, header: &Header) -> Result<Verdict, Breach> {
         let lane = self.lane_of(from);
-        let expected = self.plan.print_from(from);
+        let expected = self.plan.fingerprint_from(from);
         if header.fingerprint != expected {
             return Err(Breach::Fingerprint(expected));
         }
@@ -204,7 +205,7 @@ impl Op {
         Ok(Verdict::Take(Take { op: self.id, action: frame.action, lane }))
     }
 
-    pub(super) fn taken(&mut self, lane: usize, action: &Action, queues: &mut Queues, credit: u32) {
+    pub(super) fn taken(&mut self, lane: usize, action: &Action, queues: &mut Queues, credit: NonZeroU32) {
         let upstream = self.plan.upstream() == Some(self.rank_of(lane));
         let state = &mut self.moving.lanes[lane];
         state.taking = false;
@@ -219,7 +220,7 @@ impl Op {
     }
 
     /// Moves on every frame whose gate has opened.
-    fn wake(&mut self, queues: &mut Queues, credit: u32) {
+    fn wake(&mut self, queues: &mut Queues, credit: NonZeroU32) {
         while let Some(frame) = self.moving.next_opened() {
             match frame {
                 Frame::Out(lane) => {
@@ -235,18 +236,29 @@ impl Op {
     }
 
     fn incoming_lane(&self, lane: usize) -> Lane {
-        Lane { from: self.peer_of(lane), comm: self.plan.comm(), slot: self.slot }
+        Lane { from: self.peer_of(lane), comm: self.plan.comm(), seq: self.seq }
+    }
+
+    /// Lanes with a frame that was offered and not taken.
+    pub(super) fn held_lanes(&self) -> impl Iterator<Item = Lane> {
+        let lanes = self.plan.others().map(|rank| self.lane_of(rank));
+        lanes.filter(|lane| self.moving.lanes[*lane].held).map(|lane| self.incoming_lane(lane))
+    }
+
+    /// Whether no frame has come from anyone.
+    pub(super) fn is_unheard(&self) -> bool {
+        self.moving.lanes.iter().all(|lane| !lane.heard)
     }
 
     /// Whether the next frame from `peer` is due and has not been offered.
     pub(super) fn awaits(&self, peer: Peer) -> bool {
-        let lane = self.plan.peers().map(|rank| self.lane_of(rank)).find(|lane| self.peer_of(*lane) == peer);
+        let lane = self.plan.others().map(|rank| self.lane_of(rank)).find(|lane| self.peer_of(*lane) == peer);
         lane.is_some_and(|lane| self.moving.lanes[lane].is_behind())
     }
 
     pub(super) fn waits_on(&self) -> Vec<Peer> {
         let awaited = |which: &dyn Fn(&LaneState) -> bool| -> Vec<Peer> {
-            let peers = self.plan.peers().map(|rank| self.lane_of(rank));
+            let peers = self.plan.others().map(|rank| self.lane_of(rank));
             peers.filter(|lane| which(&self.moving.lanes[*lane])).map(|lane| self.peer_of(lane)).collect()
         };
         let silent = awaited(&|lane| lane.recvs > 0 && !lane.heard);
@@ -264,7 +276,7 @@ impl Op {
         Wait {
             op: self.id,
             comm: self.plan.comm(),
-            slot: self.slot,
+            seq: self.seq,
             fingerprint: self.plan.fingerprint(),
             on: self.waits_on(),
         }

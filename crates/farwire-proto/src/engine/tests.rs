@@ -7,7 +7,7 @@ use crate::dtype::{DType, ReduceOp};
 use crate::header::tests::any_header;
 
 fn busy_engine() -> Engine {
-    let config = Config { credit: 2, ..Config::default() };
+    let config = Config { credit: NonZeroU32::new(2).unwrap(), ..Config::default() };
     let mut engine = Engine::new(Peer(1), WorldSize::new(4).unwrap(), config);
     engine.open(CommId(7), &[Peer(2), Peer(1)]).unwrap();
     let (dtype, op, count) = (DType::F32, ReduceOp::Sum, 10);
@@ -34,14 +34,14 @@ fn awaited_header() -> impl Strategy<Value = Header> {
         .iter()
         .map(|id| &engine.ops[id])
         .flat_map(|op| {
-            op.plan.peers().map(|rank| Header {
+            op.plan.others().map(|rank| Header {
                 frame: FrameKind::Data,
                 payload: 8,
                 comm: op.plan.comm(),
                 epoch: Epoch(0),
-                slot: op.slot,
+                seq: op.seq,
                 index: 0,
-                fingerprint: op.plan.print_from(rank),
+                fingerprint: op.plan.fingerprint_from(rank),
             })
         })
         .collect();
@@ -55,11 +55,18 @@ proptest! {
     #[test]
     fn hostile_headers_are_harmless(
         frames in prop::collection::vec(
-            (0u32..6, prop_oneof![awaited_header(), any_header()], any::<[u32; 2]>(), 0u8..8), 1..60),
+            (0u32..6, prop_oneof![awaited_header(), any_header()], any::<[u32; 2]>(), any::<u8>()), 1..60),
     ) {
         let mut engine = busy_engine();
         for (from, mut header, [index, payload], change) in frames {
             header.frame = FrameKind::Data;
+            // Mostly the right generation and a communicator that is there.
+            if change & 0x30 != 0 {
+                header.epoch = Epoch(0);
+            }
+            if change & 0xc0 != 0 && header.comm != CommId(7) {
+                header.comm = CommId::WORLD;
+            }
             if change & 1 != 0 {
                 header.index = index % 4;
             }
@@ -69,7 +76,10 @@ proptest! {
             if change & 4 != 0 {
                 header.fingerprint.count ^= u64::from(payload);
             }
-            if let Verdict::Take(take) = engine.handle_frame(Peer(from), &header) {
+            let failed = engine.comms.get(&header.comm).is_some_and(|comm| comm.failed.is_some());
+            let verdict = engine.handle_frame(Peer(from), &header);
+            prop_assert!(!failed || matches!(verdict, Verdict::Drop), "nothing more after a fault");
+            if let Verdict::Take(take) = verdict {
                 prop_assert!(matches!(engine.handle_frame(Peer(from), &header), Verdict::Later | Verdict::Drop));
                 engine.handle_taken(take);
             }
@@ -134,8 +144,90 @@ fn communicators_are_checked_when_opened() {
 #[test]
 fn frames_of_another_epoch_are_dropped() {
     let mut engine = busy_engine();
-    let header = Header { epoch: Epoch(1), ..blank_header() };
-    assert!(matches!(engine.handle_frame(Peer(0), &header), Verdict::Drop));
+    let data = Header { frame: FrameKind::Data, seq: OpSeq::Collective(9), ..blank_header() };
+    assert!(matches!(engine.handle_frame(Peer(0), &data), Verdict::Later));
+    let old = Header { epoch: Epoch(1), ..data };
+    assert!(matches!(engine.handle_frame(Peer(2), &old), Verdict::Drop));
+    let old = Header { epoch: Epoch(1), ..blank_header() };
+    engine.handle_abort(Peer(2), &old, &Fault::PeerLost(Peer(3)).encode()).unwrap();
+    assert!(engine.poll_event().is_none());
+}
+
+/// A frame of the next operation that this rank has not submitted.
+fn early_header(engine: &Engine) -> Header {
+    let seq = OpSeq::Collective(engine.comms[&CommId::WORLD].next_collective);
+    Header { frame: FrameKind::Data, seq, ..blank_header() }
+}
+
+#[test]
+fn early_frames_wait_for_their_call_and_go_with_their_communicator() {
+    let mut engine = busy_engine();
+    let header = early_header(&engine);
+    assert!(matches!(engine.handle_frame(Peer(2), &header), Verdict::Later));
+    let plan = engine.plan(CommId::WORLD, &Call::Barrier, &Options::default()).unwrap();
+    engine.submit(Time::ZERO, plan).unwrap();
+    assert_eq!(engine.poll_resume(), Some(Lane::of(Peer(2), &header)));
+
+    let header = early_header(&engine);
+    assert!(matches!(engine.handle_frame(Peer(2), &header), Verdict::Later));
+    engine.handle_peer_lost(Peer(3));
+    assert_eq!(engine.poll_resume(), Some(Lane::of(Peer(2), &header)), "so that its stream can be emptied");
+    assert!(matches!(engine.handle_frame(Peer(2), &header), Verdict::Drop));
+    assert!(engine.early.is_empty());
+}
+
+#[test]
+fn early_frames_from_strangers_and_beyond_the_limit_are_dropped() {
+    let mut engine = busy_engine();
+    let header = |seq| Header {
+        frame: FrameKind::Data,
+        comm: CommId(77),
+        seq: OpSeq::Collective(seq),
+        ..blank_header()
+    };
+    assert!(matches!(engine.handle_frame(Peer(4), &header(0)), Verdict::Drop), "the world has four");
+    for seq in 0..2 * MAX_EARLY as u64 {
+        let _ = engine.handle_frame(Peer(3), &header(seq));
+    }
+    assert_eq!(engine.early.len(), MAX_EARLY);
+}
+
+/// A driver may apply a payload on another thread, and be offered the next frame of the lane meanwhile.
+#[test]
+fn a_frame_offered_while_another_is_being_taken_is_resumed() {
+    let mut engine = Engine::new(Peer(1), WorldSize::new(2).unwrap(), Config::default());
+    let segment = std::num::NonZeroUsize::new(2);
+    let call = Call::Broadcast { count: 10, dtype: DType::F32, root: Rank(0) };
+    let plan = engine.plan(CommId::WORLD, &call, &Options { segment, ..Options::default() }).unwrap();
+    let fingerprint = plan.fingerprint();
+    engine.submit(Time::ZERO, plan).unwrap();
+    let header = |index| Header { frame: FrameKind::Data, payload: 8, index, fingerprint, ..blank_header() };
+    let Verdict::Take(first) = engine.handle_frame(Peer(0), &header(0)) else { panic!("its turn") };
+    assert!(matches!(engine.handle_frame(Peer(0), &header(1)), Verdict::Later));
+    assert_eq!(engine.poll_resume(), None);
+    engine.handle_taken(first);
+    assert_eq!(engine.poll_resume(), Some(Lane::of(Peer(0), &header(1))));
+    assert!(matches!(engine.handle_frame(Peer(0), &header(1)), Verdict::Take(_)));
+}
+
+/// Who retries a receive that came to nothing gets the message that was meant for it.
+#[test]
+fn a_receive_that_timed_out_unheard_does_not_count() {
+    for (heard, counted) in [(false, 0), (true, 1)] {
+        let mut engine = busy_engine();
+        let call = Call::Recv { from: Rank(0), tag: Tag(5), count: 1, dtype: DType::U8 };
+        let deadline = Some(Duration::from_secs(1));
+        let plan = engine.plan(CommId::WORLD, &call, &Options { deadline, ..Options::default() }).unwrap();
+        let (seq, fingerprint) = (OpSeq::Message(Tag(5), 0), plan.fingerprint());
+        engine.submit(Time::ZERO, plan).unwrap();
+        if heard {
+            let message = Header { frame: FrameKind::Data, payload: 1, seq, fingerprint, ..blank_header() };
+            assert!(matches!(engine.handle_frame(Peer(0), &message), Verdict::Take(_)));
+        }
+        engine.handle_timeout(Time(Duration::from_secs(2)));
+        assert!(matches!(engine.poll_event(), Some(Event::Failed(..))));
+        assert_eq!(engine.comms[&CommId::WORLD].next_received[&(Peer(0), Tag(5))], counted);
+    }
 }
 
 /// What a driver that is slow to send has to keep in mind is bounded.
@@ -144,7 +236,7 @@ fn a_lane_hands_out_no_more_frames_than_its_credit() {
     let mut engine = busy_engine(); // credit 2
     let handed: Vec<_> = std::iter::from_fn(|| engine.poll_transmit()).collect();
     let on_lane = |one: &Transmit| {
-        let lane = |frame: &Transmit| (frame.to, frame.header.comm, frame.header.slot);
+        let lane = |frame: &Transmit| (frame.to, frame.header.comm, frame.header.seq);
         handed.iter().filter(|other| lane(other) == lane(one)).count()
     };
     assert_eq!(handed.iter().map(on_lane).max(), Some(2));
@@ -164,7 +256,7 @@ fn finished_operations_leave_their_allocations_to_the_next() {
         let print = plan.fingerprint();
         engine.submit(Time::ZERO, plan).unwrap();
         let transmit = engine.poll_transmit().unwrap();
-        let header = Header { slot: transmit.header.slot, fingerprint: print, ..transmit.header };
+        let header = Header { seq: transmit.header.seq, fingerprint: print, ..transmit.header };
         engine.handle_sent(transmit);
         let Verdict::Take(take) = engine.handle_frame(Peer(1), &header) else { panic!("its turn") };
         engine.handle_taken(take);
@@ -179,8 +271,8 @@ fn blank_header() -> Header {
         payload: 0,
         comm: CommId::WORLD,
         epoch: Epoch(0),
-        slot: Slot::Collective(0),
+        seq: OpSeq::Collective(0),
         index: 0,
-        fingerprint: barrier_print(),
+        fingerprint: abort_fingerprint(),
     }
 }

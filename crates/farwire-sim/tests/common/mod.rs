@@ -53,7 +53,7 @@ impl Case {
         let mut counts = || -> Counts {
             if varied {
                 let most = (2 * len / n as usize).max(1);
-                (0..n).map(|_| rng.random_range(0..=most)).collect::<Vec<_>>().into()
+                Counts::listed((0..n).map(|_| rng.random_range(0..=most)).collect::<Vec<_>>(), world(n))
             } else {
                 Counts::Each(len / n as usize)
             }
@@ -71,7 +71,11 @@ impl Case {
                 Kind::Scatter => Call::Scatter { counts: shared.clone(), dtype, root },
                 Kind::AllToAll => {
                     let recv: Vec<_> = matrix.iter().map(|send| send.of(Rank(rank))).collect();
-                    Call::AllToAll { send: matrix[rank as usize].clone(), recv: recv.into(), dtype }
+                    Call::AllToAll {
+                        send: matrix[rank as usize].clone(),
+                        recv: Counts::listed(recv, world(n)),
+                        dtype,
+                    }
                 }
                 Kind::Scan => Call::Scan { count: len, dtype, op },
                 Kind::ExclusiveScan => Call::ExclusiveScan { count: len, dtype, op },

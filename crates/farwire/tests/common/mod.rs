@@ -72,11 +72,14 @@ fn one_collective<T: Sample>(
     let seed = len as u64 * 31 + kind as u64;
     let (dtype, at) = (T::DTYPE, Rank(root as u32));
     // An exclusive scan's shapes, an uneven gather: lengths that differ from rank to rank.
+    let world = farwire_proto::WorldSize::new(n as u32).expect("a group has a rank");
     let counts: Vec<usize> = (0..n).map(|rank| (len + rank) / n).collect();
     let (call, input_len): (Call, &dyn Fn(usize) -> usize) = match kind {
         Kind::AllReduce => (Call::AllReduce { count: len, dtype, op }, &|_| len),
         Kind::ReduceScatter => (Call::ReduceScatter { count: len, dtype, op }, &|_| len),
-        Kind::AllGather => (Call::AllGather { counts: counts.clone().into(), dtype }, &|rank| counts[rank]),
+        Kind::AllGather => {
+            (Call::AllGather { counts: Counts::listed(counts.clone(), world), dtype }, &|rank| counts[rank])
+        }
         Kind::Broadcast => (Call::Broadcast { count: len, dtype, root: at }, &|_| len),
         Kind::Reduce => (Call::Reduce { count: len, dtype, op, root: at }, &|_| len),
         Kind::Gather => (Call::Gather { counts: Counts::Each(len), dtype, root: at }, &|_| len),
