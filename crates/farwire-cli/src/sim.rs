@@ -1,6 +1,7 @@
 //! `farwire sim`: one operation on a simulated network.
 
-use std::io::IsTerminal;
+use std::fmt::{self, Write as _};
+use std::io::{IsTerminal, Write as _};
 use std::num::NonZeroUsize;
 use std::time::{Duration, Instant};
 
@@ -48,7 +49,7 @@ pub(crate) struct Args {
     #[arg(value_name = "OP", value_parser = named::<Kind, _>(Kind::ALL.map(Kind::name)))]
     op: Kind,
     /// How many ranks.
-    #[arg(short = 'n', long, default_value = "8", value_parser = clap::value_parser!(u32).range(1..=2048))]
+    #[arg(short = 'n', long, default_value = "8", value_parser = clap::value_parser!(u32).range(1..=1024))]
     ranks: u32,
     /// Bytes of the vector, as 64MiB, 100MB or 512: each rank's own for reductions, scans, broadcast and messages; all blocks
     /// together for gathers, scatters and all_to_all.
@@ -63,7 +64,7 @@ pub(crate) struct Args {
     /// Up to this much is added to each frame's latency, at random.
     #[arg(long, default_value = "0", value_parser = units::time)]
     jitter: Duration,
-    /// The share of packets lost and sent again.
+    /// The share of packets lost and sent again, as 0.1% or 0.001, up to 90%.
     #[arg(long, default_value = "0", value_parser = units::share)]
     loss: f64,
     /// How to move the data; chosen from size, ranks and network if not given.
@@ -111,12 +112,18 @@ pub(crate) enum SimError {
     TooFew(u32, Kind),
     #[error(transparent)]
     Call(#[from] CallError),
-    #[error("this is a bug, please report it with the command line: {0}")]
+    #[error(
+        "the run came to no end; unless the network is slower than time can be counted, please report it: {0}"
+    )]
     Hang(#[from] Hang),
     #[error(
         "this is a bug, please report it with the command line: {op} gave a wrong result on {rank} (seed {seed})"
     )]
     Wrong { op: Kind, rank: Rank, seed: u64 },
+    #[error("this is a bug, please report it with the command line: {rank}: {error} (seed {seed})")]
+    Failed { rank: Rank, error: String, seed: u64 },
+    #[error("could not write the result: {0}")]
+    Output(#[from] std::io::Error),
 }
 
 /// What `--json` prints.
@@ -156,12 +163,19 @@ pub(crate) fn run(args: &Args) -> Result<(), SimError> {
     } else {
         None
     };
-    if args.json {
-        println!("{}", serde_json::to_string(&task.json(&run)).expect("plain numbers and names serialise"));
-    } else {
-        task.print(&run, checked, started.elapsed());
+    if let (true, Some((rank, error))) = (args.crash.is_empty(), run.failures().next()) {
+        return Err(SimError::Failed { rank, error, seed: args.seed });
     }
-    Ok(())
+    let text = if args.json {
+        serde_json::to_string(&task.json(&run)).expect("plain numbers and names serialise") + "\n"
+    } else {
+        task.describe(&run, checked, started.elapsed()).expect("strings take any text")
+    };
+    match std::io::stdout().write_all(text.as_bytes()) {
+        // Whoever reads has seen enough.
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+        result => Ok(result?),
+    }
 }
 
 /// How far a long run has come: a bar on a terminal, a line now and then elsewhere.
@@ -250,9 +264,8 @@ impl<'a> Task<'a> {
             ..Network::lan(ranks)
         };
         let tuning = Tuning { segment_bytes, links: Links { latency, bandwidth, ..Links::default() } };
-        // Slow networks are slow, not stuck: only a hang may run into the deadline.
-        let deadline = 100 * lower_bound(args.op, size, &network) + Duration::from_secs(3600);
-        let config = Config { tuning, deadline, ..Config::default() };
+        // Slow networks are slow, not stuck. A hang is found by the simulator, which sees that nothing more will happen.
+        let config = Config { tuning, deadline: Duration::MAX, ..Config::default() };
         let mut task = Self {
             args,
             world: network.world,
@@ -313,7 +326,7 @@ impl<'a> Task<'a> {
     fn simulate(&self, count: usize, carry: bool, mut observe: impl FnMut(u64)) -> Result<Run, SimError> {
         let mut rng = ChaCha8Rng::seed_from_u64(self.args.seed);
         let mut sim = Sim::with_config(self.network.clone(), self.config);
-        sim.limit(Time::MAX);
+        sim.limit(Time(Duration::MAX / 2));
         if !carry {
             sim.carry_lengths();
         }
@@ -352,7 +365,9 @@ impl<'a> Task<'a> {
         }
     }
 
-    fn print(&self, run: &Run, checked: Option<usize>, took: Duration) {
+    /// The run in words and a picture.
+    fn describe(&self, run: &Run, checked: Option<usize>, took: Duration) -> Result<String, fmt::Error> {
+        let mut out = String::new();
         let &Args { op, ranks, size, bandwidth, latency, dtype, reduce, .. } = self.args;
         let what = match op {
             Kind::Barrier => String::new(),
@@ -361,58 +376,65 @@ impl<'a> Task<'a> {
         };
         let chosen = if self.args.algorithm.is_some() { "" } else { ", chosen" };
         let plural = if ranks == 1 { "" } else { "s" };
-        println!("{op}{what} over {ranks} rank{plural}, {}{chosen}", self.algorithm);
-        println!("each sends and receives {}, {} from the others", show_rate(bandwidth), show_time(latency));
+        writeln!(out, "{op}{what} over {ranks} rank{plural}, {}{chosen}", self.algorithm)?;
+        writeln!(
+            out,
+            "each sends and receives {}, {} from the others",
+            show_rate(bandwidth),
+            show_time(latency)
+        )?;
 
         let report = &run.report;
         let (ended, bound) = (report.ended.0, lower_bound(op, size, &self.network));
-        println!();
-        print!("  virtual time   {}", show_time(ended));
+        writeln!(out)?;
+        write!(out, "  virtual time   {}", show_time(ended))?;
         if !bound.is_zero() && run.failures().next().is_none() {
             let ratio = ended.as_secs_f64() / bound.as_secs_f64();
-            print!("   ({ratio:.3} × the lower bound of {})", show_time(bound));
+            write!(out, "   ({ratio:.3} × the lower bound of {})", show_time(bound))?;
         }
-        println!();
-        println!(
+        writeln!(out)?;
+        writeln!(
+            out,
             "  sent per rank  {} at most, {} on average, headers included",
             show_bytes(report.wire_bytes_max() as f64),
             show_bytes(report.wire_bytes_mean())
-        );
-        println!("  rounds         {}", report.rounds);
-        self.draw(report);
+        )?;
+        writeln!(out, "  rounds         {}", report.rounds)?;
+        self.draw(&mut out, report)?;
 
-        println!();
+        writeln!(out)?;
         for (rank, error) in run.failures() {
-            println!("  {rank}: {error}");
+            writeln!(out, "  {rank}: {error}")?;
         }
         for (rank, step) in &self.args.crash {
             let steps = report.ranks[*rank as usize].steps;
             if steps < *step {
-                println!("  rank {rank} did not crash: it took only {steps} steps");
+                writeln!(out, "  rank {rank} did not crash: it took only {steps} steps")?;
             }
         }
         let whose = if run.failures().next().is_some() { "returned result" } else { "rank's result" };
         match checked {
             _ if op == Kind::Barrier => {}
             Some(count) if count == size / dtype.size() => {
-                println!("  checked: every {whose} is right, bit for bit, on {count} random elements");
+                writeln!(out, "  checked: every {whose} is right, bit for bit, on {count} random elements")?;
             }
             Some(count) => {
-                println!("  checked in a run of its own, on {count} random elements:");
-                println!("           every {whose} is right, bit for bit");
+                writeln!(out, "  checked in a run of its own, on {count} random elements:")?;
+                writeln!(out, "           every {whose} is right, bit for bit")?;
             }
-            None => println!("  not checked: too long to carry its elements"),
+            None => writeln!(out, "  not checked: too long to carry its elements")?,
         }
-        println!("  simulated in {} (seed {})", show_time(took), self.args.seed);
+        writeln!(out, "  simulated in {} (seed {})", show_time(took), self.args.seed)?;
+        Ok(out)
     }
 
     /// When each rank was sending, as a picture.
-    fn draw(&self, report: &Report) {
+    fn draw(&self, out: &mut String, report: &Report) -> fmt::Result {
         let end = report.ended.0;
         if end.is_zero() || report.wire_bytes_max() == 0 {
-            return;
+            return Ok(());
         }
-        println!("\n  who was sending, from start to end");
+        writeln!(out, "\n  who was sending, from start to end")?;
         for (stats, rank) in report.ranks.iter().zip(self.world.ranks()).take(DRAWN_RANKS) {
             let at = |column: u32| Time(end.mul_f64(f64::from(column) / f64::from(DRAWN_WIDTH)));
             let cell = |column| match stats.utilisation(at(column), at(column + 1)) {
@@ -424,11 +446,12 @@ impl<'a> Task<'a> {
             };
             let row: String = (0..DRAWN_WIDTH).map(cell).collect();
             let share = 100.0 * stats.utilisation(Time::ZERO, Time(end));
-            println!("  {:>8} ▕{row}▏ {share:3.0} %", rank.to_string());
+            writeln!(out, "  {:>8} ▕{row}▏ {share:3.0} %", rank.to_string())?;
         }
         if let Some(more) = self.world.len().checked_sub(DRAWN_RANKS + 1) {
-            println!("  … and {} more", more + 1);
+            writeln!(out, "  … and {} more", more + 1)?;
         }
+        Ok(())
     }
 }
 

@@ -10,38 +10,40 @@ pub(crate) enum UnitError {
     )]
     Size(String),
     #[error(
-        "`{0}` is not a rate; write 1gbit, 100mbit, 56kbit (bits per second), or 125MB/s (bytes per second)"
+        "`{0}` is not a rate; write 1gbit, 100mbit, 56kbit (bits per second, at least 1bit), or 125MB/s (bytes per second)"
     )]
     Rate(String),
-    #[error("`{0}` is not a time; write 20ms, 50us, 100ns, 2s, or 0")]
+    #[error("`{0}` is not a time; write 20ms, 50us, 100ns, 2s, or 0, up to 1000000000s")]
     Time(String),
-    #[error("`{0}` is not a share; write 0.1% or 0.001, from 0 up to, but not including, 1")]
+    #[error("`{0}` is not a share; write 0.1% or 0.001, from 0 to 90%")]
     Share(String),
 }
 
 /// Bytes: `64MiB`, `100MB`, `512`.
 pub(crate) fn size(text: &str) -> Result<usize, UnitError> {
-    let scale = |unit: &str| {
-        Some(match unit {
-            "" | "B" => 1.0,
-            "kB" | "KB" => 1e3,
-            "MB" => 1e6,
-            "GB" => 1e9,
-            "TB" => 1e12,
-            "KiB" => 1024.0,
-            "MiB" => 1024f64.powi(2),
-            "GiB" => 1024f64.powi(3),
-            "TiB" => 1024f64.powi(4),
+    let bytes = || {
+        let (number, unit) = split(text)?;
+        let scale: u128 = match unit {
+            "" | "B" => 1,
+            "kB" | "KB" => 1_000,
+            "MB" => 1_000_000,
+            "GB" => 1_000_000_000,
+            "TB" => 1_000_000_000_000,
+            "KiB" => 1 << 10,
+            "MiB" => 1 << 20,
+            "GiB" => 1 << 30,
+            "TiB" => 1 << 40,
             _ => return None,
-        })
+        };
+        // In whole numbers, so that 16.1KB is 16100 bytes and 1.5 bytes is refused.
+        let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
+        let ten = 10u128.checked_pow(fraction.len().try_into().ok()?)?;
+        let digits: u128 = format!("{whole}{fraction}").parse().ok()?;
+        let scaled = digits.checked_mul(scale)?;
+        let bytes = scaled.is_multiple_of(ten).then_some(scaled / ten)?;
+        usize::try_from(bytes).ok().filter(|bytes| *bytes <= isize::MAX as usize)
     };
-    let bytes = number_with_unit(text, scale).ok_or_else(|| UnitError::Size(text.to_owned()))?;
-    // Beyond 2⁵³ a float no longer holds every whole number; no vector is that long.
-    if bytes.fract() == 0.0 && bytes < 2f64.powi(53) {
-        Ok(bytes as usize)
-    } else {
-        Err(UnitError::Size(text.to_owned()))
-    }
+    bytes().ok_or_else(|| UnitError::Size(text.to_owned()))
 }
 
 /// Bytes per second: `1gbit`, `125MB/s`.
@@ -60,7 +62,9 @@ pub(crate) fn rate(text: &str) -> Result<f64, UnitError> {
             _ => return None,
         })
     };
-    number_with_unit(text, scale).filter(|rate| *rate > 0.0).ok_or_else(|| UnitError::Rate(text.to_owned()))
+    number_with_unit(text, scale)
+        .filter(|rate| *rate >= 0.125)
+        .ok_or_else(|| UnitError::Rate(text.to_owned()))
 }
 
 /// A span of time: `20ms`.
@@ -78,6 +82,7 @@ pub(crate) fn time(text: &str) -> Result<Duration, UnitError> {
         return Ok(Duration::ZERO);
     }
     number_with_unit(text, scale)
+        .filter(|seconds| *seconds <= 1e9)
         .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok())
         .ok_or_else(|| UnitError::Time(text.to_owned()))
 }
@@ -90,19 +95,22 @@ pub(crate) fn share(text: &str) -> Result<f64, UnitError> {
         _ => None,
     };
     number_with_unit(text, scale)
-        .filter(|share| *share < 1.0)
+        .filter(|share| *share <= 0.9)
         .ok_or_else(|| UnitError::Share(text.to_owned()))
 }
 
 /// A plain decimal number, not negative, times the scale of the unit behind it.
 fn number_with_unit(text: &str, scale: impl Fn(&str) -> Option<f64>) -> Option<f64> {
+    let (number, unit) = split(text)?;
+    let value = number.parse::<f64>().ok()? * scale(unit)?;
+    value.is_finite().then_some(value)
+}
+
+/// Digits, with a point among them perhaps, and what follows.
+fn split(text: &str) -> Option<(&str, &str)> {
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
-    if !number.starts_with(|c: char| c.is_ascii_digit()) {
-        return None;
-    }
-    let value = number.parse::<f64>().ok()? * scale(unit.trim_start())?;
-    value.is_finite().then_some(value)
+    number.starts_with(|c: char| c.is_ascii_digit()).then_some((number, unit.trim_start()))
 }
 
 /// Bytes for people: `175.3 MB`.
@@ -150,6 +158,8 @@ mod tests {
         assert_eq!(size("0"), Ok(0));
         assert_eq!(size("512B"), Ok(512));
         assert_eq!(size("2TiB"), Ok(2 << 40));
+        assert_eq!(size("16.1KB"), Ok(16_100));
+        assert_eq!(size("1.005MB"), Ok(1_005_000));
     }
 
     #[test]
@@ -162,10 +172,10 @@ mod tests {
             assert!(error.contains("64MiB") && error.contains(&format!("`{text}`")), "{error}");
         }
         assert!(size(&"9".repeat(400)).is_err());
-        for text in ["", "1", "0gbit", "-1gbit", "fast", "1gb"] {
+        for text in ["", "1", "0gbit", "0.5bit", "-1gbit", "fast", "1gb"] {
             assert!(rate(text).unwrap_err().to_string().contains("1gbit"), "{text}");
         }
-        for text in ["", "20", "20m", "-1s", "1h", "99999999999999999999999s"] {
+        for text in ["", "20", "20m", "-1s", "1h", "1000000001s", "99999999999999999999999s"] {
             assert!(time(text).unwrap_err().to_string().contains("20ms"), "{text}");
         }
         for text in ["", "1", "100%", "-0.1", "50 percent"] {

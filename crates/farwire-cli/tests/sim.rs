@@ -107,7 +107,7 @@ fn wrong_flags_are_refused_with_what_to_write_instead() {
         ("sim all_reduce --bandwidth 0gbit", "1gbit"),
         ("sim all_reduce --latency 20", "20ms"),
         ("sim all_reduce --loss 2", "0.1%"),
-        ("sim all_reduce --ranks 0", "1..=2048"),
+        ("sim all_reduce --ranks 0", "1..=1024"),
         ("sim all_reduce --ranks 1e9", "invalid digit"),
         ("sim all_reduce --algorithm tree", "use one of: two-phase, gather-reduce, ring"),
         ("sim all_reduce --algorithm best", "two-phase"),
@@ -124,6 +124,37 @@ fn wrong_flags_are_refused_with_what_to_write_instead() {
         let message = refusal(arguments);
         assert!(message.contains(says), "`farwire {arguments}` says {message:?}, not {says:?}");
     }
+}
+
+/// Values at the edge of what can be counted: a slow run, not a panic.
+#[test]
+fn extreme_networks_are_slow_not_broken() {
+    for flags in [
+        "--latency 1000000000s",
+        "--bandwidth 1bit",
+        "--latency 1000000000s --jitter 1000000000s",
+        "--latency 1000000000s --loss 90%",
+        "--latency 0 --loss 5%",
+        "--bandwidth 1mbit --latency 1ms --loss 1%",
+        "--jitter 36000s",
+        "--latency 1s --window 1 --segment 4",
+        "--latency 1ns --bandwidth 999999999tbit",
+        "--window 0",
+    ] {
+        let run = words(&format!("sim all_reduce --size 40KB -n 3 {flags}"));
+        assert!(run.contains("every rank's result is right"), "{flags}: {run}");
+    }
+}
+
+#[test]
+fn a_reader_that_leaves_early_is_no_error() {
+    let shell = format!("{} sim all_reduce -n 2 --size 4MB | true", env!("CARGO_BIN_EXE_farwire"));
+    let output = Command::new("bash").args(["-o", "pipefail", "-c", &shell]).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let shell = format!("{} sim barrier > /dev/full", env!("CARGO_BIN_EXE_farwire"));
+    let output = Command::new("bash").args(["-c", &shell]).output().unwrap();
+    assert!(!output.status.success());
+    assert!(String::from_utf8_lossy(&output.stderr).contains("could not write the result"));
 }
 
 #[test]

@@ -26,7 +26,8 @@ pub struct Fingerprint {
     pub codec: u32,
     /// Elements per frame.
     pub segment: u32,
-    /// Digest of per-rank lengths, zero where all ranks' are equal ([`Counts::digest`](crate::Counts::digest)).
+    /// Digest of what else all must agree on: the members of any group but the world, lengths that differ from rank to rank
+    /// ([`Counts::digest`](crate::Counts::digest)), and, in all-to-all, what the sender expects from this receiver.
     pub layout: u32,
 }
 
@@ -38,13 +39,14 @@ impl fmt::Display for Fingerprint {
             parts.push(op.to_string());
         }
         if let Some(dtype) = self.dtype {
-            parts.push(format!("{dtype} × {}", self.count));
+            let pair = if self.kind == Kind::AllToAll { " between these two" } else { "" };
+            parts.push(format!("{dtype} × {}{pair}", self.count));
         }
         if let Some(root) = self.root {
             parts.push(format!("root {}", root.0));
         }
-        if self.layout != 0 {
-            parts.push(format!("lengths per rank #{:08x}", self.layout));
+        if self.layout != 0 && self.kind != Kind::AllToAll {
+            parts.push(format!("layout #{:08x}", self.layout));
         }
         if self.kind.algorithms().len() > 1 {
             parts.push(self.algorithm.to_string());
@@ -68,7 +70,7 @@ impl Fingerprint {
             ("root", self.root != other.root),
             ("codec", self.codec != other.codec),
             ("segment size", self.segment != other.segment),
-            ("lengths per rank", self.layout != other.layout),
+            ("members or lengths per rank", self.layout != other.layout),
         ]
         .into_iter()
         .filter_map(|(name, differs)| differs.then_some(name))

@@ -94,13 +94,15 @@ impl Counts {
     pub fn digest(&self) -> u32 {
         match self {
             Self::Each(_) => 0,
-            Self::Listed(counts) => {
-                let fnv = |hash: u32, byte: u8| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193);
-                let bytes = counts.iter().flat_map(|count| (*count as u64).to_le_bytes());
-                bytes.fold(0x811c_9dc5, fnv).max(1)
-            }
+            Self::Listed(counts) => digest(counts.iter().map(|count| *count as u64)),
         }
     }
+}
+
+/// 32 bits, not zero, that differ for different lists but for bad luck (FNV-1a).
+pub(crate) fn digest(list: impl Iterator<Item = u64>) -> u32 {
+    let step = |hash: u32, byte: u8| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193);
+    list.flat_map(u64::to_le_bytes).fold(0x811c_9dc5, step).max(1)
 }
 
 /// A vector cut into blocks and segments.

@@ -20,7 +20,7 @@ use crate::collective::two_phase::{self, TwoPhase};
 use crate::dtype::{DType, ReduceOp};
 use crate::fingerprint::Fingerprint;
 use crate::ids::{CommId, Rank, Tag, WorldSize};
-use crate::partition::{Counts, Partition};
+use crate::partition::{Counts, Partition, digest};
 use crate::schedule::{Incoming, Local, Outcome, Outgoing, Schedule, Slots};
 use crate::tune::{self, Links};
 
@@ -94,6 +94,9 @@ impl Plan {
         tuning: &Tuning,
     ) -> Result<Self, CallError> {
         let kind = call.kind();
+        if !world.contains(me) {
+            return Err(CallError::NoSuchRank { what: "this rank,", rank: me, world });
+        }
         let terms = Terms::of(call, me, world)?;
         let size = terms.dtype.map_or(1, DType::size);
         let segment = options
@@ -212,10 +215,18 @@ impl Plan {
         self.schedule().recv(from, i)
     }
 
+    /// The same plan in a group whose members all must agree on; zero for the world.
+    pub(crate) fn in_group(mut self, members: u32) -> Self {
+        self.fingerprint.layout ^= members;
+        self
+    }
+
     /// What this rank tells `to` that it called.
     pub(crate) fn fingerprint_for(&self, to: Rank) -> Fingerprint {
         match &self.schedule {
-            AnySchedule::AllToAll(plan) => self.fingerprint_with_count(plan.to.block(to).len),
+            AnySchedule::AllToAll(plan) => {
+                self.fingerprint_of_pair(plan.to.block(to).len, plan.from.block(to).len)
+            }
             _ => self.fingerprint,
         }
     }
@@ -223,13 +234,17 @@ impl Plan {
     /// What this rank expects `from` to have called.
     pub(crate) fn fingerprint_from(&self, from: Rank) -> Fingerprint {
         match &self.schedule {
-            AnySchedule::AllToAll(plan) => self.fingerprint_with_count(plan.from.block(from).len),
+            AnySchedule::AllToAll(plan) => {
+                self.fingerprint_of_pair(plan.from.block(from).len, plan.to.block(from).len)
+            }
             _ => self.fingerprint,
         }
     }
 
-    fn fingerprint_with_count(&self, count: usize) -> Fingerprint {
-        Fingerprint { count: count as u64, ..self.fingerprint }
+    /// Lengths that only two ranks share, compared by these two: `there` elements one way, `back` the other.
+    fn fingerprint_of_pair(&self, there: usize, back: usize) -> Fingerprint {
+        let layout = self.fingerprint.layout ^ digest(std::iter::once(back as u64));
+        Fingerprint { count: there as u64, layout, ..self.fingerprint }
     }
 
     /// The rank whose frames are counted in [`Gate::received`](crate::Gate::received), if the schedule passes frames on.

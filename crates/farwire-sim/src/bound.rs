@@ -22,5 +22,6 @@ pub fn lower_bound(kind: Kind, bytes: usize, network: &Network) -> Duration {
         Kind::Broadcast | Kind::Reduce | Kind::Scan | Kind::ExclusiveScan | Kind::Message => 1.0,
         Kind::Barrier => 0.0,
     };
-    network.link.latency + transfer_time((share * bytes as f64).ceil() as usize, network.bandwidth)
+    let transfer = transfer_time((share * bytes as f64).ceil() as usize, network.bandwidth);
+    transfer.saturating_add(network.link.latency)
 }

@@ -69,7 +69,7 @@ pub struct Link {
     pub bandwidth: f64,
     /// Up to this much is added to the latency of each frame, at random, which reorders lanes among each other.
     pub jitter: Duration,
-    /// The share of packets that are lost and sent again, a round trip later.
+    /// The share of packets that are lost and sent again, a round trip later; taken as 0.9 if it is more.
     pub loss: f64,
 }
 
@@ -82,18 +82,19 @@ impl Link {
     pub(crate) fn delay(&self, bytes: usize, rng: &mut ChaCha8Rng) -> (Duration, usize) {
         let mut delay = self.latency;
         if !self.jitter.is_zero() {
-            delay += self.jitter.mul_f64(rng.random::<f64>());
+            delay = delay.saturating_add(self.jitter.mul_f64(rng.random::<f64>()));
         }
         let mut resent = 0;
-        if self.loss > 0.0 {
+        let loss = self.loss.min(0.9);
+        if loss > 0.0 {
             let mut packets = bytes.div_ceil(PACKET);
             loop {
-                packets = (0..packets).filter(|_| rng.random::<f64>() < self.loss).count();
+                packets = (0..packets).filter(|_| rng.random::<f64>() < loss).count();
                 if packets == 0 {
                     break;
                 }
                 resent += packets * PACKET.min(bytes);
-                delay += 2 * self.latency;
+                delay = delay.saturating_add(self.latency.saturating_mul(2));
             }
         }
         (delay, resent)
@@ -132,5 +133,5 @@ pub enum Trouble {
 
 /// How long `bytes` occupy something that moves `rate` bytes per second.
 pub(crate) fn transfer_time(bytes: usize, rate: f64) -> Duration {
-    if rate.is_finite() { Duration::from_secs_f64(bytes as f64 / rate) } else { Duration::ZERO }
+    Duration::try_from_secs_f64(bytes as f64 / rate).unwrap_or(Duration::MAX)
 }

@@ -63,7 +63,8 @@ impl RankStats {
             .iter()
             .map(|(start, end)| (*end).min(until).0.saturating_sub((*start).max(from).0).as_secs_f64())
             .sum();
-        busy / until.0.saturating_sub(from.0).as_secs_f64()
+        let span = until.0.saturating_sub(from.0).as_secs_f64();
+        if span > 0.0 { busy / span } else { 0.0 }
     }
 }
 

@@ -101,6 +101,8 @@ struct Flight {
     /// Until it has departed.
     transmit: Option<Transmit>,
     departed: bool,
+    /// When its last byte leaves, packets sent again included.
+    leaves: Time,
     /// Once it has departed, unless only lengths are carried.
     body: Option<Vec<u8>>,
     depth: u32,
@@ -228,7 +230,12 @@ impl Sim {
 
     /// Opens a communicator on all of its members.
     pub fn open(&mut self, comm: CommId, members: &[Peer]) -> Result<(), OpenError> {
-        members.iter().try_for_each(|peer| self.nodes[peer.index()].engine.open(comm, members))
+        members.iter().try_for_each(|peer| self.open_on(*peer, comm, members))
+    }
+
+    /// Opens a communicator on one process, which may be mistaken about its members.
+    pub fn open_on(&mut self, peer: Peer, comm: CommId, members: &[Peer]) -> Result<(), OpenError> {
+        self.nodes[peer.index()].engine.open(comm, members)
     }
 
     /// Has a process make a call.
@@ -497,8 +504,16 @@ impl Sim {
             }
         };
         let (to, header) = (transmit.to, transmit.header);
-        let flight =
-            Flight { from, to, header, transmit: Some(transmit), departed: false, body: None, depth };
+        let flight = Flight {
+            from,
+            to,
+            header,
+            transmit: Some(transmit),
+            departed: false,
+            leaves: Time::ZERO,
+            body: None,
+            depth,
+        };
         let id = self.take_off(flight);
         if header.frame == FrameKind::Abort {
             return self.depart(id);
@@ -538,6 +553,7 @@ impl Sim {
         let start = self.now.max(self.sender_free[from.index()]);
         let end = start + transfer_time(bytes + resent, self.network.bandwidth);
         self.sender_free[from.index()] = end;
+        self.flights[id.0].leaves = end;
         let stats = &mut self.report.ranks[from.index()];
         stats.frames += 1;
         stats.wire_bytes += (bytes + resent) as u64;
@@ -593,14 +609,13 @@ impl Sim {
 
     fn arriving(&mut self, id: FlightId) {
         let flight = &self.flights[id.0];
-        let (from, to, bytes) = (flight.from, flight.to, flight.wire_bytes());
+        let (from, to, bytes, leaves) = (flight.from, flight.to, flight.wire_bytes(), flight.leaves);
+        let link = self.network.link(from, to);
         let free = &mut self.receiver_free[to.index()];
-        let start = self.now.max(*free);
-        *free = start + transfer_time(bytes, self.network.bandwidth);
-        let link = self.network.link(from, to).bandwidth;
-        // The last byte cannot arrive before it was sent.
-        let sent = self.now + transfer_time(bytes, link.min(self.network.bandwidth));
-        let delivered = (*free).max(sent);
+        *free = self.now.max(*free) + transfer_time(bytes, self.network.bandwidth);
+        // The last byte cannot arrive before it has come through the link, nor before it has left and travelled.
+        let through = self.now + transfer_time(bytes, link.bandwidth);
+        let delivered = (*free).max(through).max(leaves + link.latency);
         self.push(delivered, Happening::Delivered(to, id));
     }
 

@@ -194,7 +194,7 @@ fn mismatches() -> Vec<(&'static str, Call, Call)> {
         ("kind", gather.clone(), scatter.clone()),
         ("kind", scan.clone(), Call::ExclusiveScan { count, dtype, op }),
         (
-            "lengths per rank",
+            "members or lengths per rank",
             all_gather.clone(),
             Call::AllGather { counts: Counts::listed([4, 6, 5, 5], world(4)), dtype },
         ),
@@ -315,6 +315,53 @@ fn messages_of_different_lengths_are_an_error_at_both_ends() {
         let (error, at) = error.expect("both ends get an error");
         assert!(matches!(error.fault, Fault::Desync(..)), "{error}");
         assert!(at < Time(Duration::from_secs(1)));
+    }
+}
+
+/// Two ranks that disagree on what passes between them both find out, whichever way it goes; the third learns at its next call.
+#[test]
+fn a_pair_that_disagrees_in_all_to_all_finds_out_at_both_ends() {
+    let dtype = DType::U8;
+    let each = |n| Counts::Each(n);
+    let listed = |counts: [usize; 3]| Counts::listed(counts, world(3));
+    let calls = [
+        Call::AllToAll { send: listed([5, 6, 5]), recv: each(5), dtype },
+        Call::AllToAll { send: each(5), recv: each(5), dtype },
+        Call::AllToAll { send: each(5), recv: each(5), dtype },
+    ];
+    let errors = first_errors(&calls.map(|call| vec![call, Call::Barrier]), Duration::from_secs(30));
+    for (rank, error) in errors.into_iter().enumerate() {
+        let (error, at) = error.unwrap_or_else(|| panic!("no error on rank {rank}"));
+        assert!(matches!(error.fault, Fault::Desync(..)), "{error}");
+        assert!(at < Time(Duration::from_secs(1)));
+        assert!(rank == 2 || error.operation.kind == Kind::AllToAll, "rank {rank}: {error}");
+    }
+}
+
+/// Members that list a communicator's members differently would mistake each other's shards.
+#[test]
+fn members_that_open_a_communicator_differently_get_an_error() {
+    for algorithm in Kind::AllReduce.algorithms() {
+        for lists in [[[0, 1, 2], [1, 0, 2], [0, 1, 2]], [[0, 1, 2], [0, 1, 2], [2, 1, 0]]] {
+            let mut sim = Sim::new(network(3));
+            sim.limit(LIMIT);
+            let comm = CommId(9);
+            let jobs = [0, 1, 2].map(|peer| {
+                sim.open_on(Peer(peer), comm, &lists[peer as usize].map(Peer)).unwrap();
+                let call = Call::AllReduce { count: 6, dtype: DType::U8, op: ReduceOp::Sum };
+                let options = Options { algorithm: Some(*algorithm), ..Options::default() };
+                sim.submit(
+                    Peer(peer),
+                    Submission { comm, options, ..Submission::new(call, vec![peer as u8; 6]) },
+                )
+            });
+            let report = sim.run().unwrap_or_else(|hang| panic!("{hang}"));
+            for job in jobs {
+                let error = report.job(job).error().expect("an error on all");
+                assert!(matches!(error.fault, Fault::Desync(..)), "{error}");
+                assert!(error.to_string().contains("members"), "{error}");
+            }
+        }
     }
 }
 

@@ -13,12 +13,13 @@ use crate::fault::{Called, FAULT_LEN, Fault, OpError};
 use crate::fingerprint::Fingerprint;
 use crate::header::{FrameKind, Header, HeaderError};
 use crate::ids::{CommId, Epoch, OpId, OpSeq, Peer, Rank, Tag, Time, WorldSize};
+use crate::partition::digest;
 use crate::plan::{Plan, Tuning};
 use crate::schedule::{Action, Gate, Source};
 use op::{Breach, Moving, Op};
 
-/// Communicators whose failure is remembered before they are opened here. Far more than a job opens; a bound all the same.
-const MAX_STILLBORN: usize = 4096;
+/// Communicators whose failure is remembered before they are opened here, per peer that tells. Far more than a job opens; a bound all the same.
+const MAX_STILLBORN: usize = 256;
 
 /// Operations that peers have begun and this rank has not, whose lanes are remembered. A driver's limit on streams is far below; a bound all the same.
 const MAX_EARLY: usize = 1 << 16;
@@ -72,8 +73,8 @@ pub struct Engine {
     world: WorldSize,
     config: Config,
     comms: HashMap<CommId, Comm>,
-    /// Communicators that failed before they were opened here.
-    stillborn: HashMap<CommId, (Fault, Peer)>,
+    /// Communicators that failed before they were opened here, by who said so.
+    stillborn: HashMap<Peer, Vec<(CommId, Fault)>>,
     lost: HashSet<Peer>,
     ops: HashMap<OpId, Op>,
     next_op: u64,
@@ -209,6 +210,8 @@ struct Comm {
     me: Rank,
     world: WorldSize,
     members: Arc<[Peer]>,
+    /// By which members find out that their lists differ; zero for the world.
+    members_digest: u32,
     ranks: HashMap<Peer, Rank>,
     next_collective: u64,
     next_sent: HashMap<(Peer, Tag), u64>,
@@ -290,6 +293,11 @@ impl Engine {
             me,
             world,
             members: members.into(),
+            members_digest: if id == CommId::WORLD {
+                0
+            } else {
+                digest(members.iter().map(|peer| peer.0.into()))
+            },
             ranks,
             next_collective: 0,
             next_sent: HashMap::new(),
@@ -298,7 +306,11 @@ impl Engine {
         };
         self.comms.insert(id, comm);
         let lost = members.iter().find(|peer| self.lost.contains(peer));
-        if let Some((fault, reporter)) = self.stillborn.remove(&id) {
+        let news = members.iter().find_map(|reporter| {
+            let (_, fault) = self.stillborn.get(reporter)?.iter().find(|(comm, _)| *comm == id)?;
+            Some((*fault, *reporter))
+        });
+        if let Some((fault, reporter)) = news {
             self.fail_comm(id, fault, reporter);
         } else if let Some(peer) = lost {
             self.fail_comm(id, Fault::PeerLost(*peer), self.me);
@@ -319,8 +331,9 @@ impl Engine {
 
     /// Checks a call and lays it out. Nothing happens before [`submit`](Self::submit).
     pub fn plan(&self, comm: CommId, call: &Call, options: &Options) -> Result<Plan, CallError> {
-        let (me, world) = self.place(comm)?;
-        Plan::new(comm, me, world, call, options, &self.config.tuning)
+        let group = self.comms.get(&comm).ok_or(CallError::UnknownComm(comm))?;
+        let plan = Plan::new(comm, group.me, group.world, call, options, &self.config.tuning)?;
+        Ok(plan.in_group(group.members_digest))
     }
 
     /// Starts an operation; its event will name the id. Fails if the communicator has failed.
@@ -442,8 +455,11 @@ impl Engine {
         match self.comms.get(&header.comm) {
             Some(comm) if comm.ranks.contains_key(&from) => self.fail_comm(header.comm, fault, from),
             Some(_) => {}
-            None if self.stillborn.len() < MAX_STILLBORN => {
-                self.stillborn.entry(header.comm).or_insert((fault, from));
+            None if from.0 < self.world.get() => {
+                let told = self.stillborn.entry(from).or_default();
+                if told.len() < MAX_STILLBORN {
+                    told.push((header.comm, fault));
+                }
             }
             None => {}
         }
@@ -455,6 +471,10 @@ impl Engine {
         if !self.lost.insert(peer) {
             return;
         }
+        self.early.retain(|_, waiting| {
+            waiting.retain(|from| *from != peer);
+            !waiting.is_empty()
+        });
         let mut hit: Vec<_> =
             self.comms.iter().filter(|(_, comm)| comm.ranks.contains_key(&peer)).map(|(id, _)| *id).collect();
         hit.sort();

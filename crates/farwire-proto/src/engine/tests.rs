@@ -129,6 +129,23 @@ fn a_communicator_that_failed_before_it_was_opened_is_failed_when_opened() {
 }
 
 #[test]
+fn news_from_a_stranger_does_not_count_when_a_communicator_is_opened() {
+    let mut engine = busy_engine();
+    let lost = Fault::PeerLost(Peer(2)).encode();
+    for comm in (9..).take(2 * MAX_STILLBORN) {
+        let header = Header { comm: CommId(comm), ..blank_header() };
+        engine.handle_abort(Peer(3), &header, &lost).unwrap();
+    }
+    assert_eq!(engine.stillborn[&Peer(3)].len(), MAX_STILLBORN);
+    engine.open(CommId(9), &[Peer(1), Peer(2)]).unwrap();
+    assert!(engine.comms[&CommId(9)].failed.is_none(), "peer 3 is not a member");
+    let last = CommId(9 + 2 * MAX_STILLBORN as u64);
+    engine.handle_abort(Peer(2), &Header { comm: last, ..blank_header() }, &lost).unwrap();
+    engine.open(last, &[Peer(1), Peer(2)]).unwrap();
+    assert!(engine.comms[&last].failed.is_some(), "a member's news is not crowded out");
+}
+
+#[test]
 fn communicators_are_checked_when_opened() {
     let mut engine = busy_engine();
     assert_eq!(engine.open(CommId(7), &[Peer(1)]), Err(OpenError::Taken(CommId(7))));
