@@ -232,7 +232,7 @@ impl Driver {
         let Some(link) = &mut self.links[to.index()] else { return };
         match &transmit.payload {
             Payload::Fault(fault) => {
-                if link.send(None, &header, fault) {
+                if link.send(None, &header, fault, true) {
                     link.ring();
                 } else {
                     self.held_aborts.push_back(transmit);
@@ -242,7 +242,7 @@ impl Driver {
                 let lane = Lane::of(self.engine.me(), &header);
                 let Some(job) = self.jobs.get_mut(op) else { return };
                 let payload = job.work.payload(source, job.input.bytes(), job.output.bytes());
-                if link.send(Some(lane), &header, payload) {
+                if link.send(Some(lane), &header, payload, transmit.last) {
                     link.ring();
                     self.engine.handle_sent(transmit);
                 } else {

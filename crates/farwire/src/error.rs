@@ -3,6 +3,9 @@
 use farwire_proto::{CallError, Fault, OpError, OpenError};
 
 use crate::buffer::{Buffer, Element};
+use crate::join::env::EnvError;
+use crate::join::rendezvous::JoinError;
+use crate::token::TokenError;
 
 /// Why an operation has no result.
 #[derive(Debug, thiserror::Error)]
@@ -29,6 +32,26 @@ pub enum Error {
         /// Why.
         #[from]
         source: OpenError,
+    },
+    /// The environment does not say where this process stands.
+    #[error(transparent)]
+    Env {
+        /// What is wrong with it.
+        #[from]
+        source: EnvError,
+    },
+    /// The token is none.
+    #[error(transparent)]
+    Token {
+        /// Why.
+        source: TokenError,
+    },
+    /// The group could not be joined.
+    #[error(transparent)]
+    Join {
+        /// Why.
+        #[from]
+        source: JoinError,
     },
     /// The operating system refused something.
     #[error("{what}: {source}")]

@@ -23,11 +23,15 @@ mod buffer;
 mod comm;
 mod driver;
 mod error;
+mod join;
 mod link;
 mod local;
 mod node;
 mod pending;
+mod process;
+mod quic;
 mod shm;
+mod token;
 
 pub use buffer::{Buffer, Element};
 pub use comm::Communicator;
@@ -35,5 +39,9 @@ pub use error::Error;
 pub use farwire_proto::{
     Algorithm, CallError, Config, DType, Fault, OpError, Options, Peer, ReduceOp, Tag, Tuning, tune,
 };
+pub use join::env::{EnvError, Place};
+pub use join::rendezvous::JoinError;
 pub use local::{local, local_with};
 pub use pending::Pending;
+pub use process::{Builder, LinkChoice, Preset};
+pub use token::{Token, TokenError};

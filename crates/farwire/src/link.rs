@@ -5,8 +5,8 @@ use farwire_proto::{FAULT_LEN, Header, Lane};
 /// A connection to one peer. Frames of one lane stay in order; lanes do not hold each other up.
 pub(crate) trait Link: Send + std::fmt::Debug {
     /// Takes a frame; `false` if its lane has to wait until [`poll_writable`](Self::poll_writable) names it. News of a failure belongs to no lane; it is tried
-    /// again on the next turn.
-    fn send(&mut self, lane: Option<Lane>, header: &Header, payload: &[u8]) -> bool;
+    /// again on the next turn. `last` says that nothing more comes on the lane.
+    fn send(&mut self, lane: Option<Lane>, header: &Header, payload: &[u8], last: bool) -> bool;
     /// A lane that had to wait and may try again.
     fn poll_writable(&mut self) -> Result<Option<Lane>, Broken>;
     /// What has arrived next.

@@ -2,14 +2,16 @@
 
 use std::sync::Arc;
 
-use farwire_proto::{Config, Engine, Header, Lane, Peer, WorldSize};
+use farwire_proto::{Config, Engine, Peer, WorldSize};
 
 use crate::comm::Communicator;
 use crate::driver::Driver;
 use crate::error::Error;
-use crate::link::{Arrival, Broken, Link};
+use crate::link::Link;
 use crate::node::Node;
+use crate::process::longest_payload;
 use crate::shm::bell::Bell;
+use crate::shm::link::SharedLink;
 use crate::shm::ring::{self, Receiver, Sender};
 
 /// A world of `ranks` ranks in this process, for tests and notebooks: give one communicator to each of as many threads.
@@ -49,8 +51,7 @@ pub fn local(ranks: usize) -> Result<Vec<Communicator>, Error> {
 pub fn local_with(ranks: usize, config: Config) -> Result<Vec<Communicator>, Error> {
     let world = u32::try_from(ranks).ok().and_then(WorldSize::new).expect("a world has 1 to 2³² − 1 ranks");
     let system = |source| Error::System { what: "could not get shared memory", source };
-    // Partial results of 16-bit types travel in 32 bits.
-    let payload = 2 * config.tuning.segment_bytes.get();
+    let payload = longest_payload(&config);
     let bells = (0..ranks).map(|_| Bell::new()).collect::<Result<Vec<_>, _>>().map_err(system)?;
     let mut links: Vec<Vec<Option<Box<dyn Link>>>> =
         (0..ranks).map(|_| (0..ranks).map(|_| None).collect()).collect();
@@ -58,11 +59,9 @@ pub fn local_with(ranks: usize, config: Config) -> Result<Vec<Communicator>, Err
         let there = Arc::new(ring::region(payload).map_err(system)?);
         let back = Arc::new(ring::region(payload).map_err(system)?);
         let end = |to: usize, out: &Arc<_>, into: &Arc<_>| {
-            Box::new(SharedLink {
-                sender: Sender::new(Arc::clone(out), payload),
-                receiver: Receiver::new(Arc::clone(into), payload, Peer(to as u32)),
-                bell: bells[to].clone(),
-            })
+            let sender = Sender::new(Arc::clone(out), payload);
+            let receiver = Receiver::new(Arc::clone(into), payload, Peer(to as u32));
+            Box::new(SharedLink::new(sender, receiver, bells[to].clone(), None))
         };
         links[a][b] = Some(end(b, &there, &back));
         links[b][a] = Some(end(a, &back, &there));
@@ -73,47 +72,9 @@ pub fn local_with(ranks: usize, config: Config) -> Result<Vec<Communicator>, Err
         .zip(0..)
         .map(|((links, bell), rank)| {
             let engine = Engine::new(Peer(rank), world, config);
-            let node = Node::start(Driver::new(engine, links), bell, ranks)
+            let node = Node::start(Driver::new(engine, links), bell, ranks, None)
                 .map_err(|source| Error::System { what: "could not start a thread", source })?;
             Communicator::of_world(node)
         })
         .collect()
-}
-
-/// Two rings, one each way, and the peer's bell.
-#[derive(Debug)]
-pub(crate) struct SharedLink {
-    sender: Sender,
-    receiver: Receiver,
-    bell: Bell,
-}
-
-impl Link for SharedLink {
-    fn send(&mut self, lane: Option<Lane>, header: &Header, payload: &[u8]) -> bool {
-        self.sender.send(lane, header, payload)
-    }
-
-    fn poll_writable(&mut self) -> Result<Option<Lane>, Broken> {
-        self.sender.poll_writable()
-    }
-
-    fn poll_arrived(&mut self) -> Result<Option<Arrival>, Broken> {
-        self.receiver.poll_arrived()
-    }
-
-    fn head(&self, lane: &Lane) -> Option<(Header, &[u8])> {
-        self.receiver.head(lane)
-    }
-
-    fn pop(&mut self, lane: &Lane) {
-        self.receiver.pop(lane);
-    }
-
-    fn ring(&self) {
-        self.bell.ring();
-    }
-
-    fn close(&mut self) {
-        self.sender.close();
-    }
 }

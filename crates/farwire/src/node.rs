@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use crate::driver::Driver;
 use crate::pending::Completion;
+use crate::process::Network;
 use crate::shm::bell::Bell;
 
 #[derive(Debug)]
@@ -25,6 +26,8 @@ pub(crate) struct Node {
     keeper: Arc<Keeper>,
     /// Turns without effect before a waiting thread sleeps.
     spins: u32,
+    /// Dropped, and left, after the driver has said goodbye. None where all ranks are in this process.
+    _network: Option<Network>,
 }
 
 /// What the keeper thread sleeps on.
@@ -39,7 +42,12 @@ const NAP: Duration = Duration::from_millis(100);
 
 impl Node {
     /// A node whose peers ring `bell`; `local_ranks` share this host's cores.
-    pub(crate) fn start(driver: Driver, bell: Bell, local_ranks: usize) -> std::io::Result<Arc<Self>> {
+    pub(crate) fn start(
+        driver: Driver,
+        bell: Bell,
+        local_ranks: usize,
+        network: Option<Network>,
+    ) -> std::io::Result<Arc<Self>> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let keeper = Arc::new(Keeper::default());
         let node = Arc::new(Self {
@@ -51,6 +59,7 @@ impl Node {
             keeper: keeper.clone(),
             // Spinning on a core that another rank needs only delays what is waited for.
             spins: if local_ranks <= cores { 2000 } else { 20 },
+            _network: network,
         });
         let weak = Arc::downgrade(&node);
         std::thread::Builder::new().name("farwire-keeper".into()).spawn(move || keeper.keep(&weak))?;

@@ -115,6 +115,8 @@ pub struct Transmit {
     pub header: Header,
     /// What follows the header.
     pub payload: Payload,
+    /// Whether it is the last of its lane.
+    pub last: bool,
     lane: usize,
 }
 
@@ -506,7 +508,7 @@ impl Engine {
     /// The next frame to send.
     pub fn poll_transmit(&mut self) -> Option<Transmit> {
         if let Some((to, header, fault)) = self.queues.aborts.pop_front() {
-            return Some(Transmit { to, header, payload: Payload::Fault(fault), lane: 0 });
+            return Some(Transmit { to, header, payload: Payload::Fault(fault), last: true, lane: 0 });
         }
         while let Some((id, lane)) = self.queues.ready.pop_front() {
             // A failed operation's lanes may still be queued.

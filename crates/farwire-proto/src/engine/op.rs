@@ -148,6 +148,7 @@ impl Op {
         let frame = self.plan.send(rank, index);
         state.polled += 1;
         state.pending = false;
+        let last = state.polled == state.sends;
         let header = Header {
             frame: FrameKind::Data,
             payload: frame.source.wire_bytes(self.plan.dtype()) as u32,
@@ -159,7 +160,7 @@ impl Op {
         };
         self.line_up(lane, queues, credit);
         let payload = Payload::Operation { op: self.id, source: frame.source, after: frame.gate };
-        Transmit { to: self.peer_of(lane), header, payload, lane }
+        Transmit { to: self.peer_of(lane), header, payload, last, lane }
     }
 
     pub(super) fn sent(&mut self, lane: usize, queues: &mut Queues, credit: NonZeroU32) {

@@ -1,6 +1,7 @@
 //! Waking a process that sleeps for lack of frames.
 
 use std::io;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
@@ -23,6 +24,16 @@ impl Bell {
 
     pub(crate) fn new() -> io::Result<Self> {
         Ok(Self { region: Arc::new(Region::new(Self::SLEEPERS + 1, 0)?) })
+    }
+
+    /// Another process's.
+    pub(crate) fn from_file(file: OwnedFd) -> io::Result<Self> {
+        Ok(Self { region: Arc::new(Region::from_file(file, Self::SLEEPERS + 1, 0)?) })
+    }
+
+    /// The file behind it, to pass to another process.
+    pub(crate) fn file(&self) -> BorrowedFd<'_> {
+        self.region.file()
     }
 
     fn rings(&self) -> &AtomicU32 {

@@ -4,5 +4,6 @@
 //! place. A [`Bell`](bell::Bell) in it wakes whoever sleeps for lack of frames. All `unsafe` code is in `region`.
 
 pub(crate) mod bell;
+pub(crate) mod link;
 pub(crate) mod region;
 pub(crate) mod ring;

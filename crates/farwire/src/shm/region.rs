@@ -13,6 +13,7 @@
 #![allow(unsafe_code, reason = "shared memory; see the rules above")]
 
 use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicU32;
 
@@ -25,6 +26,7 @@ pub(crate) struct Region {
     start: NonNull<u8>,
     len: usize,
     words: usize,
+    file: OwnedFd,
 }
 
 // SAFETY: by rule 2 control words are atomics, and by rule 3 bytes have one owner at a time, on whatever thread.
@@ -33,15 +35,36 @@ unsafe impl Send for Region {}
 unsafe impl Sync for Region {}
 
 impl Region {
+    /// What keeps the file as long as it is, so that no access inside a mapping of it can fault.
+    const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
     /// New memory, all zero, with at least `words` control words and `bytes` bytes behind them.
     pub(crate) fn new(words: usize, bytes: usize) -> io::Result<Self> {
-        // Bytes start on a page, so that slots can be aligned in it.
-        let page = rustix::param::page_size();
-        let words = (words * 4).next_multiple_of(page) / 4;
-        let len = words * 4 + bytes.next_multiple_of(page);
+        let (words, len) = Self::layout(words, bytes);
         let file = rustix::fs::memfd_create("farwire", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&file, len as u64)?;
-        rustix::fs::fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        rustix::fs::fcntl_add_seals(&file, Self::SEALS)?;
+        Self::map(file, words, len)
+    }
+
+    /// Memory that another process made with the same sizes.
+    pub(crate) fn from_file(file: OwnedFd, words: usize, bytes: usize) -> io::Result<Self> {
+        let (words, len) = Self::layout(words, bytes);
+        let sealed = rustix::fs::fcntl_get_seals(&file)?.contains(Self::SEALS);
+        if !sealed || rustix::fs::fstat(&file)?.st_size as u64 != len as u64 {
+            return Err(io::Error::other("the peer's shared memory is not as agreed"));
+        }
+        Self::map(file, words, len)
+    }
+
+    /// Words in whole pages, so that what is behind them can be aligned, and bytes of all.
+    fn layout(words: usize, bytes: usize) -> (usize, usize) {
+        let page = rustix::param::page_size();
+        let words = (words * 4).next_multiple_of(page) / 4;
+        (words, words * 4 + bytes.next_multiple_of(page))
+    }
+
+    fn map(file: OwnedFd, words: usize, len: usize) -> io::Result<Self> {
         // SAFETY: a new mapping at an address of the kernel's choice aliases nothing. The file has `len` bytes and keeps them (sealed), so no access inside
         // the mapping can fault.
         let start = unsafe {
@@ -55,7 +78,12 @@ impl Region {
             )?
         };
         let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Self { start, len, words })
+        Ok(Self { start, len, words, file })
+    }
+
+    /// The file behind it, to pass to another process.
+    pub(crate) fn file(&self) -> BorrowedFd<'_> {
+        self.file.as_fd()
     }
 
     /// How many bytes are behind the control words.

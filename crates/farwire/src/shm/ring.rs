@@ -13,6 +13,7 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
@@ -40,6 +41,11 @@ const WORDS: usize = RETURNED_RING + SLOTS;
 /// Memory for a ring whose frames carry up to `payload` bytes.
 pub(crate) fn region(payload: usize) -> io::Result<Region> {
     Region::new(WORDS, SLOTS * slot_stride(payload))
+}
+
+/// The same memory, from the process that made it.
+pub(crate) fn region_from(file: OwnedFd, payload: usize) -> io::Result<Region> {
+    Region::from_file(file, WORDS, SLOTS * slot_stride(payload))
 }
 
 /// Slots start on a cache line.

@@ -127,3 +127,60 @@ pub(crate) fn on_threads(n: usize, rank: impl Fn(Communicator) + Sync) {
         }
     });
 }
+
+/// Runs `rank` in a process for each of `n` ranks: the test starts itself again, `n` times, and panics if any of them fails.
+///
+/// `test` is the name of the calling test function, and `link` what FARWIRE_LINK is set to.
+pub(crate) fn on_processes(test: &str, n: usize, link: &str, rank: impl Fn(Communicator)) {
+    if let Some(output) = in_processes(test, n, link, &[], rank) {
+        for (index, child) in output.into_iter().enumerate() {
+            let text =
+                String::from_utf8_lossy(&child.stdout).into_owned() + &String::from_utf8_lossy(&child.stderr);
+            assert!(child.status.success(), "rank {index} of {n} over {link}:\n{text}");
+        }
+    }
+}
+
+/// The children's output, in the parent; `None` in a child, which has run `rank`.
+pub(crate) fn in_processes(
+    test: &str,
+    n: usize,
+    link: &str,
+    variables: &[(&str, &str)],
+    rank: impl Fn(Communicator),
+) -> Option<Vec<std::process::Output>> {
+    const MARK: &str = "FARWIRE_TEST_CASE";
+    let case = format!("{test} {n} {link}");
+    match std::env::var(MARK) {
+        Ok(mark) if mark == case => {
+            rank(Communicator::from_env().expect("all ranks come"));
+            return None;
+        }
+        Ok(_) => return None, // another case of the same test
+        Err(_) => {}
+    }
+    let port = std::net::UdpSocket::bind("127.0.0.1:0")
+        .and_then(|socket| socket.local_addr())
+        .expect("a free port")
+        .port();
+    let token = farwire::Token::generate().reveal();
+    let children: Vec<_> = (0..n)
+        .map(|rank| {
+            std::process::Command::new(std::env::current_exe().expect("tests know where they are"))
+                .args([test, "--exact", "--nocapture"])
+                .env(MARK, &case)
+                .env("RANK", rank.to_string())
+                .env("WORLD_SIZE", n.to_string())
+                .env("MASTER_ADDR", "127.0.0.1")
+                .env("MASTER_PORT", port.to_string())
+                .env("FARWIRE_TOKEN", &token)
+                .env("FARWIRE_LINK", link)
+                .envs(variables.iter().copied())
+                .stdout(std::process::Stdio::piped())
+                .stderr(std::process::Stdio::piped())
+                .spawn()
+                .expect("a test can start itself")
+        })
+        .collect();
+    Some(children.into_iter().map(|child| child.wait_with_output().expect("a child ends")).collect())
+}

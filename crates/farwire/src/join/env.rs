@@ -1,0 +1,248 @@
+//! Where this process stands, from the environment that launchers set.
+
+use std::fmt;
+
+use farwire_proto::{Peer, WorldSize};
+
+/// This process's place in a job.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// Its rank.
+    pub rank: Peer,
+    /// How many processes there are.
+    pub world: WorldSize,
+    /// Where rank 0 listens: a host name or address.
+    pub master_host: String,
+    /// And on which UDP port.
+    pub master_port: u16,
+    /// Which launcher said so.
+    pub source: &'static str,
+}
+
+/// Why the environment does not say.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum EnvError {
+    /// No launcher's variables are set.
+    #[error(
+        "no launcher has said which rank this is; start it with `farwire launch -n 4 -- COMMAND`, torchrun, mpirun or srun, \
+         or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+    )]
+    Nothing,
+    /// A variable is missing beside others that are set.
+    #[error("{0} is not set, but {1} is; set both, or neither")]
+    Missing(&'static str, &'static str),
+    /// A value that does not parse.
+    #[error("{name}={value:?} is not {what}")]
+    Value {
+        /// The variable.
+        name: &'static str,
+        /// Its value.
+        value: String,
+        /// What it should be.
+        what: &'static str,
+    },
+    /// A rank that is not in the world.
+    #[error("{rank_name}={rank} is not below {size_name}={size}; ranks count from 0")]
+    OutOfRange {
+        /// The variable with the rank.
+        rank_name: &'static str,
+        /// Its value.
+        rank: u32,
+        /// The variable with the size.
+        size_name: &'static str,
+        /// Its value.
+        size: u32,
+    },
+}
+
+/// A launcher, and the variables by which it is known.
+struct Launcher {
+    source: &'static str,
+    rank: &'static str,
+    size: &'static str,
+    /// From which a port can be derived that all processes of the job agree on, where MASTER_PORT is not set.
+    job: &'static [&'static str],
+}
+
+/// In the order they are looked for: what a user sets by hand, and what runs inside another, comes first.
+const LAUNCHERS: [Launcher; 5] = [
+    Launcher { source: "torchrun", rank: "RANK", size: "WORLD_SIZE", job: &["TORCHELASTIC_RUN_ID"] },
+    Launcher {
+        source: "Open MPI",
+        rank: "OMPI_COMM_WORLD_RANK",
+        size: "OMPI_COMM_WORLD_SIZE",
+        job: &["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"],
+    },
+    Launcher {
+        source: "Slurm",
+        rank: "SLURM_PROCID",
+        size: "SLURM_NTASKS",
+        job: &["SLURM_JOB_ID", "SLURM_STEP_ID"],
+    },
+    Launcher { source: "PMI", rank: "PMI_RANK", size: "PMI_SIZE", job: &["PMI_ID"] },
+    Launcher {
+        source: "a Kubernetes indexed job",
+        rank: "JOB_COMPLETION_INDEX",
+        size: "JOB_COMPLETIONS",
+        job: &["HOSTNAME"],
+    },
+];
+
+impl Place {
+    /// What this process's environment says.
+    pub fn from_env() -> Result<Self, EnvError> {
+        Self::from_lookup(&|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+    }
+
+    /// What an environment says.
+    pub(crate) fn from_lookup(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Self, EnvError> {
+        let launcher = LAUNCHERS.iter().find(|launcher| lookup(launcher.rank).is_some());
+        let Some(launcher) = launcher else {
+            let half = LAUNCHERS
+                .iter()
+                .find(|launcher| launcher.source == "torchrun" && lookup(launcher.size).is_some());
+            return Err(
+                half.map_or(EnvError::Nothing, |launcher| EnvError::Missing(launcher.rank, launcher.size))
+            );
+        };
+        let rank = number(lookup, launcher.rank)?.ok_or(EnvError::Nothing)?;
+        // Kubernetes does not tell a pod how many there are; the manifest has to.
+        let size_names = [launcher.size, "WORLD_SIZE"];
+        let mut size = None;
+        for name in size_names {
+            size = size.or(number(lookup, name)?.map(|size| (name, size)));
+        }
+        let (size_name, size) = size.ok_or(EnvError::Missing(size_names[0], launcher.rank))?;
+        let world = WorldSize::new(size).filter(|world| rank < world.get()).ok_or(EnvError::OutOfRange {
+            rank_name: launcher.rank,
+            rank,
+            size_name,
+            size,
+        })?;
+        let local_size = number(lookup, "OMPI_COMM_WORLD_LOCAL_SIZE")?;
+        let master_host = lookup("MASTER_ADDR")
+            .or_else(|| lookup("SLURM_LAUNCH_NODE_IPADDR").filter(|_| launcher.source == "Slurm"))
+            .or_else(|| (local_size == Some(size) || size == 1).then(|| "127.0.0.1".to_owned()))
+            .ok_or(EnvError::Missing("MASTER_ADDR", launcher.rank))?;
+        let master_port = match number(lookup, "MASTER_PORT")? {
+            Some(port) => u16::try_from(port).ok().filter(|port| *port > 0).ok_or(EnvError::Value {
+                name: "MASTER_PORT",
+                value: port.to_string(),
+                what: "a port from 1 to 65535",
+            })?,
+            None => launcher
+                .job
+                .iter()
+                .find_map(|name| lookup(name))
+                .map(|job| port_of_job(&job))
+                .or((size == 1).then_some(0))
+                .ok_or(EnvError::Missing("MASTER_PORT", launcher.rank))?,
+        };
+        Ok(Self { rank: Peer(rank), world, master_host, master_port, source: launcher.source })
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { rank, world, master_host, master_port, source } = self;
+        write!(f, "{rank} of {world} (said {source}), rank 0 at {master_host}:{master_port}")
+    }
+}
+
+/// A variable that must be a whole number if it is set.
+fn number(lookup: &dyn Fn(&str) -> Option<String>, name: &'static str) -> Result<Option<u32>, EnvError> {
+    lookup(name)
+        .map(|value| {
+            value.trim().parse().map_err(|_| EnvError::Value {
+                name,
+                value,
+                what: "a whole number from 0 to 4294967295",
+            })
+        })
+        .transpose()
+}
+
+/// A port that all processes of a job derive from its name: from 20000 to 51999, clear of most systems' ephemeral ports' upper half.
+fn port_of_job(job: &str) -> u16 {
+    let hash =
+        job.bytes().fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
+    20_000 + (hash % 32_000) as u16
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn place(variables: &[(&str, &str)]) -> Result<Place, EnvError> {
+        Place::from_lookup(&|name| {
+            variables.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).to_owned())
+        })
+    }
+
+    #[test]
+    fn every_launcher_is_understood() {
+        let master = [("MASTER_ADDR", "10.0.0.1"), ("MASTER_PORT", "29500")];
+        for (rank, size) in [
+            ("RANK", "WORLD_SIZE"),
+            ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+            ("SLURM_PROCID", "SLURM_NTASKS"),
+            ("PMI_RANK", "PMI_SIZE"),
+            ("JOB_COMPLETION_INDEX", "JOB_COMPLETIONS"),
+            ("JOB_COMPLETION_INDEX", "WORLD_SIZE"),
+        ] {
+            let place = place(&[&[(rank, "3"), (size, "8")], &master[..]].concat()).unwrap();
+            assert_eq!((place.rank, place.world.get()), (Peer(3), 8), "{rank}");
+            assert_eq!((&place.master_host[..], place.master_port), ("10.0.0.1", 29500));
+        }
+    }
+
+    #[test]
+    fn one_machine_under_mpirun_needs_nothing_more() {
+        let place = place(&[
+            ("OMPI_COMM_WORLD_RANK", "1"),
+            ("OMPI_COMM_WORLD_SIZE", "4"),
+            ("OMPI_COMM_WORLD_LOCAL_SIZE", "4"),
+            ("PMIX_NAMESPACE", "1234@5"),
+        ])
+        .unwrap();
+        assert_eq!(place.master_host, "127.0.0.1");
+        assert!(place.master_port >= 20_000);
+    }
+
+    #[test]
+    fn what_does_not_parse_is_an_error_never_a_default() {
+        let base = [("WORLD_SIZE", "4"), ("MASTER_ADDR", "a"), ("MASTER_PORT", "1")];
+        let with = |name, value| {
+            let rest = base.into_iter().filter(|(key, _)| *key != name);
+            place(
+                &[("RANK", "0")]
+                    .into_iter()
+                    .filter(|(key, _)| *key != name)
+                    .chain(rest)
+                    .chain([(name, value)])
+                    .collect::<Vec<_>>(),
+            )
+        };
+        for (name, value) in [
+            ("RANK", "one"),
+            ("RANK", "-1"),
+            ("RANK", "4"),
+            ("RANK", ""),
+            ("WORLD_SIZE", "0"),
+            ("WORLD_SIZE", "x"),
+            ("MASTER_PORT", "0"),
+            ("MASTER_PORT", "70000"),
+            ("MASTER_PORT", "http"),
+        ] {
+            let error = with(name, value).unwrap_err().to_string();
+            assert!(error.contains(name), "{name}={value}: {error}");
+        }
+        assert!(with("MASTER_ADDR", "b").is_ok());
+        assert_eq!(place(&[]), Err(EnvError::Nothing));
+        assert_eq!(place(&[("WORLD_SIZE", "4")]), Err(EnvError::Missing("RANK", "WORLD_SIZE")));
+        assert_eq!(
+            place(&[("RANK", "0"), ("WORLD_SIZE", "2")]),
+            Err(EnvError::Missing("MASTER_ADDR", "RANK"))
+        );
+    }
+}

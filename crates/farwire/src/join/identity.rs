@@ -1,0 +1,142 @@
+//! Certificates from the token.
+//!
+//! From the token every process derives the same certificate authority. It then makes a key pair and a short-lived certificate of its own, in memory, for the name
+//! `r<rank>.e<epoch>.<cluster>.farwire`. Both ends of every connection check that the other's certificate is from this authority, and for the rank it claims.
+//! Who does not know the token cannot make one.
+
+use std::sync::Arc;
+
+use farwire_proto::{Epoch, Peer};
+use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose, PKCS_ED25519,
+};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName};
+use rustls::server::WebPkiClientVerifier;
+use rustls::{RootCertStore, crypto::aws_lc_rs};
+use time::{Duration, OffsetDateTime};
+
+use crate::token::Token;
+
+/// What the two sides agree to speak.
+const ALPN: &[u8] = b"farwire/1";
+/// How long a certificate is good for. It is looked at when a connection is made, and a process makes all of its own at the start.
+const VALID: Duration = Duration::days(7);
+/// How far clocks may differ.
+const SKEW: Duration = Duration::days(1);
+
+/// This process's certificate, and the authority that all of the cluster's are from.
+#[derive(Debug)]
+pub(crate) struct Identity {
+    cluster: String,
+    epoch: Epoch,
+    authority: CertificateDer<'static>,
+    certificate: CertificateDer<'static>,
+    key: PrivatePkcs8KeyDer<'static>,
+}
+
+/// Something in the making of keys and certificates went wrong.
+#[derive(Debug, thiserror::Error)]
+#[error("could not make this process's certificate: {0}")]
+pub(crate) struct IdentityError(Box<dyn std::error::Error + Send + Sync>);
+
+impl IdentityError {
+    fn new(error: impl std::error::Error + Send + Sync + 'static) -> Self {
+        Self(Box::new(error))
+    }
+}
+
+impl Identity {
+    pub(crate) fn new(token: &Token, peer: Peer, epoch: Epoch) -> Result<Self, IdentityError> {
+        let cluster: String =
+            token.derive::<8>("cluster id").iter().map(|byte| format!("{byte:02x}")).collect();
+        let now = OffsetDateTime::now_utc();
+
+        // An Ed25519 private key is any 32 bytes; this is what stands before them in PKCS #8.
+        let mut pkcs8 = vec![
+            0x30, 0x2e, 0x02, 0x01, 0x00, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x04, 0x22, 0x04, 0x20,
+        ];
+        pkcs8.extend(token.derive::<32>("certificate authority"));
+        let pkcs8 = PrivatePkcs8KeyDer::from(pkcs8);
+        let authority_key =
+            KeyPair::from_pkcs8_der_and_sign_algo(&pkcs8, &PKCS_ED25519).map_err(IdentityError::new)?;
+        let mut params = CertificateParams::default();
+        params.distinguished_name.push(DnType::CommonName, format!("farwire cluster {cluster}"));
+        params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+        let authority = params.self_signed(&authority_key).map_err(IdentityError::new)?.der().clone();
+        let issuer = Issuer::new(params, authority_key);
+
+        let key = KeyPair::generate().map_err(IdentityError::new)?;
+        let mut params =
+            CertificateParams::new(vec![name(&cluster, peer, epoch)]).map_err(IdentityError::new)?;
+        params.distinguished_name.push(DnType::CommonName, format!("farwire rank {}", peer.0));
+        params.not_before = now - SKEW;
+        params.not_after = now + VALID;
+        params.extended_key_usages =
+            vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
+        let certificate = params.signed_by(&key, &issuer).map_err(IdentityError::new)?.der().clone();
+        let key = PrivatePkcs8KeyDer::from(key.serialize_der());
+        Ok(Self { cluster, epoch, authority, certificate, key })
+    }
+
+    /// The name that a peer's certificate must be for.
+    pub(crate) fn name_of(&self, peer: Peer) -> String {
+        name(&self.cluster, peer, self.epoch)
+    }
+
+    /// Whether the certificate that a peer showed, and that was found to be from the cluster's authority, is for the rank it claims.
+    pub(crate) fn is_certified(&self, connection: &quinn::Connection, peer: Peer) -> bool {
+        let chain = connection
+            .peer_identity()
+            .and_then(|chain| chain.downcast::<Vec<CertificateDer<'static>>>().ok());
+        let Some(certificate) = chain.as_ref().and_then(|chain| chain.first()) else { return false };
+        let Ok(name) = ServerName::try_from(self.name_of(peer)) else { return false };
+        webpki::EndEntityCert::try_from(certificate)
+            .is_ok_and(|certificate| certificate.verify_is_valid_for_subject_name(&name).is_ok())
+    }
+
+    fn roots(&self) -> Result<Arc<RootCertStore>, IdentityError> {
+        let mut roots = RootCertStore::empty();
+        roots.add(self.authority.clone()).map_err(IdentityError::new)?;
+        Ok(Arc::new(roots))
+    }
+
+    fn key(&self) -> PrivateKeyDer<'static> {
+        self.key.clone_key().into()
+    }
+
+    pub(crate) fn server_config(&self) -> Result<quinn::ServerConfig, IdentityError> {
+        let provider = Arc::new(aws_lc_rs::default_provider());
+        let verifier = WebPkiClientVerifier::builder_with_provider(self.roots()?, provider.clone())
+            .build()
+            .map_err(IdentityError::new)?;
+        let mut tls = rustls::ServerConfig::builder_with_provider(provider)
+            .with_protocol_versions(&[&rustls::version::TLS13])
+            .map_err(IdentityError::new)?
+            .with_client_cert_verifier(verifier)
+            .with_single_cert(vec![self.certificate.clone()], self.key())
+            .map_err(IdentityError::new)?;
+        tls.alpn_protocols = vec![ALPN.to_vec()];
+        let tls = QuicServerConfig::try_from(tls).map_err(IdentityError::new)?;
+        Ok(quinn::ServerConfig::with_crypto(Arc::new(tls)))
+    }
+
+    pub(crate) fn client_config(&self) -> Result<quinn::ClientConfig, IdentityError> {
+        let provider = Arc::new(aws_lc_rs::default_provider());
+        let mut tls = rustls::ClientConfig::builder_with_provider(provider)
+            .with_protocol_versions(&[&rustls::version::TLS13])
+            .map_err(IdentityError::new)?
+            .with_root_certificates(self.roots()?)
+            .with_client_auth_cert(vec![self.certificate.clone()], self.key())
+            .map_err(IdentityError::new)?;
+        tls.alpn_protocols = vec![ALPN.to_vec()];
+        let tls = QuicClientConfig::try_from(tls).map_err(IdentityError::new)?;
+        Ok(quinn::ClientConfig::new(Arc::new(tls)))
+    }
+}
+
+fn name(cluster: &str, peer: Peer, epoch: Epoch) -> String {
+    format!("r{}.e{}.{cluster}.farwire", peer.0, epoch.0)
+}

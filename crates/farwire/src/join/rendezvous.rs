@@ -1,0 +1,443 @@
+//! From an address to a connection with every peer.
+//!
+//! 1. Rank 0 listens; every other rank connects to it and says hello.
+//! 2. When all have come, rank 0 sends everyone the table of addresses.
+//! 3. Of every other pair, the higher rank connects to the lower.
+//!
+//! Every connection is QUIC with certificates on both sides ([`Identity`]), and each has a *control stream*, on which the hello was said and heartbeats will be. After that a
+//! newcomer is told that the group is complete.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use farwire_proto::{Epoch, Peer, VERSION, WorldSize};
+use quinn::{Connection, Endpoint, RecvStream, SendStream};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use tokio::sync::{Semaphore, mpsc};
+use tokio::time::{Instant, timeout, timeout_at};
+
+use super::env::Place;
+use super::identity::{Identity, IdentityError};
+
+/// How long one handshake, and one hello, may take.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How long to wait for rank 0 to answer before asking again.
+const RETRY: Duration = Duration::from_millis(500);
+/// Strangers and newcomers that may be in the middle of a handshake at once.
+const AT_THE_DOOR: usize = 256;
+/// The longest message of the rendezvous.
+const LONGEST: usize = 1 << 20;
+
+/// A connection to a peer that has proven who it is.
+#[derive(Debug)]
+pub(crate) struct Acquaintance {
+    pub(crate) connection: Connection,
+    pub(crate) to: SendStream,
+    pub(crate) from: RecvStream,
+    pub(crate) hello: Hello,
+}
+
+/// What a process says of itself.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Hello {
+    version: u8,
+    rank: u32,
+    world: u32,
+    epoch: u32,
+    /// The UDP port it listens on.
+    port: u16,
+    /// Differs between hosts. (Equal ones are only a reason to try shared memory.)
+    pub(crate) host: String,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+enum Answer {
+    /// Everyone's hello and address, by rank; rank 0's address is where the connection already is.
+    Welcome(Vec<(Hello, Option<SocketAddr>)>),
+    /// Hello yourself.
+    Hello(Hello),
+    /// And why.
+    Refused(String),
+}
+
+/// Why a process could not join.
+#[derive(Debug, thiserror::Error)]
+pub enum JoinError {
+    /// The address of rank 0 is not one.
+    #[error("could not resolve {host}: {source}; set MASTER_ADDR to rank 0's address")]
+    Resolve {
+        /// What was given.
+        host: String,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// No socket.
+    #[error(
+        "could not listen on UDP {address}: {source}; free the port, or set MASTER_PORT (rank 0) or FARWIRE_PORT (others) to another"
+    )]
+    Listen {
+        /// The address.
+        address: SocketAddr,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// Rank 0 was not reached.
+    #[error(
+        "{here} could not reach rank 0 at {address} within {waited:?}: {last}; check MASTER_ADDR, MASTER_PORT, that UDP is let through, and that all ranks have the same token"
+    )]
+    Unreachable {
+        /// This rank.
+        here: Peer,
+        /// Where rank 0 should be.
+        address: SocketAddr,
+        /// For how long it was tried.
+        waited: Duration,
+        /// What happened last.
+        last: String,
+    },
+    /// Some rank did not come.
+    #[error(
+        "{missing} did not come within {waited:?}; look at what they say, and check that they have the same MASTER_ADDR, MASTER_PORT and token"
+    )]
+    Missing {
+        /// Who.
+        missing: String,
+        /// For how long they were waited for.
+        waited: Duration,
+    },
+    /// Rank 0, or the one that was asked, said no.
+    #[error("{by} refused {here}: {reason}")]
+    Refused {
+        /// Who said no.
+        by: Peer,
+        /// To whom.
+        here: Peer,
+        /// Why.
+        reason: String,
+    },
+    /// A connection failed in the middle.
+    #[error("lost {peer} while joining: {reason}")]
+    Lost {
+        /// Who.
+        peer: Peer,
+        /// How.
+        reason: String,
+    },
+    /// No certificate.
+    #[error("{0}")]
+    Identity(String),
+}
+
+impl From<IdentityError> for JoinError {
+    fn from(error: IdentityError) -> Self {
+        Self::Identity(error.to_string())
+    }
+}
+
+/// The address of rank 0.
+pub(crate) async fn resolve(place: &Place) -> Result<SocketAddr, JoinError> {
+    let host = place.master_host.clone();
+    let failed = |source| JoinError::Resolve { host: host.clone(), source };
+    let found = tokio::net::lookup_host((&host[..], place.master_port)).await.map_err(failed)?;
+    let mut found: Vec<_> = found.collect();
+    found.sort_by_key(SocketAddr::is_ipv6);
+    found.into_iter().next().ok_or_else(|| failed(std::io::Error::other("it has no address")))
+}
+
+/// Joins the group: a connection to every other rank, by rank.
+pub(crate) async fn join(
+    place: &Place,
+    master: SocketAddr,
+    port: u16,
+    epoch: Epoch,
+    identity: Arc<Identity>,
+    waits: Duration,
+) -> Result<(Endpoint, Vec<Option<Acquaintance>>), JoinError> {
+    let deadline = Instant::now() + waits;
+    let (me, world) = (place.rank, place.world);
+    let any = match (master.ip().is_loopback(), master.is_ipv6()) {
+        (true, _) => master.ip(),
+        (false, true) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+        (false, false) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+    };
+    let address = SocketAddr::new(any, if me == Peer(0) { master.port() } else { port });
+    let mut server = identity.server_config()?;
+    server.transport_config(Arc::new(transport()));
+    let mut endpoint =
+        Endpoint::server(server, address).map_err(|source| JoinError::Listen { address, source })?;
+    let mut client = identity.client_config()?;
+    client.transport_config(Arc::new(transport()));
+    endpoint.set_default_client_config(client);
+    let port = endpoint.local_addr().map_err(|source| JoinError::Listen { address, source })?.port();
+    let hello =
+        Hello { version: VERSION, rank: me.0, world: world.get(), epoch: epoch.0, port, host: host_id() };
+
+    let (door, mut newcomers) = mpsc::channel(world.len());
+    tokio::spawn(keep_the_door(endpoint.clone(), identity.clone(), hello.clone(), door));
+    let mut peers: Vec<Option<Acquaintance>> = (0..world.get()).map(|_| None).collect();
+
+    // Ranks that will come to this one; of the others' table, rank 0 knows more.
+    let mut expected: Vec<u32> = (me.0 + 1..world.get()).collect();
+    let mut table = Vec::new();
+    if me != Peer(0) {
+        let mut first = connect(&endpoint, &identity, Peer(0), master, &hello, me, deadline, waits).await?;
+        let answer = timeout_at(deadline, read(&mut first.from)).await;
+        table = match answer {
+            Ok(Ok(Answer::Welcome(table))) if table.len() == world.len() => table,
+            Ok(Ok(Answer::Refused(reason))) => {
+                return Err(JoinError::Refused { by: Peer(0), here: me, reason });
+            }
+            Ok(Ok(_)) => {
+                return Err(JoinError::Lost { peer: Peer(0), reason: "it answered nonsense".to_owned() });
+            }
+            Ok(Err(reason)) => return Err(JoinError::Lost { peer: Peer(0), reason }),
+            Err(_) => {
+                return Err(JoinError::Lost {
+                    peer: Peer(0),
+                    reason: format!("no table of ranks within {waits:?}"),
+                });
+            }
+        };
+        first.hello = table[0].0.clone();
+        peers[0] = Some(first);
+    }
+    for (lower, (_, address)) in table.iter().enumerate().take(me.index()).skip(1) {
+        let peer = Peer(lower as u32);
+        let Some(address) = address else {
+            return Err(JoinError::Lost { peer, reason: "rank 0 does not know its address".to_owned() });
+        };
+        let mut there = connect(&endpoint, &identity, peer, *address, &hello, me, deadline, waits).await?;
+        match timeout_at(deadline, read(&mut there.from)).await {
+            Ok(Ok(Answer::Hello(hello))) => there.hello = hello,
+            Ok(Ok(Answer::Refused(reason))) => return Err(JoinError::Refused { by: peer, here: me, reason }),
+            other => return Err(JoinError::Lost { peer, reason: format!("{other:?}") }),
+        }
+        peers[lower] = Some(there);
+    }
+    while !expected.is_empty() {
+        let newcomer = timeout_at(deadline, newcomers.recv()).await.ok().flatten();
+        let Some(newcomer) = newcomer else {
+            let missing: Vec<_> = expected.iter().map(|rank| Peer(*rank).to_string()).collect();
+            let error = JoinError::Missing { missing: missing.join(", "), waited: waits };
+            refuse_all(&mut peers, &error.to_string()).await;
+            return Err(error);
+        };
+        match newcomer {
+            Newcomer::Fine(newcomer) => {
+                let rank = newcomer.hello.rank;
+                if let Some(at) = expected.iter().position(|expected| *expected == rank) {
+                    expected.swap_remove(at);
+                    peers[rank as usize] = Some(*newcomer);
+                } else {
+                    let reason =
+                        format!("{} has come twice; give every process a rank of its own", Peer(rank));
+                    refuse(*newcomer, &reason).await;
+                    refuse_all(&mut peers, &reason).await;
+                    return Err(JoinError::Refused { by: me, here: Peer(rank), reason });
+                }
+            }
+            Newcomer::Misfit(rank, reason) => {
+                refuse_all(&mut peers, &reason).await;
+                return Err(JoinError::Refused { by: me, here: Peer(rank), reason });
+            }
+        }
+    }
+    welcome(&mut peers, me, &hello).await?;
+    Ok((endpoint, peers))
+}
+
+/// Everyone has come: rank 0 sends the table, the others say hello back.
+async fn welcome(peers: &mut [Option<Acquaintance>], me: Peer, hello: &Hello) -> Result<(), JoinError> {
+    let entry = |peer: &Option<Acquaintance>| match peer {
+        None => (hello.clone(), None),
+        Some(peer) => {
+            let address = SocketAddr::new(peer.connection.remote_address().ip(), peer.hello.port);
+            (peer.hello.clone(), Some(address))
+        }
+    };
+    let table: Vec<_> = if me == Peer(0) { peers.iter().map(entry).collect() } else { Vec::new() };
+    for (rank, peer) in peers.iter_mut().enumerate().skip(me.index() + 1) {
+        let Some(peer) = peer else { continue };
+        let answer =
+            if me == Peer(0) { Answer::Welcome(table.clone()) } else { Answer::Hello(hello.clone()) };
+        let sent = write(&mut peer.to, &answer).await;
+        sent.map_err(|reason| JoinError::Lost { peer: Peer(rank as u32), reason })?;
+    }
+    Ok(())
+}
+
+async fn refuse(mut peer: Acquaintance, reason: &str) {
+    let _ = write(&mut peer.to, &Answer::Refused(reason.to_owned())).await;
+    let _ = peer.to.finish();
+    // Until it has read that, or for a moment.
+    let _ = timeout(Duration::from_secs(1), peer.to.stopped()).await;
+}
+
+async fn refuse_all(peers: &mut [Option<Acquaintance>], reason: &str) {
+    for peer in peers.iter_mut().filter_map(Option::take) {
+        refuse(peer, reason).await;
+    }
+}
+
+/// Connects to a peer and says hello, again and again until it answers.
+#[allow(clippy::too_many_arguments, reason = "each is one fact, and it is called twice")]
+async fn connect(
+    endpoint: &Endpoint,
+    identity: &Identity,
+    peer: Peer,
+    address: SocketAddr,
+    hello: &Hello,
+    here: Peer,
+    deadline: Instant,
+    waited: Duration,
+) -> Result<Acquaintance, JoinError> {
+    let mut last = "no answer".to_owned();
+    while Instant::now() < deadline {
+        let attempt = async {
+            let connecting =
+                endpoint.connect(address, &identity.name_of(peer)).map_err(|error| error.to_string())?;
+            let connection = connecting.await.map_err(|error| error.to_string())?;
+            let (mut to, from) = connection.open_bi().await.map_err(|error| error.to_string())?;
+            write(&mut to, hello).await?;
+            Ok(Acquaintance { connection, to, from, hello: hello.clone() })
+        };
+        match timeout(RETRY, attempt).await {
+            Ok(Ok(there)) => return Ok(there),
+            Ok(Err(reason)) => {
+                last = reason;
+                tokio::time::sleep(RETRY / 5).await;
+            }
+            Err(_) => {}
+        }
+    }
+    Err(JoinError::Unreachable { here, address, waited, last })
+}
+
+/// Somebody who showed a certificate of this cluster.
+enum Newcomer {
+    Fine(Box<Acquaintance>),
+    /// It cannot take part, for this reason.
+    Misfit(u32, String),
+}
+
+/// Answers whoever connects, for as long as the endpoint lives. Once nobody listens at the other end of `door`, the group is complete.
+async fn keep_the_door(
+    endpoint: Endpoint,
+    identity: Arc<Identity>,
+    mine: Hello,
+    door: mpsc::Sender<Newcomer>,
+) {
+    let room = Arc::new(Semaphore::new(AT_THE_DOOR));
+    while let Some(incoming) = endpoint.accept().await {
+        let Ok(place) = room.clone().try_acquire_owned() else {
+            incoming.refuse();
+            continue;
+        };
+        let (identity, mine, door) = (identity.clone(), mine.clone(), door.clone());
+        tokio::spawn(async move {
+            let _place = place;
+            let from = incoming.remote_address();
+            match timeout(PATIENCE, receive(incoming, &identity, &mine)).await {
+                Ok(Ok(newcomer)) => {
+                    if let Err(mpsc::error::SendError(Newcomer::Fine(late))) = door.send(newcomer).await {
+                        tracing::warn!(%from, rank = late.hello.rank, "refused a process: the group is complete");
+                        refuse(*late, "the group is complete and running").await;
+                    }
+                }
+                Ok(Err(reason)) => tracing::warn!(%from, reason, "refused a stranger"),
+                Err(_) => tracing::warn!(%from, "refused a stranger that said nothing"),
+            }
+        });
+    }
+}
+
+/// One newcomer's handshake and hello.
+async fn receive(incoming: quinn::Incoming, identity: &Identity, mine: &Hello) -> Result<Newcomer, String> {
+    let connection = incoming.await.map_err(|error| error.to_string())?;
+    let (to, mut from) = connection.accept_bi().await.map_err(|error| error.to_string())?;
+    let hello: Hello = read(&mut from).await?;
+    let rank = hello.rank;
+    let known = Acquaintance { connection, to, from, hello };
+    if !identity.is_certified(&known.connection, Peer(rank)) {
+        refuse(known, "the certificate is not for this rank").await;
+        return Err(format!("its certificate is not for rank {rank}"));
+    }
+    let theirs = &known.hello;
+    let misfit = if theirs.version != mine.version {
+        Some(format!(
+            "{} speaks wire version {}, {} speaks {}; run the same farwire on all",
+            Peer(rank),
+            theirs.version,
+            Peer(mine.rank),
+            mine.version
+        ))
+    } else if theirs.world != mine.world {
+        Some(format!(
+            "{} was started for {} ranks, {} for {}; give all the same world size",
+            Peer(rank),
+            theirs.world,
+            Peer(mine.rank),
+            mine.world
+        ))
+    } else if WorldSize::new(mine.world).is_none_or(|world| rank >= world.get()) {
+        Some(format!("rank {rank} is not below the world size {}", mine.world))
+    } else {
+        None
+    };
+    match misfit {
+        None => Ok(Newcomer::Fine(Box::new(known))),
+        Some(reason) => {
+            refuse(known, &reason).await;
+            Ok(Newcomer::Misfit(rank, reason))
+        }
+    }
+}
+
+/// Writes a message: its length, then JSON.
+pub(crate) async fn write(to: &mut SendStream, message: &impl Serialize) -> Result<(), String> {
+    let text = serde_json::to_vec(message).map_err(|error| error.to_string())?;
+    let length = u32::try_from(text.len()).map_err(|error| error.to_string())?;
+    to.write_all(&length.to_le_bytes()).await.map_err(|error| error.to_string())?;
+    to.write_all(&text).await.map_err(|error| error.to_string())
+}
+
+/// Reads what [`write`] wrote, if it is not too long.
+pub(crate) async fn read<T: DeserializeOwned>(from: &mut RecvStream) -> Result<T, String> {
+    let mut length = [0; 4];
+    from.read_exact(&mut length).await.map_err(|error| error.to_string())?;
+    let length = u32::from_le_bytes(length) as usize;
+    if length > LONGEST {
+        return Err(format!("a message of {length} bytes is too long"));
+    }
+    let mut text = vec![0; length];
+    from.read_exact(&mut text).await.map_err(|error| error.to_string())?;
+    serde_json::from_slice(&text).map_err(|error| error.to_string())
+}
+
+/// Windows and limits for links that carry long vectors.
+fn transport() -> quinn::TransportConfig {
+    let mut transport = quinn::TransportConfig::default();
+    transport
+        .max_concurrent_uni_streams(4096u32.into())
+        .max_concurrent_bidi_streams(4u32.into())
+        // More than about a thousand gaps on one stream would end the connection, so a stream's window stays small, and there are many streams.
+        .stream_receive_window((1u32 << 20).into())
+        .receive_window((256u32 << 20).into())
+        .send_window(256 << 20)
+        .max_idle_timeout(Some(quinn::VarInt::from_u32(10_000).into()));
+    transport
+}
+
+/// Whether a peer says it is on this host.
+pub(crate) fn is_this_host(hello: &Hello) -> bool {
+    !hello.host.is_empty() && hello.host == host_id()
+}
+
+/// The same for all processes between two boots of one machine.
+fn host_id() -> String {
+    std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
+        .map(|id| id.trim().to_owned())
+        .unwrap_or_default()
+}

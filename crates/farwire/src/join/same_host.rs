@@ -1,0 +1,196 @@
+//! Shared memory with a peer on the same host.
+//!
+//! Two processes that name the same host try: one listens on a socket that only this host has, the other connects to it with a word it was told over the
+//! authenticated connection, and they pass each other the files behind the memory. Success proves what the name only suggests. If it fails (containers with
+//! separate networks, a limit on files) the two use QUIC, and say so in the log.
+
+use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use farwire_proto::Peer;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags,
+};
+
+use crate::shm::bell::Bell;
+use crate::shm::ring::{self, Receiver, Sender};
+
+/// How long the exchange may take.
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// What the two ends of an exchange give each other.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) sender: Sender,
+    pub(crate) receiver: Receiver,
+    /// The peer's.
+    pub(crate) bell: Bell,
+    /// Open for as long as the peer lives.
+    pub(crate) lifeline: UnixStream,
+}
+
+/// Where to meet.
+#[derive(Debug)]
+pub(crate) struct Offer {
+    listener: UnixListener,
+    /// Both for the peer to know, and nobody else.
+    pub(crate) name: String,
+    pub(crate) word: String,
+}
+
+impl Offer {
+    pub(crate) fn new() -> io::Result<Self> {
+        let random = || {
+            let mut bytes = [0; 16];
+            aws_lc_rs::rand::fill(&mut bytes).map_err(|_| io::Error::other("no randomness"))?;
+            Ok::<_, io::Error>(bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>())
+        };
+        let name = format!("farwire-{}", random()?);
+        let listener = UnixListener::bind_addr(&SocketAddr::from_abstract_name(&name)?)?;
+        listener.set_nonblocking(true)?;
+        Ok(Self { listener, name, word: random()? })
+    }
+
+    /// Waits for the peer, gives it two rings and this process's bell, and takes its bell.
+    pub(crate) fn meet(self, peer: Peer, payload: usize, bell: &Bell) -> io::Result<Shared> {
+        let deadline = Instant::now() + PATIENCE;
+        let mut stream = loop {
+            match self.listener.accept() {
+                Ok((stream, _)) => {
+                    // Whoever does not know the word is not the peer.
+                    if let Ok(stream) = self.checked(stream) {
+                        break stream;
+                    }
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock && Instant::now() < deadline => {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                Err(error) => return Err(error),
+            }
+        };
+        let there = ring::region(payload)?;
+        let back = ring::region(payload)?;
+        send_files(&mut stream, &[there.file(), back.file(), bell.file()])?;
+        let [theirs] = receive_files(&mut stream)?;
+        stream.set_nonblocking(true)?;
+        Ok(Shared {
+            sender: Sender::new(Arc::new(there), payload),
+            receiver: Receiver::new(Arc::new(back), payload, peer),
+            bell: Bell::from_file(theirs)?,
+            lifeline: stream,
+        })
+    }
+
+    fn checked(&self, mut stream: UnixStream) -> io::Result<UnixStream> {
+        stream.set_nonblocking(false)?;
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_write_timeout(Some(PATIENCE))?;
+        let mut word = vec![0; self.word.len()];
+        stream.read_exact(&mut word)?;
+        if word == self.word.as_bytes() { Ok(stream) } else { Err(io::ErrorKind::PermissionDenied.into()) }
+    }
+}
+
+/// Takes up a peer's offer.
+pub(crate) fn accept(name: &str, word: &str, peer: Peer, payload: usize, bell: &Bell) -> io::Result<Shared> {
+    let mut stream = UnixStream::connect_addr(&SocketAddr::from_abstract_name(name)?)?;
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    stream.write_all(word.as_bytes())?;
+    let [back, there, theirs] = receive_files(&mut stream)?;
+    send_files(&mut stream, &[bell.file()])?;
+    stream.set_nonblocking(true)?;
+    Ok(Shared {
+        sender: Sender::new(Arc::new(ring::region_from(there, payload)?), payload),
+        receiver: Receiver::new(Arc::new(ring::region_from(back, payload)?), payload, peer),
+        bell: Bell::from_file(theirs)?,
+        lifeline: stream,
+    })
+}
+
+fn send_files(stream: &mut UnixStream, files: &[BorrowedFd<'_>]) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !control.push(SendAncillaryMessage::ScmRights(files)) {
+        return Err(io::Error::other("too many files for one message"));
+    }
+    rustix::net::sendmsg(
+        stream.as_fd(),
+        &[IoSlice::new(&[files.len() as u8])],
+        &mut control,
+        SendFlags::NOSIGNAL,
+    )?;
+    Ok(())
+}
+
+fn receive_files<const N: usize>(stream: &mut UnixStream) -> io::Result<[OwnedFd; N]> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(3))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut count = [0];
+    rustix::net::recvmsg(
+        stream.as_fd(),
+        &mut [IoSliceMut::new(&mut count)],
+        &mut control,
+        RecvFlags::CMSG_CLOEXEC,
+    )?;
+    let mut files = Vec::new();
+    for message in control.drain() {
+        if let RecvAncillaryMessage::ScmRights(received) = message {
+            files.extend(received);
+        }
+    }
+    files.try_into().map_err(|_| io::Error::other("the peer passed other files than it should"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::shm::region::Region;
+
+    #[test]
+    fn two_ends_meet_and_pass_a_frame() {
+        use farwire_proto::{Call, CommId, Config, Engine, Options, Time, WorldSize};
+
+        let (mine, theirs) = (Bell::new().unwrap(), Bell::new().unwrap());
+        let offer = Offer::new().unwrap();
+        let (name, word) = (offer.name.clone(), offer.word.clone());
+        let payload = 1000;
+        let (mut here, mut there) = std::thread::scope(|scope| {
+            let meet = scope.spawn(|| offer.meet(Peer(1), payload, &mine));
+            // A stranger on the same host who does not know the word is passed over.
+            let stranger = accept(&name, &"0".repeat(word.len()), Peer(0), payload, &theirs);
+            assert!(stranger.is_err());
+            let there = accept(&name, &word, Peer(0), payload, &theirs).unwrap();
+            (meet.join().unwrap().unwrap(), there)
+        });
+        let mut engine = Engine::new(Peer(0), WorldSize::new(2).unwrap(), Config::default());
+        let plan = engine.plan(CommId::WORLD, &Call::Barrier, &Options::default()).unwrap();
+        engine.submit(Time::ZERO, plan).unwrap();
+        let frame = engine.poll_transmit().unwrap();
+        assert!(here.sender.send(None, &frame.header, &[]));
+        let count = theirs.count();
+        here.bell.ring();
+        assert_ne!(theirs.count(), count);
+        assert!(there.receiver.poll_arrived().unwrap().is_some());
+        drop(here.lifeline);
+        let mut byte = [0];
+        assert_eq!(there.lifeline.read(&mut byte).unwrap(), 0, "the end of the peer is seen");
+    }
+
+    #[test]
+    fn files_that_could_shrink_or_are_too_short_are_refused() {
+        use rustix::fs::{MemfdFlags, memfd_create};
+        let unsealed = memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&unsealed, 1 << 30).unwrap();
+        assert!(Region::from_file(unsealed, 1, 1).is_err());
+        let short = Region::new(1, 1).unwrap();
+        let file = short.file().try_clone_to_owned().unwrap();
+        assert!(Region::from_file(file, 1, 1 << 20).is_err());
+    }
+}

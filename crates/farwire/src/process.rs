@@ -1,0 +1,434 @@
+//! Ranks as processes: joining a job, and leaving it.
+
+use std::net::SocketAddr;
+use std::num::NonZeroU32;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use farwire_proto::{Config, Engine, Peer};
+use serde::{Deserialize, Serialize};
+use tokio::runtime::Runtime;
+
+use crate::comm::Communicator;
+use crate::driver::Driver;
+use crate::error::Error;
+use crate::join::env::{EnvError, Place};
+use crate::join::identity::Identity;
+use crate::join::rendezvous::{self, Acquaintance, JoinError};
+use crate::join::same_host::{self, Offer};
+use crate::link::Link;
+use crate::node::Node;
+use crate::quic::control::{self, Beats, Health};
+use crate::quic::link::QuicLink;
+use crate::shm::bell::Bell;
+use crate::shm::link::SharedLink;
+use crate::token::Token;
+
+/// Settings that fit a situation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Preset {
+    /// One room or one data centre: a silent peer is lost after 2 s.
+    #[default]
+    Lan,
+    /// Far apart: a silent peer is lost after 10 s.
+    Wan,
+}
+
+impl Preset {
+    fn beats(self) -> Beats {
+        match self {
+            Self::Lan => Beats { every: Duration::from_millis(200), lost_after: Duration::from_millis(1800) },
+            Self::Wan => Beats { every: Duration::from_secs(1), lost_after: Duration::from_secs(9) },
+        }
+    }
+}
+
+/// What carries data between processes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum LinkChoice {
+    /// Shared memory where two processes can share it, QUIC elsewhere.
+    #[default]
+    Auto,
+    /// Shared memory, or an error.
+    Shm,
+    /// QUIC, even on one host.
+    Quic,
+}
+
+/// How to join a job. Made by [`Communicator::builder`].
+#[derive(Clone, Debug, Default)]
+pub struct Builder {
+    place: Option<Place>,
+    token: Option<Token>,
+    preset: Preset,
+    link: Option<LinkChoice>,
+    port: Option<u16>,
+    patience: Option<Duration>,
+    config: Config,
+}
+
+impl Communicator {
+    /// Joins the job that this process was started in, by the environment that its launcher set: `farwire launch`, torchrun, mpirun, srun, a Kubernetes indexed job, or
+    /// `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` set by hand.
+    ///
+    /// Blocks until all ranks have come. `FARWIRE_TOKEN` or `FARWIRE_TOKEN_FILE` has the cluster token; on loopback none is needed. `FARWIRE_LINK` is `auto`, `shm` or
+    /// `quic`; `FARWIRE_PRESET` is `lan` or `wan`; `FARWIRE_PORT` fixes this rank's UDP port.
+    pub fn from_env() -> Result<Self, Error> {
+        Self::builder().join()
+    }
+
+    /// Joins a job with settings of one's own; what is not set comes from the environment.
+    pub fn builder() -> Builder {
+        Builder::default()
+    }
+}
+
+impl Builder {
+    /// Where this process stands, rather than what the environment says.
+    pub fn place(self, place: Place) -> Self {
+        Self { place: Some(place), ..self }
+    }
+
+    /// The cluster token, rather than the environment's.
+    pub fn token(self, token: Token) -> Self {
+        Self { token: Some(token), ..self }
+    }
+
+    /// Settings that fit the situation.
+    pub fn preset(self, preset: Preset) -> Self {
+        Self { preset, ..self }
+    }
+
+    /// What carries data, rather than what the environment says.
+    pub fn link(self, link: LinkChoice) -> Self {
+        Self { link: Some(link), ..self }
+    }
+
+    /// How long to wait for the other ranks; a minute if not set.
+    pub fn patience(self, patience: Duration) -> Self {
+        Self { patience: Some(patience), ..self }
+    }
+
+    /// Deadlines, segment sizes and what links are like. The same on all ranks.
+    pub fn config(self, config: Config) -> Self {
+        Self { config, ..self }
+    }
+
+    /// Joins, and blocks until all ranks have come.
+    pub fn join(self) -> Result<Communicator, Error> {
+        let settings = self.settings()?;
+        let bell =
+            Bell::new().map_err(|source| Error::System { what: "could not get shared memory", source })?;
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .thread_name("farwire-net")
+            .enable_all()
+            .build()
+            .map_err(|source| Error::System { what: "could not start the network thread", source })?;
+        // On a thread of its own, because the caller may be inside a runtime of its own.
+        let joined = std::thread::scope(|scope| {
+            let join = scope.spawn(|| runtime.block_on(settings.join(&bell, &runtime)));
+            join.join().expect("joining does not panic")
+        });
+        let (links, local_ranks, network) = match joined {
+            Ok((links, local_ranks, network)) => (links, local_ranks, network),
+            Err(error) => {
+                runtime.shutdown_background();
+                return Err(error.into());
+            }
+        };
+        let engine = Engine::new(settings.place.rank, settings.place.world, settings.config);
+        let mut network = network;
+        network.runtime = Some(runtime);
+        let node = Node::start(Driver::new(engine, links), bell, local_ranks, Some(network))
+            .map_err(|source| Error::System { what: "could not start a thread", source })?;
+        Communicator::of_world(node)
+    }
+
+    fn settings(self) -> Result<Settings, Error> {
+        let place = match self.place {
+            Some(place) => place,
+            None => Place::from_env()?,
+        };
+        let variable = |name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
+        let wrong = |name, value: &str, what| EnvError::Value { name, value: value.to_owned(), what };
+        let link = match (self.link, variable("FARWIRE_LINK").as_deref()) {
+            (Some(link), _) => link,
+            (None, None | Some("auto")) => LinkChoice::Auto,
+            (None, Some("shm")) => LinkChoice::Shm,
+            (None, Some("quic")) => LinkChoice::Quic,
+            (None, Some(other)) => {
+                return Err(wrong(
+                    "FARWIRE_LINK",
+                    other,
+                    "auto, shm or quic (ranks in one process are made with farwire::local)",
+                )
+                .into());
+            }
+        };
+        let preset = match variable("FARWIRE_PRESET").as_deref() {
+            None => self.preset,
+            Some("lan") => Preset::Lan,
+            Some("wan") => Preset::Wan,
+            Some(other) => return Err(wrong("FARWIRE_PRESET", other, "lan or wan").into()),
+        };
+        let port = match (self.port, variable("FARWIRE_PORT")) {
+            (Some(port), _) => port,
+            (None, None) => 0,
+            (None, Some(text)) => text
+                .parse()
+                .map_err(|_| wrong("FARWIRE_PORT", &text, "a port from 1 to 65535, or 0 for any"))?,
+        };
+        let token =
+            match (self.token, variable("FARWIRE_TOKEN"), variable("FARWIRE_TOKEN_FILE")) {
+                (Some(token), ..) => Some(token),
+                (None, Some(text), _) => Some(text.parse().map_err(|source| Error::Token { source })?),
+                (None, None, Some(path)) => {
+                    let token = Token::read(&PathBuf::from(path));
+                    Some(token.map_err(|source| Error::System {
+                        what: "could not read FARWIRE_TOKEN_FILE",
+                        source,
+                    })?)
+                }
+                (None, None, None) => None,
+            };
+        let patience = self.patience.unwrap_or(Duration::from_secs(60));
+        let config = Config { credit: NonZeroU32::new(4).unwrap_or(NonZeroU32::MIN), ..self.config };
+        Ok(Settings { place, token, preset, link, port, patience, config })
+    }
+}
+
+/// A [`Builder`] with nothing left open.
+#[derive(Debug)]
+struct Settings {
+    place: Place,
+    token: Option<Token>,
+    preset: Preset,
+    link: LinkChoice,
+    port: u16,
+    patience: Duration,
+    config: Config,
+}
+
+type Links = Vec<Option<Box<dyn Link>>>;
+
+impl Settings {
+    async fn join(&self, bell: &Bell, runtime: &Runtime) -> Result<(Links, usize, Network), JoinError> {
+        let world = self.place.world;
+        if world.get() == 1 {
+            let network = Network { runtime: None, endpoint: None, healths: Vec::new() };
+            return Ok((vec![None], 1, network));
+        }
+        let master = rendezvous::resolve(&self.place).await?;
+        let token = self.token_for(master)?;
+        let epoch = self.config.epoch;
+        let identity = Arc::new(Identity::new(&token, self.place.rank, epoch)?);
+        let (endpoint, peers) =
+            rendezvous::join(&self.place, master, self.port, epoch, identity, self.patience).await?;
+
+        // Each pair on its own: who waits for one peer must not keep another waiting.
+        let me = self.place.rank;
+        let payload = longest_payload(&self.config);
+        let choice = self.link;
+        let negotiations: Vec<_> = peers
+            .into_iter()
+            .enumerate()
+            .map(|(index, peer)| {
+                let bell = bell.clone();
+                let peer = peer.map(|peer| (Peer(index as u32), peer));
+                peer.map(|(rank, peer)| tokio::spawn(negotiate(me, rank, peer, choice, payload, bell)))
+            })
+            .collect();
+        let (mut links, mut healths, mut local_ranks): (Links, _, _) = (Vec::new(), Vec::new(), 1);
+        for (index, negotiation) in negotiations.into_iter().enumerate() {
+            let Some(negotiation) = negotiation else {
+                links.push(None);
+                continue;
+            };
+            let peer = Peer(index as u32);
+            let lost = |reason: String| JoinError::Lost { peer, reason };
+            let (known, shared) =
+                negotiation.await.map_err(|error| lost(error.to_string()))?.map_err(lost)?;
+            let Acquaintance { connection, to, from, .. } = known;
+            let health = Health::new(bell.clone());
+            let beats = self.preset.beats();
+            runtime.spawn(control::watch(connection.clone(), to, from, health.clone(), beats));
+            healths.push(health.clone());
+            links.push(Some(match shared {
+                Some(same_host::Shared { sender, receiver, bell, lifeline }) => {
+                    local_ranks += 1;
+                    let lifeline = tokio::net::UnixStream::from_std(lifeline)
+                        .map_err(|error| lost(error.to_string()))?;
+                    runtime.spawn(hold(lifeline, health.clone()));
+                    Box::new(SharedLink::new(sender, receiver, bell, Some(health))) as Box<dyn Link>
+                }
+                None => Box::new(QuicLink::new(
+                    connection,
+                    peer,
+                    payload,
+                    bell.clone(),
+                    health,
+                    runtime.handle().clone(),
+                )),
+            }));
+        }
+        Ok((links, local_ranks, Network { runtime: None, endpoint: Some(endpoint), healths }))
+    }
+
+    /// The token that was given; on loopback, else, this user's.
+    fn token_for(&self, master: SocketAddr) -> Result<Token, JoinError> {
+        match &self.token {
+            Some(token) => Ok(token.clone()),
+            None if master.ip().is_loopback() => Token::of_user().map_err(|error| {
+                JoinError::Identity(format!("could not use this user's key file: {error}; or set FARWIRE_TOKEN to what `farwire token` prints"))
+            }),
+            None => Err(JoinError::Identity(format!(
+                "{master} is not loopback, and there is no token; run `export FARWIRE_TOKEN=$(farwire token)` and give all ranks the same"
+            ))),
+        }
+    }
+}
+
+/// The longest payload of a frame: partial results of 16-bit types travel in 32 bits.
+pub(crate) fn longest_payload(config: &Config) -> usize {
+    2 * config.tuning.segment_bytes.get()
+}
+
+/// What two peers say to each other about shared memory.
+#[derive(Debug, Serialize, Deserialize)]
+enum Talk {
+    /// Meet me there, and say this.
+    Offer { name: String, word: String },
+    /// It is not for us.
+    No,
+    /// It worked, on the side that says so; or why not.
+    Result(Result<(), String>),
+}
+
+type Negotiated = (Acquaintance, Option<same_host::Shared>);
+
+/// Finds out whether the two can share memory. The lower rank offers; they use it if it worked for both.
+async fn negotiate(
+    me: Peer,
+    peer: Peer,
+    mut known: Acquaintance,
+    choice: LinkChoice,
+    payload: usize,
+    bell: Bell,
+) -> Result<Negotiated, String> {
+    let attempt = if me < peer {
+        let offer = if choice != LinkChoice::Quic && rendezvous::is_this_host(&known.hello) {
+            Offer::new().ok()
+        } else {
+            None
+        };
+        let Some(offer) = offer else {
+            rendezvous::write(&mut known.to, &Talk::No).await?;
+            return agree(me, peer, known, choice, None).await;
+        };
+        let talk = Talk::Offer { name: offer.name.clone(), word: offer.word.clone() };
+        rendezvous::write(&mut known.to, &talk).await?;
+        tokio::task::spawn_blocking(move || offer.meet(peer, payload, &bell)).await
+    } else {
+        match rendezvous::read(&mut known.from).await? {
+            Talk::Offer { name, word } if choice != LinkChoice::Quic => {
+                tokio::task::spawn_blocking(move || same_host::accept(&name, &word, peer, payload, &bell))
+                    .await
+            }
+            Talk::Offer { .. } => Ok(Err(std::io::Error::other("this rank was told to use QUIC"))),
+            Talk::No => return agree(me, peer, known, choice, None).await,
+            Talk::Result(_) => return Err("it talks nonsense about shared memory".to_owned()),
+        }
+    };
+    let attempt = attempt.map_err(|error| error.to_string())?;
+    agree(me, peer, known, choice, Some(attempt)).await
+}
+
+/// Compares how the attempt went on both sides.
+async fn agree(
+    me: Peer,
+    peer: Peer,
+    mut known: Acquaintance,
+    choice: LinkChoice,
+    attempt: Option<std::io::Result<same_host::Shared>>,
+) -> Result<Negotiated, String> {
+    let mine = attempt.as_ref().map(|attempt| attempt.as_ref().map(|_| ()).map_err(ToString::to_string));
+    let mut why = "they are on different hosts, or one was told to use QUIC".to_owned();
+    let mut worked = false;
+    if let Some(mine) = mine {
+        rendezvous::write(&mut known.to, &Talk::Result(mine.clone())).await?;
+        let Talk::Result(theirs) = rendezvous::read(&mut known.from).await? else {
+            return Err("it talks nonsense about shared memory".to_owned());
+        };
+        match (mine, theirs) {
+            (Ok(()), Ok(())) => worked = true,
+            (Err(reason), _) | (_, Err(reason)) => why = reason,
+        }
+    }
+    if worked {
+        return Ok((known, attempt.and_then(Result::ok)));
+    }
+    if choice == LinkChoice::Shm {
+        return Err(format!("{me} and {peer} cannot share memory, and nothing else is allowed: {why}"));
+    }
+    tracing::info!(%me, %peer, why, "using QUIC rather than shared memory");
+    Ok((known, None))
+}
+
+/// Waits for the end of a peer on this host, which closes its end.
+async fn hold(lifeline: tokio::net::UnixStream, health: Arc<Health>) {
+    let mut byte = [0];
+    loop {
+        if lifeline.readable().await.is_err()
+            || !matches!(lifeline.try_read(&mut byte), Err(error) if error.kind() == std::io::ErrorKind::WouldBlock)
+        {
+            return health.lose("its process has ended".to_owned());
+        }
+    }
+}
+
+/// What a node needs beside its driver while it is part of a job.
+#[derive(Debug)]
+pub(crate) struct Network {
+    runtime: Option<Runtime>,
+    endpoint: Option<quinn::Endpoint>,
+    healths: Vec<Arc<Health>>,
+}
+
+/// How long leaving may take.
+const FAREWELL: Duration = Duration::from_secs(3);
+
+impl Network {
+    /// Waits until peers have all that was sent, and lets go.
+    fn leave(&mut self) {
+        let (Some(runtime), endpoint, healths) =
+            (self.runtime.take(), self.endpoint.take(), std::mem::take(&mut self.healths))
+        else {
+            return;
+        };
+        // On a thread of its own, because the last handle may be dropped inside a runtime.
+        let farewell = std::thread::spawn(move || {
+            runtime.block_on(async {
+                let all_left = async {
+                    for health in &healths {
+                        health.left().await;
+                    }
+                };
+                let _ = tokio::time::timeout(FAREWELL, all_left).await;
+                if let Some(endpoint) = endpoint {
+                    endpoint.close(0u32.into(), b"done");
+                    let _ = tokio::time::timeout(Duration::from_millis(200), endpoint.wait_idle()).await;
+                }
+            });
+            runtime.shutdown_background();
+        });
+        let _ = farewell.join();
+    }
+}
+
+impl Drop for Network {
+    fn drop(&mut self) {
+        self.leave();
+    }
+}

@@ -1,0 +1,167 @@
+//! Is the peer alive? Answered heartbeats, and the goodbye.
+//!
+//! Each side sends a ping now and then and answers the other's. Only an *answer* counts as life: what leaves this process may go nowhere. A peer that does not
+//! answer for long enough, stopped, dead or cut off, is lost.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use quinn::{Connection, RecvStream, SendStream};
+use tokio::sync::{Notify, mpsc};
+use tokio::time::{Instant, MissedTickBehavior, interval};
+
+use crate::shm::bell::Bell;
+
+/// How often to ask, and how long to wait for an answer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Beats {
+    pub(crate) every: Duration,
+    pub(crate) lost_after: Duration,
+}
+
+/// What is known of a peer, for the driver to look at.
+#[derive(Debug)]
+pub(crate) struct Health {
+    lost: AtomicBool,
+    reason: Mutex<String>,
+    /// How many data streams the peer has opened in all, plus one, once it has said goodbye; zero before.
+    goodbye: AtomicU64,
+    /// Set by this side when it leaves, with the number of streams that it has opened.
+    leaving: Notify,
+    streams: AtomicU64,
+    left: Notify,
+    /// This process's.
+    bell: Bell,
+}
+
+impl Health {
+    pub(crate) fn new(bell: Bell) -> Arc<Self> {
+        Arc::new(Self {
+            lost: AtomicBool::new(false),
+            reason: Mutex::default(),
+            goodbye: AtomicU64::new(0),
+            leaving: Notify::new(),
+            streams: AtomicU64::new(0),
+            left: Notify::new(),
+            bell,
+        })
+    }
+
+    /// Why the peer is lost, if it is.
+    pub(crate) fn loss(&self) -> Option<String> {
+        let lost = self.lost.load(Ordering::Acquire);
+        lost.then(|| self.reason.lock().unwrap_or_else(PoisonError::into_inner).clone())
+    }
+
+    pub(crate) fn lose(&self, reason: String) {
+        *self.reason.lock().unwrap_or_else(PoisonError::into_inner) = reason;
+        self.lost.store(true, Ordering::Release);
+        self.bell.ring();
+    }
+
+    /// How many data streams the peer has opened in all, once it has said goodbye.
+    pub(crate) fn goodbye(&self) -> Option<u64> {
+        self.goodbye.load(Ordering::Acquire).checked_sub(1)
+    }
+
+    /// Says goodbye, once all streams this side has opened are known to have arrived.
+    pub(crate) fn leave(&self, streams: u64) {
+        self.streams.store(streams, Ordering::Release);
+        self.leaving.notify_one();
+    }
+
+    /// Until the goodbye has been said.
+    pub(crate) async fn left(&self) {
+        self.left.notified().await;
+    }
+}
+
+const PING: u8 = 1;
+const PONG: u8 = 2;
+const BYE: u8 = 3;
+
+/// Asks and answers until either side leaves.
+pub(crate) async fn watch(
+    connection: Connection,
+    mut to: SendStream,
+    from: RecvStream,
+    health: Arc<Health>,
+    beats: Beats,
+) {
+    let (heard, mut messages) = mpsc::channel(16);
+    tokio::spawn(listen(from, heard));
+    let mut tick = interval(beats.every);
+    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut answered = Instant::now();
+    let mut asked = 0u64;
+    let reason = loop {
+        let message = tokio::select! {
+            _ = tick.tick() => {
+                // A process that was itself stopped must not blame others for its own silence: one more round.
+                if answered.elapsed() > beats.lost_after {
+                    break Some(format!("no answer to heartbeats for {:?}", answered.elapsed()));
+                }
+                asked += 1;
+                Some((PING, asked))
+            }
+            () = health.leaving.notified() => {
+                let _ = say(&mut to, BYE, health.streams.load(Ordering::Acquire)).await;
+                let _ = to.finish();
+                let _ = tokio::time::timeout(beats.lost_after, to.stopped()).await;
+                health.left.notify_one();
+                break None;
+            }
+            message = messages.recv() => match message {
+                Some((PING, number)) => Some((PONG, number)),
+                Some((PONG, _)) => {
+                    answered = Instant::now();
+                    None
+                }
+                Some((BYE, streams)) => {
+                    health.goodbye.store(streams.saturating_add(1), Ordering::Release);
+                    health.bell.ring();
+                    None
+                }
+                Some(_) => break Some("it said something on the control stream that means nothing".to_owned()),
+                None if health.goodbye().is_some() => {
+                    // It has left; this side will, too.
+                    health.leaving.notified().await;
+                    health.left.notify_one();
+                    break None;
+                }
+                None => break Some(gone(&connection)),
+            },
+        };
+        if let Some((kind, number)) = message
+            && say(&mut to, kind, number).await.is_err()
+            && health.goodbye().is_none()
+        {
+            break Some(gone(&connection));
+        }
+    };
+    if let Some(reason) = reason {
+        health.lose(reason);
+        health.left.notify_one();
+    }
+}
+
+fn gone(connection: &Connection) -> String {
+    connection.close_reason().map_or("it closed the control stream".to_owned(), |reason| reason.to_string())
+}
+
+async fn say(to: &mut SendStream, kind: u8, number: u64) -> Result<(), quinn::WriteError> {
+    let mut message = [kind; 9];
+    message[1..].copy_from_slice(&number.to_le_bytes());
+    to.write_all(&message).await
+}
+
+async fn listen(mut from: RecvStream, heard: mpsc::Sender<(u8, u64)>) {
+    let mut message = [0; 9];
+    while from.read_exact(&mut message).await.is_ok() {
+        let [kind, number @ ..] = message;
+        if heard.send((kind, u64::from_le_bytes(number))).await.is_err() {
+            return;
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! A link through shared memory.
+
+use std::sync::Arc;
+
+use farwire_proto::{Header, Lane};
+
+use super::bell::Bell;
+use super::ring::{Receiver, Sender};
+use crate::link::{Arrival, Broken, Link};
+use crate::quic::control::Health;
+
+/// Two rings, one each way, and the peer's bell.
+#[derive(Debug)]
+pub(crate) struct SharedLink {
+    sender: Sender,
+    receiver: Receiver,
+    bell: Bell,
+    /// Of a peer that is another process.
+    health: Option<Arc<Health>>,
+    /// The peer has said goodbye, so its end is no loss.
+    closed: bool,
+}
+
+impl SharedLink {
+    pub(crate) fn new(sender: Sender, receiver: Receiver, bell: Bell, health: Option<Arc<Health>>) -> Self {
+        Self { sender, receiver, bell, health, closed: false }
+    }
+}
+
+impl Link for SharedLink {
+    fn send(&mut self, lane: Option<Lane>, header: &Header, payload: &[u8], _last: bool) -> bool {
+        self.sender.send(lane, header, payload)
+    }
+
+    fn poll_writable(&mut self) -> Result<Option<Lane>, Broken> {
+        self.sender.poll_writable()
+    }
+
+    fn poll_arrived(&mut self) -> Result<Option<Arrival>, Broken> {
+        // Asked first, because what a peer sent before it was lost is in the ring by then.
+        let loss = self.health.as_ref().and_then(|health| health.loss());
+        match self.receiver.poll_arrived()? {
+            Some(arrival) => {
+                self.closed |= matches!(arrival, Arrival::Closed);
+                Ok(Some(arrival))
+            }
+            None => match loss {
+                Some(reason) if !self.closed => {
+                    tracing::warn!(reason, "lost a peer");
+                    Err(Broken("the peer is lost"))
+                }
+                _ => Ok(None),
+            },
+        }
+    }
+
+    fn head(&self, lane: &Lane) -> Option<(Header, &[u8])> {
+        self.receiver.head(lane)
+    }
+
+    fn pop(&mut self, lane: &Lane) {
+        self.receiver.pop(lane);
+    }
+
+    fn ring(&self) {
+        self.bell.ring();
+    }
+
+    fn close(&mut self) {
+        self.sender.close();
+        if let Some(health) = &self.health {
+            health.leave(0);
+        }
+    }
+}

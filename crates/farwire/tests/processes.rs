@@ -1,0 +1,54 @@
+//! Tier 3: ranks as processes of one machine, through shared memory and over QUIC on loopback.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
+
+mod common;
+
+use common::{every_collective, on_processes};
+use farwire::ReduceOp;
+use half::bf16;
+
+const LINKS: [&str; 2] = ["shm", "quic"];
+
+#[test]
+fn every_collective_equals_the_oracle_over_every_link() {
+    for link in LINKS {
+        for n in [1, 2, 3, 5] {
+            on_processes("every_collective_equals_the_oracle_over_every_link", n, link, |comm| {
+                for len in [0, 1, n - 1, n, n + 1, 1009] {
+                    every_collective::<f32>(&comm, len, ReduceOp::Sum);
+                    every_collective::<bf16>(&comm, len, ReduceOp::Sum);
+                }
+                every_collective::<f32>(&comm, 65_537, ReduceOp::Sum);
+                comm.shutdown().unwrap();
+            });
+        }
+    }
+}
+
+#[test]
+fn a_process_that_leaves_right_after_sending_loses_nothing() {
+    for link in LINKS {
+        on_processes("a_process_that_leaves_right_after_sending_loses_nothing", 2, link, |comm| {
+            if comm.rank() == 0 {
+                comm.send(vec![7u8; 3_000_000], 1, 0).wait().unwrap();
+            } else {
+                assert_eq!(comm.recv::<u8>(3_000_000, 0, 0).wait().unwrap(), vec![7; 3_000_000]);
+            }
+        });
+    }
+}
+
+#[test]
+fn sixty_four_operations_in_flight_at_once() {
+    for link in LINKS {
+        on_processes("sixty_four_operations_in_flight_at_once", 3, link, |comm| {
+            let pending: Vec<_> =
+                (0..64u32).map(|i| comm.all_reduce(vec![i; 30_000 + i as usize], ReduceOp::Sum)).collect();
+            for (i, pending) in pending.into_iter().enumerate().rev() {
+                assert_eq!(pending.wait().unwrap(), vec![3 * i as u32; 30_000 + i]);
+            }
+            comm.shutdown().unwrap();
+        });
+    }
+}
