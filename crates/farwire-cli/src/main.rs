@@ -2,9 +2,13 @@
 
 #![forbid(unsafe_code)]
 
+mod bench;
+mod launch;
+mod named;
 mod sim;
 mod units;
 
+use std::error::Error;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -19,18 +23,31 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
+    Bench(bench::Args),
+    Launch(launch::Args),
     Sim(sim::Args),
+    /// Print a new cluster token: the only secret of a cluster, for FARWIRE_TOKEN.
+    Token,
 }
 
 fn main() -> ExitCode {
-    let result = match Cli::parse().command {
-        Command::Sim(args) => sim::run(&args),
-    };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("farwire: {error}");
-            ExitCode::FAILURE
+    let log = tracing_subscriber::EnvFilter::try_from_env("FARWIRE_LOG");
+    tracing_subscriber::fmt()
+        .with_env_filter(log.unwrap_or_else(|_| "warn".into()))
+        .with_writer(std::io::stderr)
+        .without_time()
+        .init();
+    let result: Result<ExitCode, Box<dyn Error>> = match Cli::parse().command {
+        Command::Bench(args) => bench::run(&args).map_err(Into::into),
+        Command::Launch(args) => launch::run(&args).map_err(Into::into),
+        Command::Sim(args) => sim::run(&args).map(|()| ExitCode::SUCCESS).map_err(Into::into),
+        Command::Token => {
+            println!("{}", farwire::Token::generate().reveal());
+            Ok(ExitCode::SUCCESS)
         }
-    }
+    };
+    result.unwrap_or_else(|error| {
+        eprintln!("farwire: {error}");
+        ExitCode::FAILURE
+    })
 }

@@ -5,7 +5,6 @@ use std::io::{IsTerminal, Write as _};
 use std::num::NonZeroUsize;
 use std::time::{Duration, Instant};
 
-use clap::builder::{PossibleValuesParser, TypedValueParser};
 use farwire_proto::{
     Algorithm, Call, CallError, CommId, Config, Counts, DType, Kind, Options, Peer, Plan, Rank, ReduceOp,
     Tag, Time, Tuning, WorldSize, tune::Links,
@@ -19,6 +18,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
 
+use crate::named::named;
 use crate::units::{self, show_bytes, show_rate, show_time};
 
 /// Runs of more than this many bytes, all ranks together, carry lengths only, and the result is checked on a short vector.
@@ -503,14 +503,6 @@ fn random_elements(dtype: DType, bytes: usize, rng: &mut ChaCha8Rng) -> Vec<u8> 
         DType::Bf16 => (0..count).flat_map(|_| bf16::from_f32(floats()).to_le_bytes()).collect(),
         _ => (0..bytes).map(|_| rng.random()).collect(),
     }
-}
-
-/// A parser for one of a closed set of names, which `--help` then lists.
-fn named<T, const N: usize>(names: [&'static str; N]) -> impl TypedValueParser<Value = T>
-where
-    T: std::str::FromStr<Err: std::error::Error + Send + Sync + 'static> + Clone + Send + Sync + 'static,
-{
-    PossibleValuesParser::new(names).try_map(|name| name.parse())
 }
 
 /// `RANK@STEP`.

@@ -7,6 +7,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use farwire_proto::{Call, CommId, Counts, OpenError, Options, Peer, Rank, ReduceOp, Tag, WorldSize};
 
 use crate::buffer::{Buffer, Element};
+use crate::driver::Traffic;
 use crate::error::Error;
 use crate::node::Node;
 use crate::pending::{Completion, Pending};
@@ -50,6 +51,11 @@ impl Communicator {
     /// How many ranks the group has.
     pub fn size(&self) -> usize {
         self.group.members.len()
+    }
+
+    /// What this process has sent since it joined, to all peers, on all of its communicators.
+    pub fn traffic(&self) -> Traffic {
+        self.node.driver().traffic()
     }
 
     /// The same group, with other settings for the calls made through this handle: algorithm, segment, deadline. All ranks must set the same, but for the deadline.

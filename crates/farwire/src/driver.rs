@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use farwire_proto::{
-    Call, CommId, Engine, Event, Header, Lane, OpId, OpenError, Options, Outcome, Payload, Peer, Plan, Rank,
-    Time, Transmit, Verdict, Workspace, WorldSize,
+    Call, CommId, Engine, Event, HEADER_LEN, Header, Lane, OpId, OpenError, Options, Outcome, Payload, Peer,
+    Plan, Rank, Time, Transmit, Verdict, Workspace, WorldSize,
 };
 
 use crate::buffer::{Buffer, Pool};
@@ -28,8 +28,25 @@ pub(crate) struct Driver {
     /// News of failures that found no room.
     held_aborts: VecDeque<Transmit>,
     pool: Pool,
+    traffic: Traffic,
     /// When time zero was.
     origin: Instant,
+}
+
+/// What went out, counted where it is handed to the links.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// Frames sent.
+    pub frames: u64,
+    /// Bytes sent, headers included.
+    pub bytes: u64,
+}
+
+impl Traffic {
+    fn count(&mut self, payload: usize) {
+        self.frames += 1;
+        self.bytes += (HEADER_LEN + payload) as u64;
+    }
 }
 
 /// An operation's memory, and who waits for it.
@@ -52,6 +69,7 @@ impl Driver {
             held: HashMap::new(),
             held_aborts: VecDeque::new(),
             pool: Pool::default(),
+            traffic: Traffic::default(),
             origin: Instant::now(),
         }
     }
@@ -62,6 +80,10 @@ impl Driver {
 
     pub(crate) fn place(&self, comm: CommId) -> Result<(Rank, WorldSize), Error> {
         Ok(self.engine.place(comm)?)
+    }
+
+    pub(crate) fn traffic(&self) -> Traffic {
+        self.traffic
     }
 
     /// Whether there is anything to wait for.
@@ -240,9 +262,14 @@ impl Driver {
             }
             Payload::Operation { op, source, .. } => {
                 let lane = Lane::of(self.engine.me(), &header);
+                // A lane keeps its order: behind a frame that waits, all wait.
+                if let Some(held) = self.held.get_mut(&(to, lane)) {
+                    return held.push_back(transmit);
+                }
                 let Some(job) = self.jobs.get_mut(op) else { return };
                 let payload = job.work.payload(source, job.input.bytes(), job.output.bytes());
                 if link.send(Some(lane), &header, payload, transmit.last) {
+                    self.traffic.count(payload.len());
                     link.ring();
                     self.engine.handle_sent(transmit);
                 } else {

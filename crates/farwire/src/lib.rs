@@ -35,6 +35,7 @@ mod token;
 
 pub use buffer::{Buffer, Element};
 pub use comm::Communicator;
+pub use driver::Traffic;
 pub use error::Error;
 pub use farwire_proto::{
     Algorithm, CallError, Config, DType, Fault, OpError, Options, Peer, ReduceOp, Tag, Tuning, tune,

@@ -41,11 +41,11 @@ struct Keeper {
 const NAP: Duration = Duration::from_millis(100);
 
 impl Node {
-    /// A node whose peers ring `bell`; `local_ranks` share this host's cores.
+    /// A node whose peers ring `bell`; `threads` of this and other ranks want this host's cores while it waits.
     pub(crate) fn start(
         driver: Driver,
         bell: Bell,
-        local_ranks: usize,
+        threads: usize,
         network: Option<Network>,
     ) -> std::io::Result<Arc<Self>> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -57,8 +57,8 @@ impl Node {
             role_changed: Condvar::new(),
             waiting: AtomicU32::new(0),
             keeper: keeper.clone(),
-            // Spinning on a core that another rank needs only delays what is waited for.
-            spins: if local_ranks <= cores { 2000 } else { 20 },
+            // Spinning on a core that another thread needs only delays what is waited for.
+            spins: if threads <= cores { 2000 } else { 20 },
             _network: network,
         });
         let weak = Arc::downgrade(&node);

@@ -131,8 +131,8 @@ impl Builder {
             let join = scope.spawn(|| runtime.block_on(settings.join(&bell, &runtime)));
             join.join().expect("joining does not panic")
         });
-        let (links, local_ranks, network) = match joined {
-            Ok((links, local_ranks, network)) => (links, local_ranks, network),
+        let (links, threads, network) = match joined {
+            Ok(joined) => joined,
             Err(error) => {
                 runtime.shutdown_background();
                 return Err(error.into());
@@ -141,7 +141,7 @@ impl Builder {
         let engine = Engine::new(settings.place.rank, settings.place.world, settings.config);
         let mut network = network;
         network.runtime = Some(runtime);
-        let node = Node::start(Driver::new(engine, links), bell, local_ranks, Some(network))
+        let node = Node::start(Driver::new(engine, links), bell, threads, Some(network))
             .map_err(|source| Error::System { what: "could not start a thread", source })?;
         Communicator::of_world(node)
     }
@@ -240,7 +240,9 @@ impl Settings {
                 peer.map(|(rank, peer)| tokio::spawn(negotiate(me, rank, peer, choice, payload, bell)))
             })
             .collect();
-        let (mut links, mut healths, mut local_ranks): (Links, _, _) = (Vec::new(), Vec::new(), 1);
+        let (mut links, mut healths): (Links, _) = (Vec::new(), Vec::new());
+        // Ranks on this host want a core each, and one more for their network threads if data goes through those.
+        let (mut local_ranks, mut threads_each) = (1, 1);
         for (index, negotiation) in negotiations.into_iter().enumerate() {
             let Some(negotiation) = negotiation else {
                 links.push(None);
@@ -250,6 +252,7 @@ impl Settings {
             let lost = |reason: String| JoinError::Lost { peer, reason };
             let (known, shared) =
                 negotiation.await.map_err(|error| lost(error.to_string()))?.map_err(lost)?;
+            local_ranks += usize::from(rendezvous::is_this_host(&known.hello));
             let Acquaintance { connection, to, from, .. } = known;
             let health = Health::new(bell.clone());
             let beats = self.preset.beats();
@@ -257,23 +260,19 @@ impl Settings {
             healths.push(health.clone());
             links.push(Some(match shared {
                 Some(same_host::Shared { sender, receiver, bell, lifeline }) => {
-                    local_ranks += 1;
                     let lifeline = tokio::net::UnixStream::from_std(lifeline)
                         .map_err(|error| lost(error.to_string()))?;
                     runtime.spawn(hold(lifeline, health.clone()));
                     Box::new(SharedLink::new(sender, receiver, bell, Some(health))) as Box<dyn Link>
                 }
-                None => Box::new(QuicLink::new(
-                    connection,
-                    peer,
-                    payload,
-                    bell.clone(),
-                    health,
-                    runtime.handle().clone(),
-                )),
+                None => {
+                    threads_each = 2;
+                    let runtime = runtime.handle().clone();
+                    Box::new(QuicLink::new(connection, peer, payload, bell.clone(), health, runtime))
+                }
             }));
         }
-        Ok((links, local_ranks, Network { runtime: None, endpoint: Some(endpoint), healths }))
+        Ok((links, local_ranks * threads_each, Network { runtime: None, endpoint: Some(endpoint), healths }))
     }
 
     /// The token that was given; on loopback, else, this user's.

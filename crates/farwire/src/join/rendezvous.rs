@@ -7,7 +7,7 @@
 //! Every connection is QUIC with certificates on both sides ([`Identity`]), and each has a *control stream*, on which the hello was said and heartbeats will be. After that a
 //! newcomer is told that the group is complete.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -24,7 +24,7 @@ use super::identity::{Identity, IdentityError};
 /// How long one handshake, and one hello, may take.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How long to wait for rank 0 to answer before asking again.
-const RETRY: Duration = Duration::from_millis(500);
+const RETRY: Duration = Duration::from_secs(3);
 /// Strangers and newcomers that may be in the middle of a handshake at once.
 const AT_THE_DOOR: usize = 256;
 /// The longest message of the rendezvous.
@@ -165,8 +165,13 @@ pub(crate) async fn join(
     let address = SocketAddr::new(any, if me == Peer(0) { master.port() } else { port });
     let mut server = identity.server_config()?;
     server.transport_config(Arc::new(transport()));
-    let mut endpoint =
-        Endpoint::server(server, address).map_err(|source| JoinError::Listen { address, source })?;
+    let listen = || {
+        let socket = UdpSocket::bind(address)?;
+        widen(&socket);
+        let config = quinn::EndpointConfig::default();
+        Endpoint::new(config, Some(server), socket, Arc::new(quinn::TokioRuntime))
+    };
+    let mut endpoint = listen().map_err(|source| JoinError::Listen { address, source })?;
     let mut client = identity.client_config()?;
     client.transport_config(Arc::new(transport()));
     endpoint.set_default_client_config(client);
@@ -307,7 +312,7 @@ async fn connect(
             Ok(Ok(there)) => return Ok(there),
             Ok(Err(reason)) => {
                 last = reason;
-                tokio::time::sleep(RETRY / 5).await;
+                tokio::time::sleep(Duration::from_millis(100)).await;
             }
             Err(_) => {}
         }
@@ -416,6 +421,25 @@ pub(crate) async fn read<T: DeserializeOwned>(from: &mut RecvStream) -> Result<T
     serde_json::from_slice(&text).map_err(|error| error.to_string())
 }
 
+/// Makes the system keep more packets for a socket while this process is busy, as far as it allows; those it cannot keep have to be sent again.
+fn widen(socket: &UdpSocket) {
+    use rustix::net::sockopt;
+    const BUFFER: usize = 8 << 20;
+    // Beyond the system's limit for a privileged process, up to it for any other.
+    if sockopt::set_socket_recv_buffer_size_force(socket, BUFFER).is_err() {
+        let _ = sockopt::set_socket_recv_buffer_size(socket, BUFFER);
+    }
+    let _ = sockopt::set_socket_send_buffer_size(socket, BUFFER);
+    let got = sockopt::socket_recv_buffer_size(socket).unwrap_or(0);
+    if got < BUFFER {
+        tracing::debug!(
+            got,
+            wanted = BUFFER,
+            "the system limits UDP buffers; raise net.core.rmem_max for speed"
+        );
+    }
+}
+
 /// Windows and limits for links that carry long vectors.
 fn transport() -> quinn::TransportConfig {
     let mut transport = quinn::TransportConfig::default();
@@ -426,6 +450,8 @@ fn transport() -> quinn::TransportConfig {
         .stream_receive_window((1u32 << 20).into())
         .receive_window((256u32 << 20).into())
         .send_window(256 << 20)
+        // A first packet that finds nobody listening yet is soon sent again.
+        .initial_rtt(Duration::from_millis(50))
         .max_idle_timeout(Some(quinn::VarInt::from_u32(10_000).into()));
     transport
 }

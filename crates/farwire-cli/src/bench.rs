@@ -1,0 +1,442 @@
+//! `farwire bench`: how fast an operation is, here and now.
+
+use std::fmt;
+use std::io::Write;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use clap::ValueEnum;
+use farwire::{Communicator, Element, Error, Options};
+use farwire_proto::{Algorithm, Call, Counts, DType, Kind, Rank, ReduceOp, WorldSize};
+use farwire_sim::oracle;
+use half::{bf16, f16};
+use rustix::time::ClockId;
+use serde::Serialize;
+
+use crate::launch::{Job, LaunchError, free_port};
+use crate::named::named;
+use crate::units::{self, show_bytes};
+
+/// Measure an operation between real processes or threads.
+///
+/// With --ranks it starts them here. Without, it is one rank of a job that some launcher started (`farwire launch`, torchrun, mpirun, srun), and rank 0 prints. Times are of the
+/// slowest rank in each iteration. Bandwidth is in GB/s: `algbw` is size over time, `busbw` is what each rank's link carried by the least-volume algorithm, comparable between
+/// operations and numbers of ranks.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  farwire bench all_reduce --ranks 2
+  farwire bench all_reduce --ranks 4 --size 4KiB,1MiB,64MiB --link quic --check
+  farwire launch -n 4 -- farwire bench broadcast --size 16MiB --json")]
+pub(crate) struct Args {
+    /// What to measure.
+    #[arg(value_name = "OP", value_parser = named::<Kind, _>(Kind::ALL.map(Kind::name)))]
+    op: Kind,
+    /// Start this many ranks here; without it, be one rank of a job.
+    #[arg(short = 'n', long, value_parser = clap::value_parser!(u32).range(1..=256))]
+    ranks: Option<u32>,
+    /// Bytes of the vector, as 64MiB or 100MB; several with commas between.
+    #[arg(short, long, default_value = "4KiB,1MiB,64MiB", value_delimiter = ',', value_parser = units::size)]
+    size: Vec<usize>,
+    /// Element type.
+    #[arg(long, default_value = "f32", value_parser = named::<DType, _>(DType::ALL.map(DType::name)))]
+    dtype: DType,
+    /// How elements are combined.
+    #[arg(long, alias = "op", default_value = "sum", value_parser = named::<ReduceOp, _>(ReduceOp::ALL.map(ReduceOp::name)))]
+    reduce: ReduceOp,
+    /// How elements are compressed on the wire.
+    #[arg(long, value_enum, default_value_t)]
+    codec: Codec,
+    /// What carries the data: ranks as threads (inproc), or processes.
+    #[arg(long, value_enum, default_value_t)]
+    link: LinkArg,
+    /// How to move the data; chosen if not given.
+    #[arg(short, long, value_parser = named::<Algorithm, _>(Algorithm::ALL.map(Algorithm::name)))]
+    algorithm: Option<Algorithm>,
+    /// Measured iterations; by size if not given.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    iters: Option<u32>,
+    /// Iterations before those.
+    #[arg(long, default_value = "5")]
+    warmup: u32,
+    /// Compare every element of every rank's result with the right one.
+    #[arg(long)]
+    check: bool,
+    /// Print one JSON object per size rather than a table.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+enum Codec {
+    /// As they are.
+    #[default]
+    None,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+enum LinkArg {
+    /// Shared memory where two processes can share it, QUIC elsewhere.
+    #[default]
+    Auto,
+    /// Threads of one process.
+    Inproc,
+    /// Shared memory between processes.
+    Shm,
+    /// QUIC between processes.
+    Quic,
+}
+
+impl LinkArg {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Inproc => "inproc",
+            Self::Shm => "shm",
+            Self::Quic => "quic",
+        }
+    }
+}
+
+/// Why there is nothing to show.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum BenchError {
+    #[error("--size {size} is not a whole number of {dtype} elements, which have {} bytes each", dtype.size())]
+    Fraction { size: usize, dtype: DType },
+    #[error("--link inproc runs ranks as threads; say how many with --ranks")]
+    NoRanks,
+    #[error("{0} needs at least 2 ranks")]
+    TooFew(Kind),
+    #[error(transparent)]
+    Launch(#[from] LaunchError),
+    #[error(transparent)]
+    Run(#[from] Error),
+    #[error("could not write the result: {0}")]
+    Output(#[from] std::io::Error),
+}
+
+/// One line of the result.
+#[derive(Debug, Serialize)]
+struct Row {
+    op: &'static str,
+    codec: &'static str,
+    link: &'static str,
+    ranks: usize,
+    bytes: usize,
+    p50_us: f64,
+    p99_us: f64,
+    algbw_gbs: f64,
+    busbw_gbs: f64,
+    wire_bytes: u64,
+    cpu_s: f64,
+    /// Absent unless asked for.
+    wrong: Option<u64>,
+    #[serde(skip)]
+    iters: u32,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &Args) -> Result<ExitCode, BenchError> {
+    if let Some(size) = args.size.iter().find(|size| !size.is_multiple_of(args.dtype.size())) {
+        return Err(BenchError::Fraction { size: *size, dtype: args.dtype });
+    }
+    match (args.ranks, args.link) {
+        (None, LinkArg::Inproc) => Err(BenchError::NoRanks),
+        (Some(ranks), LinkArg::Inproc) => on_threads(args, ranks as usize).map(|()| ExitCode::SUCCESS),
+        (Some(ranks), _) => on_processes(args, ranks),
+        (None, _) => measure_all(args, &Communicator::from_env()?).map(|()| ExitCode::SUCCESS),
+    }
+}
+
+fn on_threads(args: &Args, ranks: usize) -> Result<(), BenchError> {
+    let comms = farwire::local(ranks)?;
+    std::thread::scope(|scope| {
+        let threads: Vec<_> =
+            comms.into_iter().map(|comm| scope.spawn(move || measure_all(args, &comm))).collect();
+        threads.into_iter().try_for_each(|thread| thread.join().expect("a rank does not panic"))
+    })
+}
+
+/// Starts this very command again, as each of the ranks.
+fn on_processes(args: &Args, ranks: u32) -> Result<ExitCode, BenchError> {
+    let system = |source| LaunchError::System { what: "could not find this program", source };
+    let mut command = vec![std::env::current_exe().map_err(system)?.into_os_string()];
+    let mut given = std::env::args_os().skip(1);
+    while let Some(argument) = given.next() {
+        let text = argument.to_string_lossy();
+        if text == "--ranks" || text == "-n" {
+            given.next();
+        } else if !text.starts_with("--ranks=") && !text.starts_with("-n") {
+            command.push(argument);
+        }
+    }
+    let job = Job {
+        command,
+        ranks,
+        first_rank: 0,
+        world: ranks,
+        master: ("127.0.0.1".to_owned(), free_port()?),
+        token: Some(farwire::Token::generate()),
+        variables: vec![("FARWIRE_LINK", args.link.name().to_owned())],
+        prefix: false,
+    };
+    Ok(job.run()?)
+}
+
+fn measure_all(args: &Args, comm: &Communicator) -> Result<(), BenchError> {
+    let mut out = std::io::stdout();
+    if args.op == Kind::Message && comm.size() < 2 {
+        return Err(BenchError::TooFew(args.op));
+    }
+    if comm.rank() == 0 && !args.json {
+        writeln!(out, "{}", Heading(args, comm.size()))?;
+    }
+    for size in &args.size {
+        let row = match args.dtype {
+            DType::F32 => measure::<f32>(args, comm, *size),
+            DType::F64 => measure::<f64>(args, comm, *size),
+            DType::F16 => measure::<f16>(args, comm, *size),
+            DType::Bf16 => measure::<bf16>(args, comm, *size),
+            DType::I8 => measure::<i8>(args, comm, *size),
+            DType::I32 => measure::<i32>(args, comm, *size),
+            DType::I64 => measure::<i64>(args, comm, *size),
+            DType::U8 => measure::<u8>(args, comm, *size),
+            DType::U32 => measure::<u32>(args, comm, *size),
+            DType::U64 => measure::<u64>(args, comm, *size),
+        }?;
+        if comm.rank() == 0 {
+            if args.json {
+                writeln!(out, "{}", serde_json::to_string(&row).expect("plain numbers and names serialise"))?;
+            } else {
+                writeln!(out, "{row}")?;
+            }
+            out.flush()?;
+        }
+    }
+    comm.barrier().wait()?;
+    Ok(())
+}
+
+/// One operation, made again and again.
+struct Trial<'a, T> {
+    comm: &'a Communicator,
+    kind: Kind,
+    op: ReduceOp,
+    count: usize,
+    /// Goes in, and, where it can, comes back as the result of the iteration before: so the loop touches no fresh memory.
+    data: Vec<T>,
+    counts: Vec<usize>,
+}
+
+fn measure<T: Element>(args: &Args, comm: &Communicator, bytes: usize) -> Result<Row, BenchError> {
+    let options = Options { algorithm: args.algorithm, ..Options::default() };
+    let tuned = comm.with_options(options);
+    let count = bytes / T::DTYPE.size();
+    let (rank, ranks) = (comm.rank(), comm.size());
+    let world = WorldSize::new(ranks as u32).expect("a communicator has a rank");
+    let counts = (0..ranks as u32).map(|rank| Counts::even(count, world).of(Rank(rank))).collect();
+    let mut trial =
+        Trial::<T> { comm: &tuned, kind: args.op, op: args.reduce, count, data: Vec::new(), counts };
+
+    let mut wrong = None;
+    if args.check {
+        trial.data = trial.input(rank);
+        let result = trial.call()?;
+        let mine = differences::<T>(&result, &trial.expected(args.algorithm));
+        wrong = Some(comm.all_reduce(vec![mine], ReduceOp::Sum).wait()?[0]);
+    }
+    trial.data = trial.input(rank);
+    let iters = args
+        .iters
+        .unwrap_or_else(|| (512usize << 20).checked_div(bytes).unwrap_or(1000).clamp(10, 1000) as u32);
+    for _ in 0..args.warmup {
+        trial.turn()?;
+    }
+    comm.barrier().wait()?;
+    let (traffic, cpu) = (comm.traffic(), cpu_time());
+    let mut times = Vec::with_capacity(iters as usize);
+    for _ in 0..iters {
+        let start = Instant::now();
+        trial.turn()?;
+        times.push(start.elapsed().as_nanos() as u64);
+    }
+    let (cpu, sent) = (cpu_time().saturating_sub(cpu), comm.traffic().bytes - traffic.bytes);
+    let mut slowest = comm.all_reduce(times, ReduceOp::Max).wait()?;
+    let cpu_s = comm.all_reduce(vec![cpu.as_secs_f64()], ReduceOp::Sum).wait()?[0];
+    let sent = comm.all_reduce(vec![sent / u64::from(iters)], ReduceOp::Max).wait()?[0];
+    slowest.sort_unstable();
+    let at = |share: f64| slowest[((slowest.len() - 1) as f64 * share).round() as usize] as f64 / 1e3;
+    let (p50_us, p99_us) = (at(0.5), at(0.99));
+    let algbw_gbs = bytes as f64 / p50_us / 1e3;
+    let share = f64::from(ranks as u32 - 1) / f64::from(ranks as u32);
+    let factor = match args.op {
+        Kind::AllReduce => 2.0 * share,
+        Kind::ReduceScatter | Kind::AllGather | Kind::Gather | Kind::Scatter | Kind::AllToAll => share,
+        Kind::Broadcast | Kind::Reduce | Kind::Scan | Kind::ExclusiveScan | Kind::Message => 1.0,
+        Kind::Barrier => 0.0,
+    };
+    Ok(Row {
+        op: args.op.name(),
+        codec: "none",
+        link: args.link.name(),
+        ranks,
+        bytes,
+        p50_us,
+        p99_us,
+        algbw_gbs,
+        busbw_gbs: algbw_gbs * factor,
+        wire_bytes: sent,
+        cpu_s: if args.link == LinkArg::Inproc { cpu_s / ranks as f64 } else { cpu_s },
+        wrong,
+        iters,
+    })
+}
+
+impl<T: Element> Trial<'_, T> {
+    /// One iteration; what comes back goes in again, if it has the length.
+    fn turn(&mut self) -> Result<(), Error> {
+        let length = self.data.len();
+        let result = self.call()?;
+        self.data = if result.len() == length { result } else { vec![T::default(); length] };
+        Ok(())
+    }
+
+    fn call(&mut self) -> Result<Vec<T>, Error> {
+        let Self { comm, op, count, .. } = *self;
+        let data = std::mem::take(&mut self.data);
+        let (rank, ranks) = (comm.rank(), comm.size());
+        match self.kind {
+            Kind::AllReduce => comm.all_reduce(data, op).wait(),
+            Kind::ReduceScatter => comm.reduce_scatter(data, op).wait(),
+            Kind::AllGather => comm.all_gather_varied(data, &self.counts).wait(),
+            Kind::Broadcast => comm.broadcast(data, 0).wait(),
+            Kind::Reduce => Ok(comm.reduce(data, op, 0).wait()?.unwrap_or_default()),
+            Kind::Gather => Ok(comm.gather(data, 0).wait()?.unwrap_or_default()),
+            Kind::Scatter => comm.scatter(data, count / ranks, 0).wait(),
+            Kind::AllToAll => comm.all_to_all(data).wait(),
+            Kind::Scan => comm.scan(data, op).wait(),
+            Kind::ExclusiveScan => comm.exclusive_scan(data, op).wait(),
+            Kind::Barrier => comm.barrier().wait().map(|()| Vec::new()),
+            Kind::Message => {
+                let sent = comm.send(data, (rank + 1) % ranks, 0);
+                let received = comm.recv(count, (rank + ranks - 1) % ranks, 0).wait()?;
+                sent.wait()?;
+                Ok(received)
+            }
+        }
+    }
+
+    /// Elements of a rank's input.
+    fn input_len(&self, rank: usize) -> usize {
+        let ranks = self.comm.size();
+        match self.kind {
+            Kind::AllGather => self.counts[rank],
+            Kind::Gather => self.count / ranks,
+            Kind::Scatter | Kind::AllToAll => self.count / ranks * ranks,
+            Kind::Barrier => 0,
+            _ => self.count,
+        }
+    }
+
+    /// A rank's input: small whole numbers, which every type holds exactly, different from rank to rank and from element to element.
+    fn input(&self, rank: usize) -> Vec<T> {
+        let bytes = (0..self.input_len(rank)).flat_map(|i| {
+            let value = ((i * 7 + rank * 13 + i / 97) % 11) as u8;
+            let wide = f32::from(value);
+            let mut bytes = match T::DTYPE {
+                DType::F32 => wide.to_le_bytes().to_vec(),
+                DType::F64 => f64::from(wide).to_le_bytes().to_vec(),
+                DType::F16 => f16::from_f32(wide).to_le_bytes().to_vec(),
+                DType::Bf16 => bf16::from_f32(wide).to_le_bytes().to_vec(),
+                _ => vec![value],
+            };
+            bytes.resize(T::DTYPE.size(), 0);
+            bytes
+        });
+        bytemuck::pod_collect_to_vec(&bytes.collect::<Vec<u8>>())
+    }
+
+    /// What this rank must get, by the oracle.
+    fn expected(&self, algorithm: Option<Algorithm>) -> Vec<T> {
+        let ranks = self.comm.size();
+        let inputs: Vec<Vec<u8>> =
+            (0..ranks).map(|rank| bytemuck::cast_slice(&self.input(rank)).to_vec()).collect();
+        let me = self.comm.rank();
+        let (count, dtype, op, root) = (self.count, T::DTYPE, self.op, Rank(0));
+        let each = Counts::Each(count / ranks);
+        let world = WorldSize::new(ranks as u32).expect("a communicator has a rank");
+        let call = match self.kind {
+            Kind::AllReduce => Call::AllReduce { count, dtype, op },
+            Kind::ReduceScatter => Call::ReduceScatter { count, dtype, op },
+            Kind::AllGather => Call::AllGather { counts: Counts::listed(self.counts.clone(), world), dtype },
+            Kind::Broadcast => Call::Broadcast { count, dtype, root },
+            Kind::Reduce => Call::Reduce { count, dtype, op, root },
+            Kind::Gather => Call::Gather { counts: each, dtype, root },
+            Kind::Scatter => Call::Scatter { counts: each, dtype, root },
+            Kind::AllToAll => Call::AllToAll { send: each.clone(), recv: each, dtype },
+            Kind::Scan => Call::Scan { count, dtype, op },
+            Kind::ExclusiveScan => Call::ExclusiveScan { count, dtype, op },
+            Kind::Barrier => Call::Barrier,
+            Kind::Message => return self.input((me + ranks - 1) % ranks),
+        };
+        // Small whole numbers add up to the same in any order, so it does not matter which algorithm was chosen.
+        let algorithm = algorithm.unwrap_or(self.kind.algorithms()[0]);
+        let results = oracle::results(&vec![call; ranks], algorithm, &inputs);
+        bytemuck::pod_collect_to_vec(&results[me])
+    }
+}
+
+/// Elements that are not what they should be, missing ones included.
+fn differences<T: Element>(result: &[T], expected: &[T]) -> u64 {
+    let differ =
+        result.iter().zip(expected).filter(|(a, b)| bytemuck::bytes_of(*a) != bytemuck::bytes_of(*b)).count();
+    (differ + result.len().abs_diff(expected.len())) as u64
+}
+
+/// What this process has used of all cores.
+fn cpu_time() -> Duration {
+    let time = rustix::time::clock_gettime(ClockId::ProcessCPUTime);
+    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
+}
+
+/// The lines above the table.
+struct Heading<'a>(&'a Args, usize);
+
+impl fmt::Display for Heading<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(args, ranks) = self;
+        writeln!(
+            f,
+            "{} ({}, {}) over {ranks} ranks, link {}",
+            args.op,
+            args.reduce,
+            args.dtype,
+            args.link.name()
+        )?;
+        write!(
+            f,
+            "{:>10} {:>6} {:>11} {:>11} {:>8} {:>8} {:>11} {:>9} {:>6}",
+            "size", "iters", "p50 µs", "p99 µs", "algbw", "busbw", "sent/rank", "cpu s/GB", "wrong"
+        )
+    }
+}
+
+impl fmt::Display for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let gigabytes = self.bytes as f64 * f64::from(self.iters) / 1e9;
+        let per_gigabyte = if gigabytes > 0.0 { self.cpu_s / gigabytes } else { 0.0 };
+        write!(
+            f,
+            "{:>10} {:>6} {:>11.1} {:>11.1} {:>8.3} {:>8.3} {:>11} {:>9.2} {:>6}",
+            show_bytes(self.bytes as f64),
+            self.iters,
+            self.p50_us,
+            self.p99_us,
+            self.algbw_gbs,
+            self.busbw_gbs,
+            show_bytes(self.wire_bytes as f64),
+            per_gigabyte,
+            self.wrong.map_or("-".to_owned(), |wrong| wrong.to_string())
+        )
+    }
+}

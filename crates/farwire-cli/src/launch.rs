@@ -1,0 +1,268 @@
+//! `farwire launch`: one process per rank on this machine.
+
+use std::collections::VecDeque;
+use std::ffi::OsString;
+use std::net::UdpSocket;
+use std::process::{ExitCode, ExitStatus, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use farwire::Token;
+use rustix::process::{Pid, Signal};
+use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncWriteExt, BufReader};
+use tokio::process::{Child, Command};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::task::JoinSet;
+
+/// How long the others have to end by themselves once one has failed.
+const GRACE: Duration = Duration::from_secs(5);
+/// Lines of a failed rank that are shown again at the end.
+const LAST_LINES: usize = 10;
+
+/// Start a command once per rank, and end all when one fails.
+///
+/// Sets what torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and, for jobs on this machine, a fresh FARWIRE_TOKEN. Puts the rank
+/// before each line of output, passes signals on, and exits with the code of the first rank that failed.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  farwire launch -n 4 -- ./my-training-program --epochs 3
+  on host 0: farwire launch -n 8 --nnodes 2 --node-rank 0 \\
+               --master 10.0.0.1:29500 -- ./my-training-program
+  on host 1: the same, with --node-rank 1 (and the same FARWIRE_TOKEN on both:
+             make one with `farwire token`)")]
+pub(crate) struct Args {
+    /// Ranks on this machine.
+    #[arg(short = 'n', long = "ranks", default_value = "4", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    ranks: u32,
+    /// Machines, each of which runs this command.
+    #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..))]
+    nnodes: u32,
+    /// Which of them this is, from 0.
+    #[arg(long, default_value = "0")]
+    node_rank: u32,
+    /// Where rank 0 listens, as HOST:PORT; needed for more than one machine.
+    #[arg(long, value_name = "HOST:PORT", value_parser = master)]
+    master: Option<(String, u16)>,
+    /// The command and its arguments.
+    #[arg(last = true, required = true, value_name = "COMMAND")]
+    command: Vec<OsString>,
+}
+
+/// Why nothing was started, or nothing more could be done.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum LaunchError {
+    #[error("--node-rank {node_rank} is not below --nnodes {nnodes}; machines count from 0")]
+    NodeRank { node_rank: u32, nnodes: u32 },
+    #[error("--nnodes {0} needs --master HOST:PORT, the address of the machine with --node-rank 0")]
+    NoMaster(u32),
+    #[error(
+        "--nnodes {0} needs a token that all machines share; run `export FARWIRE_TOKEN=$(farwire token)` on one and copy the value to the others"
+    )]
+    NoToken(u32),
+    #[error("could not start {command:?}: {source}")]
+    Start { command: OsString, source: std::io::Error },
+    #[error("{what}: {source}")]
+    System { what: &'static str, source: std::io::Error },
+}
+
+fn master(text: &str) -> Result<(String, u16), String> {
+    let parsed = text.rsplit_once(':').and_then(|(host, port)| Some((host.to_owned(), port.parse().ok()?)));
+    parsed
+        .filter(|(host, port)| !host.is_empty() && *port > 0)
+        .ok_or_else(|| format!("`{text}` is not an address; write HOST:PORT, for example 10.0.0.1:29500"))
+}
+
+/// A job's command, and what its processes are told.
+#[derive(Clone, Debug)]
+pub(crate) struct Job {
+    pub(crate) command: Vec<OsString>,
+    pub(crate) ranks: u32,
+    pub(crate) first_rank: u32,
+    pub(crate) world: u32,
+    pub(crate) master: (String, u16),
+    pub(crate) token: Option<Token>,
+    pub(crate) variables: Vec<(&'static str, String)>,
+    /// Whether to put the rank before each line.
+    pub(crate) prefix: bool,
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &Args) -> Result<ExitCode, LaunchError> {
+    let &Args { ranks, nnodes, node_rank, .. } = args;
+    if node_rank >= nnodes {
+        return Err(LaunchError::NodeRank { node_rank, nnodes });
+    }
+    let has_token =
+        std::env::var_os("FARWIRE_TOKEN").is_some() || std::env::var_os("FARWIRE_TOKEN_FILE").is_some();
+    if nnodes > 1 && !has_token {
+        return Err(LaunchError::NoToken(nnodes));
+    }
+    let master = match &args.master {
+        Some(master) => master.clone(),
+        None if nnodes == 1 => ("127.0.0.1".to_owned(), free_port()?),
+        None => return Err(LaunchError::NoMaster(nnodes)),
+    };
+    Job {
+        command: args.command.clone(),
+        ranks,
+        first_rank: node_rank * ranks,
+        world: ranks.saturating_mul(nnodes),
+        master,
+        token: (!has_token).then(Token::generate),
+        variables: Vec::new(),
+        prefix: true,
+    }
+    .run()
+}
+
+/// A UDP port of loopback that nobody uses right now.
+pub(crate) fn free_port() -> Result<u16, LaunchError> {
+    let address = UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
+    address
+        .map(|address| address.port())
+        .map_err(|source| LaunchError::System { what: "could not find a free port", source })
+}
+
+impl Job {
+    /// Starts all ranks and waits for them.
+    pub(crate) fn run(&self) -> Result<ExitCode, LaunchError> {
+        let system = |what| move |source| LaunchError::System { what, source };
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        runtime.map_err(system("could not start"))?.block_on(self.supervise())
+    }
+
+    async fn supervise(&self) -> Result<ExitCode, LaunchError> {
+        let system = |what| move |source| LaunchError::System { what, source };
+        let mut interrupted =
+            signal(SignalKind::interrupt()).map_err(system("could not watch for signals"))?;
+        let mut terminated =
+            signal(SignalKind::terminate()).map_err(system("could not watch for signals"))?;
+        let mut running = JoinSet::new();
+        let mut pids = Vec::new();
+        for local_rank in 0..self.ranks {
+            let rank = self.first_rank + local_rank;
+            let mut child = match self.start(rank, local_rank) {
+                Ok(child) => child,
+                Err(source) => {
+                    tell(&pids, Signal::TERM);
+                    return Err(LaunchError::Start { command: self.command[0].clone(), source });
+                }
+            };
+            pids.extend(child.id().and_then(|id| Pid::from_raw(id as i32)));
+            let last = Arc::new(Mutex::new(VecDeque::new()));
+            let prefix = if self.prefix { format!("[{rank}] ") } else { String::new() };
+            let output = pass_on(child.stdout.take(), tokio::io::stdout(), prefix.clone(), last.clone());
+            let errors = pass_on(child.stderr.take(), tokio::io::stderr(), prefix, last.clone());
+            running.spawn(async move {
+                let (status, (), ()) = tokio::join!(child.wait(), output, errors);
+                (rank, status, last)
+            });
+        }
+        let mut first_failure = None;
+        let mut asked_to_end = false;
+        loop {
+            let ended = tokio::select! {
+                ended = running.join_next() => ended,
+                _ = interrupted.recv() => {
+                    tell(&pids, Signal::INT);
+                    asked_to_end = true;
+                    continue;
+                }
+                _ = terminated.recv() => {
+                    tell(&pids, Signal::TERM);
+                    asked_to_end = true;
+                    continue;
+                }
+                () = tokio::time::sleep(GRACE), if first_failure.is_some() => {
+                    tell(&pids, Signal::KILL);
+                    continue;
+                }
+            };
+            let Some(ended) = ended else { break };
+            let Ok((rank, status, last)) = ended else { continue };
+            let status = status.map_err(system("could not wait for a rank"))?;
+            if !status.success() && first_failure.is_none() {
+                first_failure = Some((rank, status, last));
+                // The others find out by themselves and say what they were doing; after that they are ended.
+                if !asked_to_end {
+                    tokio::time::sleep(Duration::from_millis(200)).await;
+                }
+                tell(&pids, Signal::TERM);
+            }
+        }
+        Ok(match first_failure {
+            None => ExitCode::SUCCESS,
+            Some((rank, status, last)) => {
+                if !asked_to_end {
+                    eprintln!("farwire launch: rank {rank} failed first ({status}); its last lines were:");
+                    for line in last.lock().unwrap_or_else(PoisonError::into_inner).iter() {
+                        eprintln!("  {line}");
+                    }
+                }
+                ExitCode::from(code(status))
+            }
+        })
+    }
+
+    fn start(&self, rank: u32, local_rank: u32) -> std::io::Result<Child> {
+        let mut command = Command::new(&self.command[0]);
+        command
+            .args(&self.command[1..])
+            .env("RANK", rank.to_string())
+            .env("LOCAL_RANK", local_rank.to_string())
+            .env("WORLD_SIZE", self.world.to_string())
+            .env("LOCAL_WORLD_SIZE", self.ranks.to_string())
+            .env("MASTER_ADDR", &self.master.0)
+            .env("MASTER_PORT", self.master.1.to_string())
+            .envs(self.variables.iter().map(|(name, value)| (name, value)))
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .kill_on_drop(true);
+        if let Some(token) = &self.token {
+            command.env("FARWIRE_TOKEN", token.reveal());
+        }
+        command.spawn()
+    }
+}
+
+/// The code to exit with: the rank's own, or 128 and the signal that ended it, as shells do.
+fn code(status: ExitStatus) -> u8 {
+    use std::os::unix::process::ExitStatusExt;
+    let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
+    code.and_then(|code| u8::try_from(code).ok()).filter(|code| *code != 0).unwrap_or(1)
+}
+
+fn tell(pids: &[Pid], signal: Signal) {
+    for pid in pids {
+        let _ = rustix::process::kill_process(*pid, signal); // it may have ended
+    }
+}
+
+/// Copies lines, each with the prefix, and remembers the last ones.
+async fn pass_on(
+    from: Option<impl AsyncRead + Unpin>,
+    mut to: impl tokio::io::AsyncWrite + Unpin,
+    prefix: String,
+    last: Arc<Mutex<VecDeque<String>>>,
+) {
+    let Some(from) = from else { return };
+    let mut from = BufReader::new(from);
+    let mut line = Vec::new();
+    while matches!(from.read_until(b'\n', &mut line).await, Ok(1..)) {
+        if line.last() != Some(&b'\n') {
+            line.push(b'\n');
+        }
+        let text = [prefix.as_bytes(), &line].concat();
+        // One write, so that lines of several ranks do not mix. If nobody reads any more, the rank still runs to its end.
+        let _ = to.write_all(&text).await;
+        let _ = to.flush().await;
+        let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
+        if last.len() == LAST_LINES {
+            last.pop_front();
+        }
+        last.push_back(String::from_utf8_lossy(&line).trim_end().to_owned());
+        line.clear();
+    }
+}
