@@ -9,7 +9,7 @@ use farwire_proto::{Call, CommId, Counts, OpenError, Options, Peer, Rank, Reduce
 use crate::buffer::{Buffer, Element};
 use crate::driver::Traffic;
 use crate::error::Error;
-use crate::node::Node;
+use crate::node::Membership;
 use crate::pending::{Completion, Pending};
 
 /// A group of ranks, and this process's place in it.
@@ -18,7 +18,7 @@ use crate::pending::{Completion, Pending};
 /// flight at once. Cloning is cheap and gives another handle to the same group.
 #[derive(Clone)]
 pub struct Communicator {
-    node: Arc<Node>,
+    node: Arc<Membership>,
     group: Arc<Group>,
     options: Options,
 }
@@ -32,13 +32,13 @@ struct Group {
 
 impl Communicator {
     /// The communicator of all processes.
-    pub(crate) fn of_world(node: Arc<Node>) -> Result<Self, Error> {
+    pub(crate) fn of_world(node: Arc<Membership>) -> Result<Self, Error> {
         let (rank, world) = node.driver().place(CommId::WORLD)?;
         let members = (0..world.get()).map(Peer).collect();
         Ok(Self::new(node, CommId::WORLD, rank, members, Options::default()))
     }
 
-    fn new(node: Arc<Node>, id: CommId, rank: Rank, members: Vec<Peer>, options: Options) -> Self {
+    fn new(node: Arc<Membership>, id: CommId, rank: Rank, members: Vec<Peer>, options: Options) -> Self {
         let group = Arc::new(Group { id, rank, members, splits: AtomicU32::new(0) });
         Self { node, group, options }
     }

@@ -4,6 +4,7 @@
 //! its effect. One thread at a time has this role; others sleep until their result is there or the role is free. When nobody waits but
 //! something is pending (async callers, work that overlaps, dropped results), the node's own *keeper* thread takes the role.
 
+use std::ops::Deref;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
@@ -26,8 +27,30 @@ pub(crate) struct Node {
     keeper: Arc<Keeper>,
     /// Turns without effect before a waiting thread sleeps.
     spins: u32,
-    /// Dropped, and left, after the driver has said goodbye. None where all ranks are in this process.
+}
+
+/// What callers hold. When the last of these is dropped, on the caller's thread, the node says goodbye and leaves the job; the keeper, which holds the node itself now and
+/// then, can neither delay that nor be the one to do it.
+#[derive(Debug)]
+pub(crate) struct Membership {
+    node: Arc<Node>,
+    /// Left after the driver has said goodbye. None where all ranks are in this process.
     _network: Option<Network>,
+}
+
+impl Deref for Membership {
+    type Target = Node;
+
+    fn deref(&self) -> &Node {
+        &self.node
+    }
+}
+
+impl Drop for Membership {
+    fn drop(&mut self) {
+        self.node.driver().close();
+        self.node.keeper.call();
+    }
 }
 
 /// What the keeper thread sleeps on.
@@ -47,7 +70,7 @@ impl Node {
         bell: Bell,
         threads: usize,
         network: Option<Network>,
-    ) -> std::io::Result<Arc<Self>> {
+    ) -> std::io::Result<Arc<Membership>> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let keeper = Arc::new(Keeper::default());
         let node = Arc::new(Self {
@@ -59,11 +82,10 @@ impl Node {
             keeper: keeper.clone(),
             // Spinning on a core that another thread needs only delays what is waited for.
             spins: if threads <= cores { 2000 } else { 20 },
-            _network: network,
         });
         let weak = Arc::downgrade(&node);
         std::thread::Builder::new().name("farwire-keeper".into()).spawn(move || keeper.keep(&weak))?;
-        Ok(node)
+        Ok(Arc::new(Membership { node, _network: network }))
     }
 
     pub(crate) fn driver(&self) -> MutexGuard<'_, Driver> {
@@ -174,12 +196,5 @@ impl Keeper {
                 None => return,
             }
         }
-    }
-}
-
-impl Drop for Node {
-    fn drop(&mut self) {
-        self.driver().close();
-        self.keeper.call();
     }
 }

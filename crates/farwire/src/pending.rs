@@ -9,7 +9,7 @@ use std::task::{Context, Poll, Waker};
 
 use crate::buffer::Buffer;
 use crate::error::Error;
-use crate::node::Node;
+use crate::node::Membership;
 
 /// An operation in flight.
 ///
@@ -23,7 +23,7 @@ enum State<T> {
     /// Refused, or there was nothing to do.
     Ready(Option<Result<T, Error>>),
     Running {
-        node: Arc<Node>,
+        node: Arc<Membership>,
         completion: Arc<Completion>,
         /// From what the operation leaves behind to what its caller gets.
         finish: fn(Buffer) -> T,
@@ -70,7 +70,11 @@ impl<T> Pending<T> {
         Self { state: State::Ready(Some(result)) }
     }
 
-    pub(crate) fn running(node: Arc<Node>, completion: Arc<Completion>, finish: fn(Buffer) -> T) -> Self {
+    pub(crate) fn running(
+        node: Arc<Membership>,
+        completion: Arc<Completion>,
+        finish: fn(Buffer) -> T,
+    ) -> Self {
         Self { state: State::Running { node, completion, finish } }
     }
 

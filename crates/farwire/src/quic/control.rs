@@ -98,8 +98,8 @@ pub(crate) async fn watch(
     let reason = loop {
         let message = tokio::select! {
             _ = tick.tick() => {
-                // A process that was itself stopped must not blame others for its own silence: one more round.
-                if answered.elapsed() > beats.lost_after {
+                // Who has said goodbye answers no more.
+                if health.goodbye().is_none() && answered.elapsed() > beats.lost_after {
                     break Some(format!("no answer to heartbeats for {:?}", answered.elapsed()));
                 }
                 asked += 1;

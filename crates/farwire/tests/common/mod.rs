@@ -2,6 +2,8 @@
 
 #![allow(dead_code, reason = "each test file uses its own share of this")]
 
+use std::process::{Child, Command, Stdio};
+
 use farwire::{Algorithm, Communicator, Element, Options, ReduceOp};
 use farwire_proto::{Call, Counts, Kind, Rank};
 use farwire_sim::oracle;
@@ -132,55 +134,47 @@ pub(crate) fn on_threads(n: usize, rank: impl Fn(Communicator) + Sync) {
 ///
 /// `test` is the name of the calling test function, and `link` what FARWIRE_LINK is set to.
 pub(crate) fn on_processes(test: &str, n: usize, link: &str, rank: impl Fn(Communicator)) {
-    if let Some(output) = in_processes(test, n, link, &[], rank) {
-        for (index, child) in output.into_iter().enumerate() {
-            let text =
-                String::from_utf8_lossy(&child.stdout).into_owned() + &String::from_utf8_lossy(&child.stderr);
-            assert!(child.status.success(), "rank {index} of {n} over {link}:\n{text}");
-        }
+    for (index, child) in start_processes(test, n, link, rank).into_iter().enumerate() {
+        assert_succeeds(child, &format!("rank {index} of {n} over {link}"));
     }
 }
 
-/// The children's output, in the parent; `None` in a child, which has run `rank`.
-pub(crate) fn in_processes(
-    test: &str,
-    n: usize,
-    link: &str,
-    variables: &[(&str, &str)],
-    rank: impl Fn(Communicator),
-) -> Option<Vec<std::process::Output>> {
+/// Waits for a child, and shows what it said if it failed.
+pub(crate) fn assert_succeeds(child: Child, who: &str) -> String {
+    let output = child.wait_with_output().expect("a child ends");
+    let text =
+        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{who}:\n{text}");
+    text
+}
+
+/// The children, in the parent. In a child, which has run `rank`, none.
+pub(crate) fn start_processes(test: &str, n: usize, link: &str, rank: impl Fn(Communicator)) -> Vec<Child> {
     const MARK: &str = "FARWIRE_TEST_CASE";
     let case = format!("{test} {n} {link}");
-    match std::env::var(MARK) {
-        Ok(mark) if mark == case => {
+    if let Ok(mark) = std::env::var(MARK) {
+        if mark == case {
             rank(Communicator::from_env().expect("all ranks come"));
-            return None;
-        }
-        Ok(_) => return None, // another case of the same test
-        Err(_) => {}
+        } // else it is another case of the same test
+        return Vec::new();
     }
-    let port = std::net::UdpSocket::bind("127.0.0.1:0")
-        .and_then(|socket| socket.local_addr())
-        .expect("a free port")
-        .port();
+    let socket = std::net::UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
+    let port = socket.expect("a free port").port();
     let token = farwire::Token::generate().reveal();
-    let children: Vec<_> = (0..n)
-        .map(|rank| {
-            std::process::Command::new(std::env::current_exe().expect("tests know where they are"))
-                .args([test, "--exact", "--nocapture"])
-                .env(MARK, &case)
-                .env("RANK", rank.to_string())
-                .env("WORLD_SIZE", n.to_string())
-                .env("MASTER_ADDR", "127.0.0.1")
-                .env("MASTER_PORT", port.to_string())
-                .env("FARWIRE_TOKEN", &token)
-                .env("FARWIRE_LINK", link)
-                .envs(variables.iter().copied())
-                .stdout(std::process::Stdio::piped())
-                .stderr(std::process::Stdio::piped())
-                .spawn()
-                .expect("a test can start itself")
-        })
-        .collect();
-    Some(children.into_iter().map(|child| child.wait_with_output().expect("a child ends")).collect())
+    let start = |rank: usize| {
+        Command::new(std::env::current_exe().expect("tests know where they are"))
+            .args([test, "--exact", "--nocapture"])
+            .env(MARK, &case)
+            .env("RANK", rank.to_string())
+            .env("WORLD_SIZE", n.to_string())
+            .env("MASTER_ADDR", "127.0.0.1")
+            .env("MASTER_PORT", port.to_string())
+            .env("FARWIRE_TOKEN", &token)
+            .env("FARWIRE_LINK", link)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("a test can start itself")
+    };
+    (0..n).map(start).collect()
 }
