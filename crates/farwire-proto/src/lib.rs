@@ -76,11 +76,6 @@
 
 #![forbid(unsafe_code)]
 
-/// The code in the README compiles and runs.
-#[cfg(doctest)]
-#[doc = include_str!("../../../README.md")]
-struct Readme;
-
 #[cfg(target_endian = "big")]
 compile_error!("farwire sends memory as it is, and its wire format is little-endian");
 

@@ -19,6 +19,11 @@
 
 #![deny(unsafe_code)]
 
+/// The code in the README compiles.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;
+
 mod buffer;
 mod comm;
 mod driver;

@@ -408,7 +408,7 @@ pub(crate) async fn write(to: &mut SendStream, message: &impl Serialize) -> Resu
     to.write_all(&text).await.map_err(|error| error.to_string())
 }
 
-/// Reads what [`write`] wrote, if it is not too long.
+/// Reads what [`write()`] wrote, if it is not too long.
 pub(crate) async fn read<T: DeserializeOwned>(from: &mut RecvStream) -> Result<T, String> {
     let mut length = [0; 4];
     from.read_exact(&mut length).await.map_err(|error| error.to_string())?;
