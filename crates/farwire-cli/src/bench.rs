@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
-use farwire::{Communicator, Element, Error, Options};
+use farwire::{Communicator, Element, Error, LinkChoice, Options};
 use farwire_proto::{Algorithm, Call, Counts, DType, Kind, Rank, ReduceOp, WorldSize};
 use farwire_sim::oracle;
 use half::{bf16, f16};
@@ -142,18 +142,33 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, BenchError> {
     }
     match (args.ranks, args.link) {
         (None, LinkArg::Inproc) => Err(BenchError::NoRanks),
-        (Some(ranks), LinkArg::Inproc) => on_threads(args, ranks as usize).map(|()| ExitCode::SUCCESS),
+        (Some(ranks), LinkArg::Inproc) => on_threads(args, ranks as usize).map(exit_code),
         (Some(ranks), _) => on_processes(args, ranks),
-        (None, _) => measure_all(args, &Communicator::from_env()?).map(|()| ExitCode::SUCCESS),
+        (None, link) => {
+            let builder = Communicator::builder();
+            let builder = match link {
+                LinkArg::Shm => builder.link(LinkChoice::Shm),
+                LinkArg::Quic => builder.link(LinkChoice::Quic),
+                LinkArg::Auto | LinkArg::Inproc => builder,
+            };
+            measure_all(args, &builder.join()?).map(exit_code)
+        }
     }
 }
 
-fn on_threads(args: &Args, ranks: usize) -> Result<(), BenchError> {
+/// A wrong result is a failure.
+fn exit_code(wrong: u64) -> ExitCode {
+    if wrong == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+fn on_threads(args: &Args, ranks: usize) -> Result<u64, BenchError> {
     let comms = farwire::local(ranks)?;
     std::thread::scope(|scope| {
         let threads: Vec<_> =
             comms.into_iter().map(|comm| scope.spawn(move || measure_all(args, &comm))).collect();
-        threads.into_iter().try_for_each(|thread| thread.join().expect("a rank does not panic"))
+        threads
+            .into_iter()
+            .try_fold(0, |wrong, thread| Ok(wrong + thread.join().expect("a rank does not panic")?))
     })
 }
 
@@ -183,8 +198,10 @@ fn on_processes(args: &Args, ranks: u32) -> Result<ExitCode, BenchError> {
     Ok(job.run()?)
 }
 
-fn measure_all(args: &Args, comm: &Communicator) -> Result<(), BenchError> {
+/// Measures every size; how many elements were wrong, if that was asked.
+fn measure_all(args: &Args, comm: &Communicator) -> Result<u64, BenchError> {
     let mut out = std::io::stdout();
+    let mut wrong = 0;
     if args.op == Kind::Message && comm.size() < 2 {
         return Err(BenchError::TooFew(args.op));
     }
@@ -204,6 +221,7 @@ fn measure_all(args: &Args, comm: &Communicator) -> Result<(), BenchError> {
             DType::U32 => measure::<u32>(args, comm, *size),
             DType::U64 => measure::<u64>(args, comm, *size),
         }?;
+        wrong += row.wrong.unwrap_or(0);
         if comm.rank() == 0 {
             if args.json {
                 writeln!(out, "{}", serde_json::to_string(&row).expect("plain numbers and names serialise"))?;
@@ -214,7 +232,7 @@ fn measure_all(args: &Args, comm: &Communicator) -> Result<(), BenchError> {
         }
     }
     comm.barrier().wait()?;
-    Ok(())
+    Ok(wrong)
 }
 
 /// One operation, made again and again.

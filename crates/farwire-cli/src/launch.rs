@@ -16,6 +16,8 @@ use tokio::task::JoinSet;
 
 /// How long the others have to end by themselves once one has failed.
 const GRACE: Duration = Duration::from_secs(5);
+/// How long a rank's output is read after its end.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Lines of a failed rank that are shown again at the end.
 const LAST_LINES: usize = 10;
 
@@ -67,7 +69,10 @@ pub(crate) enum LaunchError {
 }
 
 fn master(text: &str) -> Result<(String, u16), String> {
-    let parsed = text.rsplit_once(':').and_then(|(host, port)| Some((host.to_owned(), port.parse().ok()?)));
+    let parsed = text.rsplit_once(':').and_then(|(host, port)| {
+        let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+        Some((bare.to_owned(), port.parse().ok()?))
+    });
     parsed
         .filter(|(host, port)| !host.is_empty() && *port > 0)
         .ok_or_else(|| format!("`{text}` is not an address; write HOST:PORT, for example 10.0.0.1:29500"))
@@ -106,7 +111,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, LaunchError> {
     Job {
         command: args.command.clone(),
         ranks,
-        first_rank: node_rank * ranks,
+        first_rank: node_rank.saturating_mul(ranks),
         world: ranks.saturating_mul(nnodes),
         master,
         token: (!has_token).then(Token::generate),
@@ -138,6 +143,7 @@ impl Job {
             signal(SignalKind::interrupt()).map_err(system("could not watch for signals"))?;
         let mut terminated =
             signal(SignalKind::terminate()).map_err(system("could not watch for signals"))?;
+        let mut hung_up = signal(SignalKind::hangup()).map_err(system("could not watch for signals"))?;
         let mut running = JoinSet::new();
         let mut pids = Vec::new();
         for local_rank in 0..self.ranks {
@@ -152,10 +158,14 @@ impl Job {
             pids.extend(child.id().and_then(|id| Pid::from_raw(id as i32)));
             let last = Arc::new(Mutex::new(VecDeque::new()));
             let prefix = if self.prefix { format!("[{rank}] ") } else { String::new() };
-            let output = pass_on(child.stdout.take(), tokio::io::stdout(), prefix.clone(), last.clone());
-            let errors = pass_on(child.stderr.take(), tokio::io::stderr(), prefix, last.clone());
+            let output =
+                tokio::spawn(pass_on(child.stdout.take(), tokio::io::stdout(), prefix.clone(), last.clone()));
+            let errors =
+                tokio::spawn(pass_on(child.stderr.take(), tokio::io::stderr(), prefix, last.clone()));
             running.spawn(async move {
-                let (status, (), ()) = tokio::join!(child.wait(), output, errors);
+                let status = child.wait().await;
+                // What it has said is still to be read; but something it started may hold its output open for ever.
+                let _ = tokio::time::timeout(LAST_WORDS, async { (output.await, errors.await) }).await;
                 (rank, status, last)
             });
         }
@@ -174,7 +184,12 @@ impl Job {
                     asked_to_end = true;
                     continue;
                 }
-                () = tokio::time::sleep(GRACE), if first_failure.is_some() => {
+                _ = hung_up.recv() => {
+                    tell(&pids, Signal::HUP);
+                    asked_to_end = true;
+                    continue;
+                }
+                () = tokio::time::sleep(GRACE), if first_failure.is_some() || asked_to_end => {
                     tell(&pids, Signal::KILL);
                     continue;
                 }
@@ -219,6 +234,8 @@ impl Job {
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
+            // A group of its own, so that signals reach what it starts, too.
+            .process_group(0)
             .kill_on_drop(true);
         if let Some(token) = &self.token {
             command.env("FARWIRE_TOKEN", token.reveal());
@@ -236,7 +253,7 @@ fn code(status: ExitStatus) -> u8 {
 
 fn tell(pids: &[Pid], signal: Signal) {
     for pid in pids {
-        let _ = rustix::process::kill_process(*pid, signal); // it may have ended
+        let _ = rustix::process::kill_process_group(*pid, signal); // it may have ended
     }
 }
 

@@ -41,6 +41,21 @@ fn one_ranks_failure_ends_the_rest_with_its_code_and_last_lines() {
     assert!(said.contains("rank 1 failed first") && said.contains("about to fail"), "{said}");
 }
 
+/// What a rank started and left behind neither hides its end nor outlives the job.
+#[test]
+fn leftovers_of_a_failed_rank_hold_nothing_up() {
+    let output = farwire(&[
+        "launch",
+        "-n",
+        "2",
+        "--",
+        "sh",
+        "-c",
+        "if [ $RANK = 1 ]; then sleep 600 & exit 3; fi; sleep 600",
+    ]);
+    assert_eq!(output.status.code(), Some(3));
+}
+
 #[test]
 fn a_rank_killed_by_a_signal_ends_the_rest_as_shells_do() {
     let output = farwire(&[

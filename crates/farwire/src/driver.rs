@@ -1,6 +1,7 @@
 //! Runs the engine over links: the one place where decisions meet bytes.
 
 use std::collections::{HashMap, HashSet, VecDeque};
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -13,6 +14,9 @@ use crate::buffer::{Buffer, Pool};
 use crate::error::Error;
 use crate::link::{Arrival, Link};
 use crate::pending::Completion;
+
+/// Bytes of the widest element.
+const WIDEST: usize = 8;
 
 /// Everything that moves, behind one lock.
 #[derive(Debug)]
@@ -27,6 +31,8 @@ pub(crate) struct Driver {
     held: HashMap<(Peer, Lane), VecDeque<Transmit>>,
     /// News of failures that found no room.
     held_aborts: VecDeque<Transmit>,
+    /// Bytes that a frame's payload may have.
+    longest: usize,
     pool: Pool,
     traffic: Traffic,
     /// When time zero was.
@@ -60,9 +66,11 @@ struct Job {
 }
 
 impl Driver {
-    pub(crate) fn new(engine: Engine, links: Vec<Option<Box<dyn Link>>>) -> Self {
+    /// A driver for links whose frames carry up to `longest` bytes.
+    pub(crate) fn new(engine: Engine, links: Vec<Option<Box<dyn Link>>>, longest: usize) -> Self {
         Self {
             engine,
+            longest,
             links,
             jobs: HashMap::new(),
             closed: HashSet::new(),
@@ -100,7 +108,10 @@ impl Driver {
         input: Buffer,
         completion: Arc<Completion>,
     ) -> Result<(), Error> {
-        let plan: Plan = self.engine.plan(comm, call, options)?;
+        // Frames must fit the links, which are the same on all ranks; a longer segment than that is cut down on all of them alike.
+        let fits = NonZeroUsize::new(self.longest / WIDEST).unwrap_or(NonZeroUsize::MIN);
+        let options = Options { segment: options.segment.map(|segment| segment.min(fits)), ..*options };
+        let plan: Plan = self.engine.plan(comm, call, &options)?;
         plan.check_buffers(input.bytes().len(), plan.output_bytes())?;
         let mut work = Workspace::new(&plan);
         let mut output = self.pool.take(plan.dtype(), plan.output_bytes() / plan.dtype().size());
@@ -194,7 +205,9 @@ impl Driver {
     }
 
     fn lose(&mut self, peer: Peer) {
-        self.links[peer.index()] = None;
+        if let Some(mut link) = self.links[peer.index()].take() {
+            link.close();
+        }
         self.held.retain(|(to, _), _| *to != peer);
         self.held_aborts.retain(|abort| abort.to != peer);
         self.engine.handle_peer_lost(peer);

@@ -56,8 +56,8 @@ pub fn local_with(ranks: usize, config: Config) -> Result<Vec<Communicator>, Err
     let mut links: Vec<Vec<Option<Box<dyn Link>>>> =
         (0..ranks).map(|_| (0..ranks).map(|_| None).collect()).collect();
     for (a, b) in (0..ranks).flat_map(|a| (a + 1..ranks).map(move |b| (a, b))) {
-        let there = Arc::new(ring::region(payload).map_err(system)?);
-        let back = Arc::new(ring::region(payload).map_err(system)?);
+        let there = Arc::new(ring::region(payload).map_err(system)?.close_file());
+        let back = Arc::new(ring::region(payload).map_err(system)?.close_file());
         let end = |to: usize, out: &Arc<_>, into: &Arc<_>| {
             let sender = Sender::new(Arc::clone(out), payload);
             let receiver = Receiver::new(Arc::clone(into), payload, Peer(to as u32));
@@ -72,7 +72,7 @@ pub fn local_with(ranks: usize, config: Config) -> Result<Vec<Communicator>, Err
         .zip(0..)
         .map(|((links, bell), rank)| {
             let engine = Engine::new(Peer(rank), world, config);
-            let node = Node::start(Driver::new(engine, links), bell, ranks, None)
+            let node = Node::start(Driver::new(engine, links, payload), bell, ranks, None)
                 .map_err(|source| Error::System { what: "could not start a thread", source })?;
             Communicator::of_world(node)
         })

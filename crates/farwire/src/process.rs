@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use farwire_proto::{Config, Engine, Peer};
+use farwire_proto::{Config, Engine, FAULT_LEN, Peer};
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Runtime;
 
@@ -15,7 +15,7 @@ use crate::driver::Driver;
 use crate::error::Error;
 use crate::join::env::{EnvError, Place};
 use crate::join::identity::Identity;
-use crate::join::rendezvous::{self, Acquaintance, JoinError};
+use crate::join::rendezvous::{self, Acquaintance, Hello, JoinError};
 use crate::join::same_host::{self, Offer};
 use crate::link::Link;
 use crate::node::Node;
@@ -141,8 +141,13 @@ impl Builder {
         let engine = Engine::new(settings.place.rank, settings.place.world, settings.config);
         let mut network = network;
         network.runtime = Some(runtime);
-        let node = Node::start(Driver::new(engine, links), bell, threads, Some(network))
-            .map_err(|source| Error::System { what: "could not start a thread", source })?;
+        let node = Node::start(
+            Driver::new(engine, links, longest_payload(&settings.config)),
+            bell,
+            threads,
+            Some(network),
+        )
+        .map_err(|source| Error::System { what: "could not start a thread", source })?;
         Communicator::of_world(node)
     }
 
@@ -235,9 +240,9 @@ impl Settings {
             .into_iter()
             .enumerate()
             .map(|(index, peer)| {
-                let bell = bell.clone();
+                let (bell, beats) = (bell.clone(), self.preset.beats());
                 let peer = peer.map(|peer| (Peer(index as u32), peer));
-                peer.map(|(rank, peer)| tokio::spawn(negotiate(me, rank, peer, choice, payload, bell)))
+                peer.map(|(rank, peer)| tokio::spawn(acquaint(me, rank, peer, choice, payload, bell, beats)))
             })
             .collect();
         let (mut links, mut healths): (Links, _) = (Vec::new(), Vec::new());
@@ -250,13 +255,9 @@ impl Settings {
             };
             let peer = Peer(index as u32);
             let lost = |reason: String| JoinError::Lost { peer, reason };
-            let (known, shared) =
-                negotiation.await.map_err(|error| lost(error.to_string()))?.map_err(lost)?;
-            local_ranks += usize::from(rendezvous::is_this_host(&known.hello));
-            let Acquaintance { connection, to, from, .. } = known;
-            let health = Health::new(bell.clone());
-            let beats = self.preset.beats();
-            runtime.spawn(control::watch(connection.clone(), to, from, health.clone(), beats));
+            let met = negotiation.await.map_err(|error| lost(error.to_string()))?.map_err(lost)?;
+            let Met { connection, hello, health, shared } = met;
+            local_ranks += usize::from(rendezvous::is_this_host(&hello));
             healths.push(health.clone());
             links.push(Some(match shared {
                 Some(same_host::Shared { sender, receiver, bell, lifeline }) => {
@@ -289,9 +290,9 @@ impl Settings {
     }
 }
 
-/// The longest payload of a frame: partial results of 16-bit types travel in 32 bits.
+/// The longest payload of a frame: partial results of 16-bit types travel in 32 bits, and news of a failure must fit, too.
 pub(crate) fn longest_payload(config: &Config) -> usize {
-    2 * config.tuning.segment_bytes.get()
+    (2 * config.tuning.segment_bytes.get()).max(FAULT_LEN)
 }
 
 /// What two peers say to each other about shared memory.
@@ -305,6 +306,31 @@ enum Talk {
     Result(Result<(), String>),
 }
 
+/// A peer, with all that was agreed.
+struct Met {
+    connection: quinn::Connection,
+    hello: Hello,
+    health: Arc<Health>,
+    shared: Option<same_host::Shared>,
+}
+
+/// Agrees with a peer on how data will travel, and begins to ask whether it lives: at once, because the peer does the same.
+async fn acquaint(
+    me: Peer,
+    peer: Peer,
+    known: Acquaintance,
+    choice: LinkChoice,
+    payload: usize,
+    bell: Bell,
+    beats: Beats,
+) -> Result<Met, String> {
+    let (known, shared) = negotiate(me, peer, known, choice, payload, bell.clone()).await?;
+    let Acquaintance { connection, to, from, hello } = known;
+    let health = Health::new(bell);
+    tokio::spawn(control::watch(connection.clone(), to, from, health.clone(), beats));
+    Ok(Met { connection, hello, health, shared })
+}
+
 type Negotiated = (Acquaintance, Option<same_host::Shared>);
 
 /// Finds out whether the two can share memory. The lower rank offers; they use it if it worked for both.
@@ -316,63 +342,72 @@ async fn negotiate(
     payload: usize,
     bell: Bell,
 ) -> Result<Negotiated, String> {
-    let attempt = if me < peer {
-        let offer = if choice != LinkChoice::Quic && rendezvous::is_this_host(&known.hello) {
-            Offer::new().ok()
-        } else {
-            None
-        };
-        let Some(offer) = offer else {
+    if me < peer {
+        let try_it = choice != LinkChoice::Quic && rendezvous::is_this_host(&known.hello);
+        let Some(offer) = try_it.then(Offer::new).and_then(Result::ok) else {
             rendezvous::write(&mut known.to, &Talk::No).await?;
-            return agree(me, peer, known, choice, None).await;
+            return conclude(me, peer, known, choice, Err(ELSEWHERE.to_owned()));
         };
         let talk = Talk::Offer { name: offer.name.clone(), word: offer.word.clone() };
         rendezvous::write(&mut known.to, &talk).await?;
-        tokio::task::spawn_blocking(move || offer.meet(peer, payload, &bell)).await
+        let meeting = tokio::task::spawn_blocking(move || offer.meet(peer, payload, &bell));
+        // If the other side could not, there is nobody to wait for.
+        let theirs = read_result(&mut known).await?;
+        let attempt = match theirs {
+            Err(reason) => Err(reason),
+            Ok(()) => meeting.await.map_err(|error| error.to_string())?.map_err(|error| error.to_string()),
+        };
+        let mine = attempt.as_ref().map(|_| ()).map_err(Clone::clone);
+        rendezvous::write(&mut known.to, &Talk::Result(mine)).await?;
+        conclude(me, peer, known, choice, attempt)
     } else {
-        match rendezvous::read(&mut known.from).await? {
+        let attempt = match rendezvous::read(&mut known.from).await? {
             Talk::Offer { name, word } if choice != LinkChoice::Quic => {
-                tokio::task::spawn_blocking(move || same_host::accept(&name, &word, peer, payload, &bell))
-                    .await
+                let accept = move || same_host::accept(&name, &word, peer, payload, &bell);
+                let accepted =
+                    tokio::task::spawn_blocking(accept).await.map_err(|error| error.to_string())?;
+                accepted.map_err(|error| error.to_string())
             }
-            Talk::Offer { .. } => Ok(Err(std::io::Error::other("this rank was told to use QUIC"))),
-            Talk::No => return agree(me, peer, known, choice, None).await,
-            Talk::Result(_) => return Err("it talks nonsense about shared memory".to_owned()),
-        }
-    };
-    let attempt = attempt.map_err(|error| error.to_string())?;
-    agree(me, peer, known, choice, Some(attempt)).await
+            Talk::Offer { .. } => Err(format!("{me} was told to use QUIC")),
+            Talk::No => return conclude(me, peer, known, choice, Err(ELSEWHERE.to_owned())),
+            Talk::Result(_) => return Err(NONSENSE.to_owned()),
+        };
+        let mine = attempt.as_ref().map(|_| ()).map_err(Clone::clone);
+        rendezvous::write(&mut known.to, &Talk::Result(mine)).await?;
+        let theirs = read_result(&mut known).await?;
+        conclude(me, peer, known, choice, theirs.and(attempt))
+    }
 }
 
-/// Compares how the attempt went on both sides.
-async fn agree(
+const ELSEWHERE: &str = "they are on different hosts, or one was told to use QUIC";
+const NONSENSE: &str = "it talks nonsense about shared memory";
+
+/// How it went on the other side.
+async fn read_result(known: &mut Acquaintance) -> Result<Result<(), String>, String> {
+    match rendezvous::read(&mut known.from).await? {
+        Talk::Result(theirs) => Ok(theirs),
+        _ => Err(NONSENSE.to_owned()),
+    }
+}
+
+/// What follows from how the attempt went, on both sides.
+fn conclude(
     me: Peer,
     peer: Peer,
-    mut known: Acquaintance,
+    known: Acquaintance,
     choice: LinkChoice,
-    attempt: Option<std::io::Result<same_host::Shared>>,
+    attempt: Result<same_host::Shared, String>,
 ) -> Result<Negotiated, String> {
-    let mine = attempt.as_ref().map(|attempt| attempt.as_ref().map(|_| ()).map_err(ToString::to_string));
-    let mut why = "they are on different hosts, or one was told to use QUIC".to_owned();
-    let mut worked = false;
-    if let Some(mine) = mine {
-        rendezvous::write(&mut known.to, &Talk::Result(mine.clone())).await?;
-        let Talk::Result(theirs) = rendezvous::read(&mut known.from).await? else {
-            return Err("it talks nonsense about shared memory".to_owned());
-        };
-        match (mine, theirs) {
-            (Ok(()), Ok(())) => worked = true,
-            (Err(reason), _) | (_, Err(reason)) => why = reason,
+    match attempt {
+        Ok(shared) => Ok((known, Some(shared))),
+        Err(why) if choice == LinkChoice::Shm => {
+            Err(format!("{me} and {peer} cannot share memory, and nothing else is allowed: {why}"))
+        }
+        Err(why) => {
+            tracing::info!(%me, %peer, why, "using QUIC rather than shared memory");
+            Ok((known, None))
         }
     }
-    if worked {
-        return Ok((known, attempt.and_then(Result::ok)));
-    }
-    if choice == LinkChoice::Shm {
-        return Err(format!("{me} and {peer} cannot share memory, and nothing else is allowed: {why}"));
-    }
-    tracing::info!(%me, %peer, why, "using QUIC rather than shared memory");
-    Ok((known, None))
 }
 
 /// Waits for the end of a peer on this host, which closes its end.

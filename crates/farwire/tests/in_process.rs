@@ -48,6 +48,19 @@ fn sixty_four_operations_in_flight_at_once() {
     });
 }
 
+/// Segments that no slot holds are cut down, the same on all ranks.
+#[test]
+fn segments_of_any_size_work() {
+    for segment in [1, 1000, 1 << 20, usize::MAX] {
+        on_threads(3, |comm| {
+            let options = Options { segment: std::num::NonZeroUsize::new(segment), ..Options::default() };
+            let len = if segment == 1 { 100 } else { 300_000 };
+            let sum = comm.with_options(options).all_reduce(vec![1.0f64; len], ReduceOp::Sum).wait().unwrap();
+            assert_eq!(sum, vec![3.0; len]);
+        });
+    }
+}
+
 #[test]
 fn a_loop_of_small_operations_stays_right() {
     on_threads(3, |comm| {

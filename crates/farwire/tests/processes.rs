@@ -39,6 +39,29 @@ fn a_process_that_leaves_right_after_sending_loses_nothing() {
     }
 }
 
+/// The receiver asks only when the sender's process is gone.
+#[test]
+fn a_message_outlives_its_sender() {
+    for link in LINKS {
+        on_processes("a_message_outlives_its_sender", 2, link, |comm| {
+            let sizes = [1000, 600_000, 1_000_000];
+            if comm.rank() == 0 {
+                comm.send(vec![std::process::id()], 1, 0).wait().unwrap();
+                let size = sizes[usize::from(link == "quic")];
+                comm.send(vec![7u8; size], 1, 1).wait().unwrap();
+            } else {
+                let sender = comm.recv::<u32>(1, 0, 0).wait().unwrap()[0];
+                let process = format!("/proc/{sender}");
+                while std::path::Path::new(&process).exists() {
+                    std::thread::yield_now();
+                }
+                let size = sizes[usize::from(link == "quic")];
+                assert_eq!(comm.recv::<u8>(size, 0, 1).wait().unwrap(), vec![7; size]);
+            }
+        });
+    }
+}
+
 #[test]
 fn sixty_four_operations_in_flight_at_once() {
     for link in LINKS {

@@ -55,6 +55,9 @@ pub enum EnvError {
     },
 }
 
+/// Every rank is connected to every other; beyond this a typing error is likelier than a job.
+const MOST_RANKS: u32 = 1 << 16;
+
 /// A launcher, and the variables by which it is known.
 struct Launcher {
     source: &'static str,
@@ -113,6 +116,10 @@ impl Place {
             size = size.or(number(lookup, name)?.map(|size| (name, size)));
         }
         let (size_name, size) = size.ok_or(EnvError::Missing(size_names[0], launcher.rank))?;
+        if size > MOST_RANKS {
+            let what = "a world of at most 65536 ranks";
+            return Err(EnvError::Value { name: size_name, value: size.to_string(), what });
+        }
         let world = WorldSize::new(size).filter(|world| rank < world.get()).ok_or(EnvError::OutOfRange {
             rank_name: launcher.rank,
             rank,
@@ -230,6 +237,7 @@ mod tests {
             ("RANK", ""),
             ("WORLD_SIZE", "0"),
             ("WORLD_SIZE", "x"),
+            ("WORLD_SIZE", "4294967295"),
             ("MASTER_PORT", "0"),
             ("MASTER_PORT", "70000"),
             ("MASTER_PORT", "http"),

@@ -249,7 +249,10 @@ pub(crate) async fn join(
             }
         }
     }
-    welcome(&mut peers, me, &hello).await?;
+    if let Err(error) = welcome(&mut peers, me, &hello).await {
+        refuse_all(&mut peers, &error.to_string()).await;
+        return Err(error);
+    }
     Ok((endpoint, peers))
 }
 
@@ -450,6 +453,8 @@ fn transport() -> quinn::TransportConfig {
         .stream_receive_window((1u32 << 20).into())
         .receive_window((256u32 << 20).into())
         .send_window(256 << 20)
+        // Who waits for others to join, for longer than that, is still there.
+        .keep_alive_interval(Some(Duration::from_secs(3)))
         // A first packet that finds nobody listening yet is soon sent again.
         .initial_rtt(Duration::from_millis(50))
         .max_idle_timeout(Some(quinn::VarInt::from_u32(10_000).into()));

@@ -106,9 +106,11 @@ pub(crate) async fn watch(
                 Some((PING, asked))
             }
             () = health.leaving.notified() => {
-                let _ = say(&mut to, BYE, health.streams.load(Ordering::Acquire)).await;
-                let _ = to.finish();
-                let _ = tokio::time::timeout(beats.lost_after, to.stopped()).await;
+                if health.loss().is_none() {
+                    let _ = say(&mut to, BYE, health.streams.load(Ordering::Acquire)).await;
+                    let _ = to.finish();
+                    let _ = tokio::time::timeout(beats.lost_after, to.stopped()).await;
+                }
                 health.left.notify_one();
                 break None;
             }

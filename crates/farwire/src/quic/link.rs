@@ -41,7 +41,7 @@ struct Shared {
     bell: Bell,
     arrived: Mutex<VecDeque<Result<Frame, Broken>>>,
     writable: Mutex<VecDeque<Lane>>,
-    /// Streams of the peer that were accepted, and those of them that are being read right now.
+    /// Streams of the peer that were accepted, and those of them that are not read to their end.
     accepted: AtomicU64,
     reading: AtomicUsize,
     /// Streams of this side that are not finished.
@@ -241,15 +241,7 @@ async fn accept_streams(connection: Connection, shared: Arc<Shared>) {
 async fn read_stream(mut stream: RecvStream, shared: &Shared) -> Result<(), Broken> {
     let window = Arc::new(Semaphore::new(WINDOW));
     loop {
-        let room = match window.clone().try_acquire_owned() {
-            Ok(room) => room,
-            Err(_) => {
-                shared.reading.fetch_sub(1, Ordering::SeqCst);
-                let room = window.clone().acquire_owned().await;
-                shared.reading.fetch_add(1, Ordering::SeqCst);
-                room.map_err(|_| Broken("the window is closed"))?
-            }
-        };
+        let room = window.clone().acquire_owned().await.map_err(|_| Broken("the window is closed"))?;
         let mut header = [0; HEADER_LEN];
         match stream.read_exact(&mut header).await {
             Ok(()) => {}

@@ -26,7 +26,8 @@ pub(crate) struct Region {
     start: NonNull<u8>,
     len: usize,
     words: usize,
-    file: OwnedFd,
+    /// Until it is not needed any more.
+    file: Option<OwnedFd>,
 }
 
 // SAFETY: by rule 2 control words are atomics, and by rule 3 bytes have one owner at a time, on whatever thread.
@@ -78,12 +79,22 @@ impl Region {
             )?
         };
         let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
-        Ok(Self { start, len, words, file })
+        Ok(Self { start, len, words, file: Some(file) })
     }
 
     /// The file behind it, to pass to another process.
+    ///
+    /// # Panics
+    ///
+    /// If it was closed.
     pub(crate) fn file(&self) -> BorrowedFd<'_> {
-        self.file.as_fd()
+        self.file.as_ref().expect("the file is closed only where nobody else maps it").as_fd()
+    }
+
+    /// Closes the file: the memory stays, and nobody else can map it.
+    pub(crate) fn close_file(mut self) -> Self {
+        self.file = None;
+        self
     }
 
     /// How many bytes are behind the control words.

@@ -8,7 +8,7 @@
 //!  frees it             ◀─── returned ring ────── returns its number
 //! ```
 //!
-//! Slots come back in any order, so a frame that has to wait blocks no other lane. The sender gives the most recently freed slot out first: the one that is still
+//! Slots come back in any order, so a frame that has to wait blocks no other lane, as long as fewer lanes wait than there are slots. The sender gives the most recently freed slot out first: the one that is still
 //! in the cache. Indices and lengths that the other side wrote are checked before they are used.
 
 use std::collections::{HashMap, HashSet, VecDeque};
@@ -17,7 +17,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use farwire_proto::{FAULT_LEN, FrameKind, HEADER_LEN, Header, Lane, Peer};
+use farwire_proto::{FrameKind, HEADER_LEN, Header, Lane, Peer};
 
 use super::region::Region;
 use crate::link::{Arrival, Broken};
@@ -169,6 +169,9 @@ impl Receiver {
             let news = closed && !std::mem::replace(&mut self.closed, closed);
             return Ok(news.then_some(Arrival::Closed));
         }
+        if self.seen.wrapping_sub(self.returned) as usize >= SLOTS {
+            return Err(Broken("more frames were published than there are slots"));
+        }
         let place = PUBLISHED_RING + self.seen as usize % SLOTS;
         let slot = self.region.word(place).load(Ordering::Relaxed);
         self.seen = self.seen.wrapping_add(1);
@@ -216,5 +219,3 @@ impl Receiver {
         self.region.word(RETURNED).store(self.returned, Ordering::Release);
     }
 }
-
-const _: () = assert!(FAULT_LEN <= 128, "news of a failure fits the smallest slot");
