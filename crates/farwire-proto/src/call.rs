@@ -1,7 +1,7 @@
 //! What a rank can ask for: the calls, the algorithms that serve them, and the ways a call can be wrong.
 
 use std::fmt;
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU32, NonZeroUsize};
 use std::str::FromStr;
 use std::time::Duration;
 
@@ -127,6 +127,36 @@ pub enum Call {
         /// Their type.
         dtype: DType,
     },
+    /// A message of bytes whose length the receiver does not know beforehand.
+    SendParcel {
+        /// The receiver.
+        to: Rank,
+        /// Which stream of messages this belongs to.
+        tag: Tag,
+        /// Bytes of the message.
+        len: usize,
+    },
+    /// A message of bytes from one rank, of whatever length the sender chose.
+    RecvParcel {
+        /// The sender.
+        from: Rank,
+        /// Which stream of messages to take from.
+        tag: Tag,
+        /// Bytes that it may have at most.
+        max: usize,
+    },
+    /// An all-reduce, reduce-scatter or all-gather of floats that travel through a codec: in rounds of parcels, one to and one from each other rank, with whatever the
+    /// codec makes of them.
+    Coded {
+        /// The call as it would be without the codec. Its operator, if it has one, is sum or mean.
+        call: Box<Call>,
+        /// Names the codec; ranks that name different ones are out of step.
+        codec: NonZeroU32,
+        /// Parcels to each other rank, and from it.
+        rounds: u32,
+        /// Bytes of the longest parcel.
+        max: usize,
+    },
 }
 
 impl Call {
@@ -144,8 +174,16 @@ impl Call {
             Self::Scan { .. } => Kind::Scan,
             Self::ExclusiveScan { .. } => Kind::ExclusiveScan,
             Self::Barrier => Kind::Barrier,
-            Self::Send { .. } | Self::Recv { .. } => Kind::Message,
+            Self::Coded { call, .. } => call.kind(),
+            Self::Send { .. } | Self::Recv { .. } | Self::SendParcel { .. } | Self::RecvParcel { .. } => {
+                Kind::Message
+            }
         }
+    }
+
+    /// Whether it travels as parcels, whose length only their sender knows.
+    pub(crate) fn is_parcels(&self) -> bool {
+        matches!(self, Self::SendParcel { .. } | Self::RecvParcel { .. } | Self::Coded { .. })
     }
 }
 
@@ -186,7 +224,7 @@ pub enum Kind {
     ExclusiveScan = 10,
     /// [`Call::Barrier`].
     Barrier = 11,
-    /// [`Call::Send`] and [`Call::Recv`].
+    /// [`Call::Send`] and [`Call::Recv`], and their parcels.
     Message = 12,
 }
 
@@ -225,7 +263,7 @@ impl Kind {
         }
     }
 
-    /// The algorithms that can serve this kind; the first is the plain one.
+    /// The algorithms that a caller can ask for; the first is the plain one.
     pub fn algorithms(self) -> &'static [Algorithm] {
         match self {
             Self::AllReduce => &[Algorithm::TwoPhase, Algorithm::GatherReduce, Algorithm::Ring],
@@ -242,6 +280,15 @@ impl Kind {
             | Self::Barrier
             | Self::Message => &[Algorithm::Direct],
         }
+    }
+
+    /// Whether an operation of this kind may travel this way: by what a caller can ask for, or as parcels.
+    pub fn travels_by(self, algorithm: Algorithm) -> bool {
+        self.algorithms().contains(&algorithm) || (algorithm == Algorithm::Parcels && self.takes_parcels())
+    }
+
+    fn takes_parcels(self) -> bool {
+        matches!(self, Self::AllReduce | Self::ReduceScatter | Self::AllGather | Self::Message)
     }
 
     /// Whether the operation combines elements.
@@ -297,12 +344,21 @@ pub enum Algorithm {
     Chain = 5,
     /// Straight from source to destination: one round.
     Direct = 6,
+    /// In parcels, whose length only their sender knows. No caller asks for it: some calls come with it.
+    Parcels = 7,
 }
 
 impl Algorithm {
     /// Every algorithm.
-    pub const ALL: [Self; 6] =
-        [Self::TwoPhase, Self::GatherReduce, Self::Ring, Self::Tree, Self::Chain, Self::Direct];
+    pub const ALL: [Self; 7] = [
+        Self::TwoPhase,
+        Self::GatherReduce,
+        Self::Ring,
+        Self::Tree,
+        Self::Chain,
+        Self::Direct,
+        Self::Parcels,
+    ];
 
     /// The name people type: `two-phase`, `ring`, …
     pub fn name(self) -> &'static str {
@@ -313,6 +369,7 @@ impl Algorithm {
             Self::Tree => "tree",
             Self::Chain => "chain",
             Self::Direct => "direct",
+            Self::Parcels => "parcels",
         }
     }
 
@@ -379,6 +436,15 @@ pub enum CallError {
     /// The mean in a scan.
     #[error("{0} does not take mean, whose divisor would differ from rank to rank; use sum and divide")]
     ScanMean(Kind),
+    /// A call that no codec can serve.
+    #[error(
+        "a codec that drops or rounds elements cannot serve {what}; use all_reduce, reduce_scatter or all_gather of floats, with sum or mean, \
+         or call it without a codec"
+    )]
+    NotCodable {
+        /// What it was.
+        what: String,
+    },
     /// An algorithm that cannot serve this operation.
     #[error("{algorithm} cannot run {kind}; use one of: {}", names(kind.algorithms()))]
     Algorithm {

@@ -38,7 +38,9 @@ impl fmt::Display for Fingerprint {
         if let Some(op) = self.op {
             parts.push(op.to_string());
         }
-        if let Some(dtype) = self.dtype {
+        if self.algorithm == Algorithm::Parcels && self.kind == Kind::Message {
+            parts.push("bytes".to_owned());
+        } else if let Some(dtype) = self.dtype {
             let pair = if self.kind == Kind::AllToAll { " between these two" } else { "" };
             parts.push(format!("{dtype} × {}{pair}", self.count));
         }

@@ -161,7 +161,7 @@ pub(crate) fn decode_fingerprint(bytes: &[u8; FINGERPRINT_LEN]) -> Result<(Finge
         return Err(HeaderError::Field("op"));
     }
     let algorithm = Algorithm::from_code(bytes[31])
-        .filter(|algorithm| kind.algorithms().contains(algorithm))
+        .filter(|algorithm| kind.travels_by(*algorithm))
         .ok_or(HeaderError::Field("algorithm"))?;
     let root = Some(u32_at(bytes, 16)).filter(|root| *root != NO_ROOT).map(Rank);
     if root.is_some() != kind.has_root() {

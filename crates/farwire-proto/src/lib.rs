@@ -95,6 +95,7 @@ pub mod tune;
 mod workspace;
 
 pub use call::{Algorithm, Call, CallError, Kind, Options};
+pub use collective::parcels::Parcels;
 pub use dtype::{DType, Element, ReduceOp, UnknownName};
 pub use engine::{Config, Engine, Event, Lane, OpenError, Payload, Take, Transmit, Verdict, Wait};
 pub use fault::{Called, FAULT_LEN, Fault, OpError};
@@ -103,5 +104,5 @@ pub use header::{FrameKind, HEADER_LEN, Header, HeaderError, VERSION};
 pub use ids::{CommId, Epoch, OpId, OpSeq, Peer, Rank, Tag, Time, WorldSize};
 pub use partition::{Counts, Partition, Span};
 pub use plan::{Plan, Tuning};
-pub use schedule::{Action, Emit, Fold, Gate, Incoming, Outcome, Outgoing, Own, Running, Source};
+pub use schedule::{Action, Emit, Fold, Gate, Incoming, Outcome, Outgoing, Own, ParcelPart, Running, Source};
 pub use workspace::Workspace;

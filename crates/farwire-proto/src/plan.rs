@@ -11,6 +11,7 @@ use crate::collective::broadcast::Broadcast;
 use crate::collective::gather::Gather;
 use crate::collective::gather_reduce::GatherReduce;
 use crate::collective::message::{End, Message};
+use crate::collective::parcels::{Exchange, Limits};
 use crate::collective::ring::Ring;
 use crate::collective::scan::Scan;
 use crate::collective::scatter::Scatter;
@@ -81,6 +82,7 @@ enum AnySchedule {
     AllToAll(AllToAll),
     Barrier(Barrier),
     Message(Message),
+    Parcels(Exchange),
 }
 
 impl Plan {
@@ -98,18 +100,21 @@ impl Plan {
             return Err(CallError::NoSuchRank { what: "this rank,", rank: me, world });
         }
         let terms = Terms::of(call, me, world)?;
-        let size = terms.dtype.map_or(1, DType::size);
+        // Parcels are bytes, whatever they stand for.
+        let size = if call.is_parcels() { 1 } else { terms.dtype.map_or(1, DType::size) };
         let segment = options
             .segment
             .map_or(tuning.segment_bytes.get() / size, NonZeroUsize::get)
             .clamp(1, MAX_SEGMENT);
-        let algorithm = options.algorithm.unwrap_or_else(|| {
-            let reduction = terms.dtype.zip(terms.op);
-            tune::choose(kind, reduction, terms.count * size, segment * size, world, &tuning.links)
-        });
-        if !kind.algorithms().contains(&algorithm) {
-            return Err(CallError::Algorithm { kind, algorithm });
-        }
+        let algorithm = match (call.is_parcels(), options.algorithm) {
+            (true, _) => Algorithm::Parcels,
+            (false, Some(algorithm)) if kind.algorithms().contains(&algorithm) => algorithm,
+            (false, Some(algorithm)) => return Err(CallError::Algorithm { kind, algorithm }),
+            (false, None) => {
+                let reduction = terms.dtype.zip(terms.op);
+                tune::choose(kind, reduction, terms.count * size, segment * size, world, &tuning.links)
+            }
+        };
         let plan = Self {
             comm,
             me,
@@ -121,14 +126,18 @@ impl Plan {
                 op: terms.op,
                 count: terms.count as u64,
                 root: terms.root,
-                codec: 0,
+                codec: terms.codec,
                 segment: segment as u32,
                 layout: terms.layout,
             },
             schedule: AnySchedule::of(call, me, world, algorithm, segment),
             partner: match *call {
-                Call::Send { to, tag, .. } => Some(Partner { rank: to, tag, end: End::Sender }),
-                Call::Recv { from, tag, .. } => Some(Partner { rank: from, tag, end: End::Receiver }),
+                Call::Send { to, tag, .. } | Call::SendParcel { to, tag, .. } => {
+                    Some(Partner { rank: to, tag, end: End::Sender })
+                }
+                Call::Recv { from, tag, .. } | Call::RecvParcel { from, tag, .. } => {
+                    Some(Partner { rank: from, tag, end: End::Receiver })
+                }
                 _ => None,
             },
             deadline: options.deadline,
@@ -257,6 +266,14 @@ impl Plan {
         self.schedule().downstream()
     }
 
+    /// The limits of this plan's parcels, if that is how it travels.
+    pub(crate) fn parcels(&self) -> Option<&Limits> {
+        match &self.schedule {
+            AnySchedule::Parcels(exchange) => Some(&exchange.limits),
+            _ => None,
+        }
+    }
+
     pub(crate) fn local(&self) -> Local {
         self.schedule().local()
     }
@@ -287,6 +304,7 @@ impl Plan {
             AnySchedule::AllToAll(schedule) => schedule,
             AnySchedule::Barrier(schedule) => schedule,
             AnySchedule::Message(schedule) => schedule,
+            AnySchedule::Parcels(schedule) => schedule,
         }
     }
 }
@@ -309,14 +327,16 @@ impl AnySchedule {
                 Algorithm::Ring => Self::Ring(Ring { me, world, shards: shards(count) }),
                 Algorithm::GatherReduce => gather_reduce(count, None),
                 Algorithm::TwoPhase => two_phase(count, two_phase::Gather::All),
-                Algorithm::Tree | Algorithm::Chain | Algorithm::Direct => {
+                Algorithm::Tree | Algorithm::Chain | Algorithm::Direct | Algorithm::Parcels => {
                     unreachable!("checked by the caller")
                 }
             },
             Call::Reduce { count, root, .. } => match algorithm {
                 Algorithm::TwoPhase => two_phase(count, two_phase::Gather::Root(root)),
                 Algorithm::GatherReduce => gather_reduce(count, Some(root)),
-                Algorithm::Ring | Algorithm::Direct => unreachable!("checked by the caller"),
+                Algorithm::Ring | Algorithm::Direct | Algorithm::Parcels => {
+                    unreachable!("checked by the caller")
+                }
                 Algorithm::Tree | Algorithm::Chain => {
                     Self::TreeReduce(TreeReduce { tree: tree(root), vector: whole(count) })
                 }
@@ -344,6 +364,15 @@ impl AnySchedule {
             Call::Barrier => Self::Barrier(Barrier),
             Call::Send { count, .. } => Self::Message(Message { end: End::Sender, body: whole(count) }),
             Call::Recv { count, .. } => Self::Message(Message { end: End::Receiver, body: whole(count) }),
+            Call::SendParcel { len, .. } => {
+                Self::Parcels(Exchange { limits: Limits { sends: 1, recvs: 0, max: len, segment } })
+            }
+            Call::Coded { rounds, max, .. } => {
+                Self::Parcels(Exchange { limits: Limits { sends: rounds, recvs: rounds, max, segment } })
+            }
+            Call::RecvParcel { max, .. } => {
+                Self::Parcels(Exchange { limits: Limits { sends: 0, recvs: 1, max, segment } })
+            }
         }
     }
 }
@@ -355,6 +384,7 @@ struct Terms {
     dtype: Option<DType>,
     op: Option<ReduceOp>,
     root: Option<Rank>,
+    codec: u32,
     layout: u32,
 }
 
@@ -388,13 +418,14 @@ impl Terms {
                     return Err(CallError::ScanMean(kind));
                 }
                 let count = fits(Some(count))?;
-                Self { count, dtype: Some(dtype), op: Some(op), root: None, layout: 0 }
+                Self { count, dtype: Some(dtype), op: Some(op), root: None, codec: 0, layout: 0 }
             }
             Call::Reduce { count, dtype, op, root } => Self {
                 count: fits(Some(count))?,
                 dtype: Some(dtype),
                 op: Some(op),
                 root: member("root", root)?,
+                codec: 0,
                 layout: 0,
             },
             Call::Broadcast { count, dtype, root } => Self {
@@ -402,6 +433,7 @@ impl Terms {
                 dtype: Some(dtype),
                 op: None,
                 root: member("root", root)?,
+                codec: 0,
                 layout: 0,
             },
             Call::AllGather { ref counts, dtype } => Self {
@@ -409,6 +441,7 @@ impl Terms {
                 dtype: Some(dtype),
                 op: None,
                 root: None,
+                codec: 0,
                 layout: counts.digest(),
             },
             Call::Gather { ref counts, dtype, root } | Call::Scatter { ref counts, dtype, root } => Self {
@@ -416,6 +449,7 @@ impl Terms {
                 dtype: Some(dtype),
                 op: None,
                 root: member("root", root)?,
+                codec: 0,
                 layout: counts.digest(),
             },
             Call::AllToAll { ref send, ref recv, dtype } => {
@@ -424,16 +458,39 @@ impl Terms {
                 if send.of(me) != recv.of(me) {
                     return Err(CallError::SelfBlock { send: send.of(me), recv: recv.of(me) });
                 }
-                Self { count, dtype: Some(dtype), op: None, root: None, layout: 0 }
+                Self { count, dtype: Some(dtype), op: None, root: None, codec: 0, layout: 0 }
             }
-            Call::Barrier => Self { count: 0, dtype: None, op: None, root: None, layout: 0 },
+            Call::Barrier => Self { count: 0, dtype: None, op: None, root: None, codec: 0, layout: 0 },
             Call::Send { to: other, count, dtype, .. } | Call::Recv { from: other, count, dtype, .. } => {
                 member("message partner", other)?;
                 if other == me {
                     return Err(CallError::ToSelf(me));
                 }
                 let count = fits(Some(count))?;
-                Self { count, dtype: Some(dtype), op: None, root: None, layout: 0 }
+                Self { count, dtype: Some(dtype), op: None, root: None, codec: 0, layout: 0 }
+            }
+            Call::Coded { ref call, codec, max, .. } => {
+                let terms = Self::of(call, me, world)?;
+                let codable = call.kind().travels_by(Algorithm::Parcels)
+                    && !call.is_parcels()
+                    && terms.dtype.is_some_and(DType::is_float)
+                    && matches!(terms.op, None | Some(ReduceOp::Sum | ReduceOp::Mean));
+                if call.kind() == Kind::Message || !codable {
+                    let op = terms.op.map_or(String::new(), |op| format!(" with {op}"));
+                    let dtype = terms.dtype.map_or(String::new(), |dtype| format!(" of {dtype}"));
+                    return Err(CallError::NotCodable { what: format!("{kind}{dtype}{op}") });
+                }
+                fits(Some(max))?;
+                Self { codec: codec.get(), ..terms }
+            }
+            Call::SendParcel { to: other, len: bytes, .. }
+            | Call::RecvParcel { from: other, max: bytes, .. } => {
+                member("message partner", other)?;
+                if other == me {
+                    return Err(CallError::ToSelf(me));
+                }
+                fits(Some(bytes))?;
+                Self { count: 0, dtype: Some(DType::U8), op: None, root: None, codec: 0, layout: 0 }
             }
         };
         match (terms.dtype, terms.op) {

@@ -70,6 +70,7 @@ impl Workspace {
                 let start = slot * self.slot_bytes;
                 &self.slots[start..start + len * self.dtype.accumulator().size()]
             }
+            Source::Parcel(_) => unreachable!("parcels are kept in `Parcels`"),
             Source::InputAsPartial(span) => {
                 let elements = &input[span.bytes(self.dtype)];
                 if !self.widens() {
@@ -94,6 +95,7 @@ impl Workspace {
             Action::Nothing => {}
             Action::Store(span) => output[span.bytes(self.dtype)].copy_from_slice(payload),
             Action::Fold(fold) => self.fold(fold, payload, input, output),
+            Action::Collect(_) => unreachable!("parcels are kept in `Parcels`"),
         }
     }
 

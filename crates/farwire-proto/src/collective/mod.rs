@@ -7,6 +7,7 @@ pub(crate) mod broadcast;
 pub(crate) mod gather;
 pub(crate) mod gather_reduce;
 pub(crate) mod message;
+pub(crate) mod parcels;
 pub(crate) mod rank_order;
 pub(crate) mod ring;
 pub(crate) mod scan;

@@ -52,7 +52,8 @@ impl Default for Config {
 ///
 /// The engine does no IO and holds no payload. Its methods fall into three groups:
 ///
-/// - **Calls**: [`open`](Self::open), [`plan`](Self::plan), [`submit`](Self::submit).
+/// - **Calls**: [`open`](Self::open), [`plan`](Self::plan), [`submit`](Self::submit), [`supply`](Self::supply),
+///   [`close`](Self::close).
 /// - **What happened**: [`handle_frame`](Self::handle_frame) and [`handle_taken`](Self::handle_taken) for arriving frames,
 ///   [`handle_sent`](Self::handle_sent) for departed ones, [`handle_abort`](Self::handle_abort),
 ///   [`handle_peer_lost`](Self::handle_peer_lost), [`handle_timeout`](Self::handle_timeout).
@@ -73,6 +74,8 @@ pub struct Engine {
     world: WorldSize,
     config: Config,
     comms: HashMap<CommId, Comm>,
+    /// Communicators that were open once.
+    closed: HashSet<CommId>,
     /// Communicators that failed before they were opened here, by who said so.
     stillborn: HashMap<Peer, Vec<(CommId, Fault)>>,
     lost: HashSet<Peer>,
@@ -164,6 +167,8 @@ pub struct Take {
 pub enum Event {
     /// It is complete, and its result is where [`Plan::outcome`] said.
     Done(OpId),
+    /// A round of its parcels has come whole, from every rank.
+    Round(OpId, u32),
     /// It failed; its input is untouched.
     Failed(OpId, Box<OpError>),
     /// A communicator is of no more use: every further call on it fails at once.
@@ -219,6 +224,8 @@ struct Comm {
     next_sent: HashMap<(Peer, Tag), u64>,
     next_received: HashMap<(Peer, Tag), u64>,
     failed: Option<(Fault, Peer)>,
+    /// Nobody here will call on it again.
+    closed: bool,
 }
 
 /// How arriving frames find their operation. Collectives take frames from anyone, messages from one sender.
@@ -257,6 +264,7 @@ impl Engine {
             world,
             config,
             comms: HashMap::new(),
+            closed: HashSet::new(),
             stillborn: HashMap::new(),
             lost: HashSet::new(),
             ops: HashMap::new(),
@@ -280,7 +288,7 @@ impl Engine {
     /// Opens a communicator of some of the processes. Their ranks in it are their places in `members`, which every member must give in
     /// the same order.
     pub fn open(&mut self, id: CommId, members: &[Peer]) -> Result<(), OpenError> {
-        if self.comms.contains_key(&id) {
+        if self.comms.contains_key(&id) || self.closed.contains(&id) {
             return Err(OpenError::Taken(id));
         }
         let mut ranks = HashMap::with_capacity(members.len());
@@ -305,6 +313,7 @@ impl Engine {
             next_sent: HashMap::new(),
             next_received: HashMap::new(),
             failed: None,
+            closed: false,
         };
         self.comms.insert(id, comm);
         let lost = members.iter().find(|peer| self.lost.contains(peer));
@@ -318,6 +327,23 @@ impl Engine {
             self.fail_comm(id, Fault::PeerLost(*peer), self.me);
         }
         Ok(())
+    }
+
+    /// Lets go of a communicator on which no more calls will be made; operations in flight go on. What peers still send on it is dropped.
+    pub fn close(&mut self, id: CommId) {
+        if let Some(comm) = self.comms.get_mut(&id) {
+            comm.closed = true;
+            self.forget_if_closed(id);
+        }
+    }
+
+    fn forget_if_closed(&mut self, id: CommId) {
+        let closed = self.comms.get(&id).is_some_and(|comm| comm.closed);
+        if closed && !self.ops.values().any(|op| op.plan.comm() == id) {
+            self.comms.remove(&id);
+            self.closed.insert(id);
+            self.resume_early(id);
+        }
     }
 
     /// This process's rank in a communicator, and the communicator's size.
@@ -379,6 +405,12 @@ impl Engine {
         Ok(id)
     }
 
+    /// The next parcel of an operation to a rank is there, with so many bytes; `false` if the operation is over, has no more of them to send, or they may not be so long.
+    pub fn supply(&mut self, op: OpId, to: Rank, len: usize) -> bool {
+        let op = self.ops.get_mut(&op);
+        op.is_some_and(|op| op.supply(to, len, &mut self.queues, self.config.credit))
+    }
+
     /// A frame of an operation has arrived from `from`, or is offered again after [`poll_resume`](Self::poll_resume).
     pub fn handle_frame(&mut self, from: Peer, header: &Header) -> Verdict {
         if header.frame != FrameKind::Data || header.epoch != self.config.epoch {
@@ -420,7 +452,10 @@ impl Engine {
             }
         }
         let known = self.early.contains_key(&lane.into());
-        if lane.from.0 >= self.world.get() || (!known && self.early.len() >= MAX_EARLY) {
+        if self.closed.contains(&lane.comm)
+            || lane.from.0 >= self.world.get()
+            || (!known && self.early.len() >= MAX_EARLY)
+        {
             return Verdict::Drop;
         }
         let lanes = self.early.entry(lane.into()).or_default();
@@ -457,7 +492,7 @@ impl Engine {
         match self.comms.get(&header.comm) {
             Some(comm) if comm.ranks.contains_key(&from) => self.fail_comm(header.comm, fault, from),
             Some(_) => {}
-            None if from.0 < self.world.get() => {
+            None if from.0 < self.world.get() && !self.closed.contains(&header.comm) => {
                 let told = self.stillborn.entry(from).or_default();
                 if told.len() < MAX_STILLBORN {
                     told.push((header.comm, fault));
@@ -575,6 +610,7 @@ impl Engine {
             self.inbound.remove(&address);
         }
         self.spare.extend(std::mem::take(&mut op.moving).recycle());
+        self.forget_if_closed(op.plan.comm());
         Some(op)
     }
 
@@ -621,6 +657,11 @@ impl Engine {
         for op in hit {
             self.fail_op(op, fault, reporter);
         }
+        self.resume_early(id);
+    }
+
+    /// Has what waits for calls that will never be made on a communicator offered once more, and dropped.
+    fn resume_early(&mut self, id: CommId) {
         let mut waiting: Vec<_> = self
             .early
             .extract_if(|address, _| address.comm == id)

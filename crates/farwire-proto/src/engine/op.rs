@@ -5,13 +5,14 @@ use std::collections::BinaryHeap;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
-use super::{Address, Lane, Payload, Queues, Take, Transmit, Verdict, Wait};
+use super::{Address, Event, Lane, Payload, Queues, Take, Transmit, Verdict, Wait};
 use crate::collective::message::End;
+use crate::collective::parcels;
 use crate::fingerprint::Fingerprint;
 use crate::header::{FrameKind, Header};
 use crate::ids::{Epoch, OpId, OpSeq, Peer, Rank, Time};
 use crate::plan::Plan;
-use crate::schedule::{Action, Gate};
+use crate::schedule::{Action, Gate, Outgoing, Source};
 
 /// One operation in flight.
 #[derive(Debug)]
@@ -30,6 +31,10 @@ pub(super) struct Moving {
     progress: Gate,
     /// Indexed as [`Op::lane_of`] says.
     lanes: Vec<LaneState>,
+    /// The same, for an operation that travels in parcels; else empty.
+    parcels: Vec<parcels::Progress>,
+    /// Rounds of parcels that have come from everyone.
+    rounds: u32,
     /// Lanes with frames still to move.
     pub(super) unfinished: usize,
     /// Frames that wait for more frames to be folded, received, sent.
@@ -45,7 +50,10 @@ enum Frame {
 
 #[derive(Clone, Copy, Debug, Default)]
 struct LaneState {
+    /// Frames in all, once that is known.
     sends: usize,
+    /// Frames that are there to be handed out: all, but for parcels that have not been supplied.
+    supplied: usize,
     /// Handed to the driver.
     polled: usize,
     /// Reported sent.
@@ -110,11 +118,23 @@ impl Op {
     pub(super) fn start(&mut self, queues: &mut Queues, credit: NonZeroU32) {
         let lanes = if self.plan.partner().is_some() { 1 } else { self.plan.world().len() };
         self.moving.lanes.resize(lanes, LaneState::default());
+        if self.plan.parcels().is_some() {
+            self.moving.parcels.resize(lanes, parcels::Progress::default());
+        }
         for rank in self.plan.others() {
             let lane = self.lane_of(rank);
             let state = &mut self.moving.lanes[lane];
-            state.sends = self.plan.sends(rank);
-            state.recvs = self.plan.recvs(rank);
+            match self.plan.parcels() {
+                None => {
+                    state.sends = self.plan.sends(rank);
+                    state.supplied = state.sends;
+                    state.recvs = self.plan.recvs(rank);
+                }
+                Some(limits) => {
+                    state.sends = if limits.sends == 0 { 0 } else { usize::MAX };
+                    state.recvs = if limits.recvs == 0 { 0 } else { usize::MAX };
+                }
+            }
             self.moving.unfinished += 1;
             self.line_up(lane, queues, credit);
         }
@@ -125,14 +145,35 @@ impl Op {
         let rank = self.rank_of(lane);
         let state = &mut self.moving.lanes[lane];
         let outstanding = state.polled - state.sent;
-        if state.pending || state.polled == state.sends || outstanding >= credit.get() as usize {
+        if state.pending || state.polled == state.supplied || outstanding >= credit.get() as usize {
             return;
         }
         state.pending = true;
-        let gate = self.plan.send(rank, state.polled).gate;
+        let gate = match self.plan.parcels() {
+            Some(_) => Gate::OPEN,
+            None => self.plan.send(rank, state.polled).gate,
+        };
         if self.moving.wait_for(&gate, Frame::Out(lane)).is_ok() {
             queues.ready.push_back((self.id, lane));
         }
+    }
+
+    /// The next parcel to `to` is there; `false` if there is none left to come, or it is too long.
+    pub(super) fn supply(&mut self, to: Rank, len: usize, queues: &mut Queues, credit: NonZeroU32) -> bool {
+        let lane = self.lane_of(to);
+        let Some((limits, progress)) = self.plan.parcels().zip(self.moving.parcels.get_mut(lane)) else {
+            return false;
+        };
+        if !progress.supply(len, limits) {
+            return false;
+        }
+        let state = &mut self.moving.lanes[lane];
+        state.supplied += limits.frames(len);
+        if progress.is_supplied(limits) {
+            state.sends = state.supplied;
+        }
+        self.line_up(lane, queues, credit);
+        true
     }
 
     pub(super) fn transmit(
@@ -145,7 +186,10 @@ impl Op {
         let rank = self.rank_of(lane);
         let state = &mut self.moving.lanes[lane];
         let index = state.polled;
-        let frame = self.plan.send(rank, index);
+        let frame = match self.plan.parcels() {
+            None => self.plan.send(rank, index),
+            Some(limits) => Outgoing::now(Source::Parcel(self.moving.parcels[lane].next_part(rank, limits))),
+        };
         state.polled += 1;
         state.pending = false;
         let last = state.polled == state.sends;
@@ -191,8 +235,14 @@ impl Op {
         if header.index as usize != state.taken || state.taken == state.recvs {
             return Err(Breach::Frame);
         }
+        let payload = header.payload as usize;
+        if let Some(limits) = self.plan.parcels() {
+            let part = self.moving.parcels[lane].expect(from, payload, limits).ok_or(Breach::Frame)?;
+            state.taking = true;
+            return Ok(Verdict::Take(Take { op: self.id, action: Action::Collect(part), lane }));
+        }
         let frame = self.plan.recv(from, state.taken);
-        if header.payload as usize != frame.action.wire_bytes(self.plan.dtype()) {
+        if payload != frame.action.wire_bytes(self.plan.dtype()) {
             return Err(Breach::Frame);
         }
         if state.held {
@@ -206,11 +256,31 @@ impl Op {
         Ok(Verdict::Take(Take { op: self.id, action: frame.action, lane }))
     }
 
+    /// A round of parcels that has come from everyone, each once and in order.
+    fn next_round(&mut self) -> Option<u32> {
+        let slowest = self.plan.others().map(|rank| self.moving.parcels[self.lane_of(rank)].into.0).min()?;
+        (slowest > self.moving.rounds).then(|| {
+            self.moving.rounds += 1;
+            self.moving.rounds - 1
+        })
+    }
+
     pub(super) fn taken(&mut self, lane: usize, action: &Action, queues: &mut Queues, credit: NonZeroU32) {
         let upstream = self.plan.upstream() == Some(self.rank_of(lane));
         let state = &mut self.moving.lanes[lane];
         state.taking = false;
         state.taken += 1;
+        if let (Action::Collect(part), Some(limits)) = (action, self.plan.parcels())
+            && self.moving.parcels[lane].collected(part)
+        {
+            if part.round + 1 == limits.recvs {
+                state.recvs = state.taken;
+            }
+            if let Some(round) = self.next_round() {
+                queues.events.push_back(Event::Round(self.id, round));
+            }
+        }
+        let state = &mut self.moving.lanes[lane];
         self.moving.unfinished -= usize::from(state.is_done());
         if std::mem::take(&mut state.held) {
             queues.resumed.push_back(self.incoming_lane(lane));
@@ -317,7 +387,9 @@ impl Moving {
     pub(super) fn recycle(mut self) -> Option<Self> {
         self.progress = Gate::OPEN;
         self.unfinished = 0;
+        self.rounds = 0;
         self.lanes.clear();
+        self.parcels.clear();
         self.waiting.iter_mut().for_each(BinaryHeap::clear);
         (self.lanes.capacity() > 0).then_some(self)
     }

@@ -93,7 +93,7 @@ proptest! {
         let mut ended: Vec<_> = std::iter::from_fn(|| engine.poll_event())
             .filter_map(|event| match event {
                 Event::Done(op) | Event::Failed(op, _) => Some(op),
-                Event::CommFailed { .. } => None,
+                Event::CommFailed { .. } | Event::Round(..) => None,
             })
             .collect();
         ended.sort();
@@ -280,6 +280,182 @@ fn finished_operations_leave_their_allocations_to_the_next() {
         assert!(matches!(engine.poll_event(), Some(Event::Done(_))));
     }
     assert_eq!(engine.spare.len(), 1);
+}
+
+/// A world of engines whose network is a queue per lane, in which rank r's parcel to rank t in round k is `parcel(k, r, t)`, supplied once round k − 1 has come.
+/// Returns what each rank collected, by sender and round.
+fn exchange(
+    ranks: u32,
+    rounds: u32,
+    segment: usize,
+    parcel: impl Fn(u32, u32, u32) -> Vec<u8>,
+) -> Vec<HashMap<(u32, u32), Vec<u8>>> {
+    let world = WorldSize::new(ranks).unwrap();
+    let call = Box::new(Call::AllReduce { count: 1, dtype: DType::F32, op: ReduceOp::Mean });
+    let call = Call::Coded { call, codec: NonZeroU32::new(5).unwrap(), rounds, max: 1000 };
+    let options = Options { segment: std::num::NonZeroUsize::new(segment), ..Options::default() };
+    let mut engines: Vec<_> =
+        world.ranks().map(|r| Engine::new(Peer(r.0), world, Config::default())).collect();
+    let mut parcels: Vec<_> = world.ranks().map(|_| crate::Parcels::default()).collect();
+    let mut came = vec![HashMap::new(); ranks as usize];
+    let mut done = 0;
+    let mut streams: HashMap<(Peer, Lane), VecDeque<(Header, Vec<u8>)>> = HashMap::new();
+    let supply = |engine: &mut Engine, store: &mut crate::Parcels, op, round| {
+        let me = engine.me().0;
+        for to in world.others(Rank(me)) {
+            let bytes = parcel(round, me, to.0);
+            store.put(to, round, bytes.as_slice().into());
+            assert!(engine.supply(op, to, bytes.len()));
+        }
+    };
+    for (engine, store) in engines.iter_mut().zip(&mut parcels) {
+        let plan = engine.plan(CommId::WORLD, &call, &options).unwrap();
+        let op = engine.submit(Time::ZERO, plan).unwrap();
+        supply(engine, store, op, 0);
+        assert!(!engine.supply(op, Rank(engine.me().0 ^ 1), 2000), "longer than agreed");
+    }
+    while done < ranks {
+        for (engine, store) in engines.iter_mut().zip(&mut parcels) {
+            let me = engine.me();
+            while let Some(frame) = engine.poll_transmit() {
+                let Payload::Operation { source: Source::Parcel(part), .. } = &frame.payload else {
+                    panic!()
+                };
+                let bytes = store.payload(part).to_vec();
+                assert_eq!(frame.header.payload as usize, bytes.len());
+                assert_eq!(frame.last, part.last && part.round + 1 == rounds);
+                store.sent(part);
+                streams
+                    .entry((frame.to, Lane::of(me, &frame.header)))
+                    .or_default()
+                    .push_back((frame.header, bytes));
+                engine.handle_sent(frame);
+            }
+        }
+        for ((to, lane), stream) in &mut streams {
+            let (engine, store) = (&mut engines[to.index()], &mut parcels[to.index()]);
+            while let Some((header, bytes)) = stream.pop_front() {
+                let Verdict::Take(take) = engine.handle_frame(lane.from, &header) else {
+                    panic!("nothing waits")
+                };
+                let Action::Collect(part) = take.action else { panic!() };
+                store.collect(&part, &bytes);
+                engine.handle_taken(take);
+            }
+        }
+        for (me, (engine, store)) in engines.iter_mut().zip(&mut parcels).enumerate() {
+            while let Some(event) = engine.poll_event() {
+                match event {
+                    Event::Round(op, round) => {
+                        for from in world.others(Rank(me as u32)) {
+                            came[me].insert((from.0, round), store.take(from, round));
+                        }
+                        if round + 1 < rounds {
+                            supply(engine, store, op, round + 1);
+                        }
+                    }
+                    Event::Done(_) => done += 1,
+                    other => panic!("{other:?}"),
+                }
+            }
+        }
+    }
+    came
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(256))]
+
+    #[test]
+    fn parcels_of_any_length_arrive_whole_and_in_their_round(
+        ranks in 2u32..6, rounds in 1u32..5, segment in 1usize..40, seed in any::<u32>(),
+    ) {
+        let parcel = |round: u32, from: u32, to: u32| {
+            let mixed = (seed ^ (round << 8) ^ (from << 4) ^ to).wrapping_mul(0x9e37_79b9);
+            // Often a whole number of segments, and often nothing.
+            let len = if mixed & 3 == 0 { (mixed >> 8) as usize % 4 * segment } else { (mixed >> 8) as usize % 200 };
+            (0..len).map(|i| (mixed as usize ^ i) as u8).collect::<Vec<_>>()
+        };
+        for (me, came) in exchange(ranks, rounds, segment, parcel).iter().enumerate() {
+            for from in (0..ranks).filter(|from| *from != me as u32) {
+                for round in 0..rounds {
+                    prop_assert_eq!(&came[&(from, round)], &parcel(round, from, me as u32));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_parcel_longer_than_agreed_is_a_breach() {
+    let mut engine = busy_engine();
+    let call = Call::RecvParcel { from: Rank(0), tag: Tag(5), max: 10 };
+    let segment = std::num::NonZeroUsize::new(4);
+    let plan = engine.plan(CommId::WORLD, &call, &Options { segment, ..Options::default() }).unwrap();
+    let (seq, fingerprint) = (OpSeq::Message(Tag(5), 0), plan.fingerprint());
+    engine.submit(Time::ZERO, plan).unwrap();
+    let header = |index, payload| Header {
+        frame: FrameKind::Data,
+        payload,
+        index,
+        seq,
+        fingerprint,
+        ..blank_header()
+    };
+    for index in 0..2 {
+        let Verdict::Take(take) = engine.handle_frame(Peer(0), &header(index, 4)) else { panic!("its turn") };
+        engine.handle_taken(take);
+    }
+    assert!(matches!(engine.handle_frame(Peer(0), &header(2, 3)), Verdict::Drop));
+    let failed = std::iter::from_fn(|| engine.poll_event());
+    let faults: Vec<_> = failed
+        .filter_map(|event| match event {
+            Event::CommFailed { fault, .. } => Some(fault),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(faults, [Fault::BadFrame(Peer(0))]);
+}
+
+#[test]
+fn calls_that_no_codec_can_serve_are_refused() {
+    let engine = busy_engine();
+    let (count, dtype) = (4, DType::F32);
+    let coded = |call: Call| Call::Coded { call: Box::new(call), codec: NonZeroU32::MIN, rounds: 2, max: 9 };
+    for (call, served) in [
+        (Call::AllReduce { count, dtype, op: ReduceOp::Sum }, true),
+        (Call::ReduceScatter { count, dtype: DType::Bf16, op: ReduceOp::Mean }, true),
+        (Call::AllGather { counts: crate::Counts::Each(3), dtype }, true),
+        (Call::AllReduce { count, dtype, op: ReduceOp::Max }, false),
+        (Call::AllReduce { count, dtype: DType::I32, op: ReduceOp::Sum }, false),
+        (Call::Broadcast { count, dtype, root: Rank(0) }, false),
+        (Call::Send { to: Rank(0), tag: Tag(0), count, dtype }, false),
+        (coded(Call::AllReduce { count, dtype, op: ReduceOp::Sum }), false),
+        (Call::Barrier, false),
+    ] {
+        let refused = matches!(
+            engine.plan(CommId::WORLD, &coded(call.clone()), &Options::default()),
+            Err(CallError::NotCodable { .. })
+        );
+        assert_eq!(refused, !served, "{call:?}");
+    }
+}
+
+/// A closed communicator is gone once nothing is in flight on it, and late frames for it clog nothing.
+#[test]
+fn a_closed_communicator_is_forgotten() {
+    let mut engine = busy_engine();
+    let early =
+        Header { frame: FrameKind::Data, comm: CommId(7), seq: OpSeq::Collective(4), ..blank_header() };
+    assert!(matches!(engine.handle_frame(Peer(2), &early), Verdict::Later));
+    engine.close(CommId(7));
+    assert!(engine.comms.contains_key(&CommId(7)), "a scan and a receive are in flight");
+    let news = Header { comm: CommId(7), ..blank_header() };
+    engine.handle_abort(Peer(2), &news, &Fault::PeerLost(Peer(3)).encode()).unwrap();
+    assert!(!engine.comms.contains_key(&CommId(7)));
+    assert_eq!(engine.poll_resume(), Some(Lane::of(Peer(2), &early)));
+    assert!(matches!(engine.handle_frame(Peer(2), &early), Verdict::Drop));
+    assert_eq!(engine.open(CommId(7), &[Peer(1)]), Err(OpenError::Taken(CommId(7))));
 }
 
 fn blank_header() -> Header {

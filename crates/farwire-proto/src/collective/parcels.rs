@@ -1,0 +1,173 @@
+//! Parcels: bytes whose length only their sender knows.
+//!
+//! Where the length of what is sent depends on the data (a coded gradient, a request), frames cannot be laid out beforehand. A lane then carries a fixed number of
+//! *parcels* instead, one after the other. A parcel travels as frames of one segment each and ends with the first shorter one, which is empty if nothing is left:
+//!
+//! ```text
+//! segment = 4      parcel of 9 bytes: ████ ████ █      of 8: ████ ████ ·      of none: ·
+//! ```
+//!
+//! The sender supplies a parcel when it has it ([`Engine::supply`](crate::Engine::supply)). The receiver knows how long one can be at most, and a longer one is a breach.
+
+use std::collections::HashMap;
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+
+use crate::ids::Rank;
+use crate::schedule::{Incoming, Outcome, Outgoing, ParcelPart, Schedule};
+
+/// What is known of a lane's parcels before they are.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Limits {
+    /// Parcels out, on each lane.
+    pub(crate) sends: u32,
+    /// Parcels in, on each lane.
+    pub(crate) recvs: u32,
+    /// Bytes of the longest.
+    pub(crate) max: usize,
+    /// Bytes of a frame that is not the last of its parcel.
+    pub(crate) segment: NonZeroUsize,
+}
+
+impl Limits {
+    /// Frames of a parcel.
+    pub(crate) fn frames(&self, len: usize) -> usize {
+        len / self.segment + 1
+    }
+}
+
+/// The schedule of an operation that travels in parcels: how many frames there will be at most. Which they are, the engine finds out as it goes.
+#[derive(Clone, Debug)]
+pub(crate) struct Exchange {
+    pub(crate) limits: Limits,
+}
+
+impl Schedule for Exchange {
+    fn input_len(&self) -> usize {
+        0
+    }
+
+    fn output_len(&self) -> usize {
+        0
+    }
+
+    fn outcome(&self) -> Outcome {
+        Outcome::Nothing
+    }
+
+    fn sends(&self, _to: Rank) -> usize {
+        (self.limits.sends as usize).saturating_mul(self.limits.frames(self.limits.max))
+    }
+
+    fn send(&self, _to: Rank, _i: usize) -> Outgoing {
+        unreachable!("the engine cuts parcels itself")
+    }
+
+    fn recvs(&self, _from: Rank) -> usize {
+        (self.limits.recvs as usize).saturating_mul(self.limits.frames(self.limits.max))
+    }
+
+    fn recv(&self, _from: Rank, _i: usize) -> Incoming {
+        unreachable!("the engine cuts parcels itself")
+    }
+}
+
+/// How far the parcels of one lane are.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Progress {
+    /// Lengths of the parcels that were supplied and have not been handed out whole.
+    waiting: std::collections::VecDeque<usize>,
+    supplied: u32,
+    /// The parcel on its way out, and how much of it is gone.
+    out: (u32, usize),
+    /// The parcel on its way in, and how much of it is here.
+    pub(crate) into: (u32, usize),
+}
+
+impl Progress {
+    /// A parcel is there; `false` if there were enough already.
+    pub(crate) fn supply(&mut self, len: usize, limits: &Limits) -> bool {
+        if self.supplied == limits.sends || len > limits.max {
+            return false;
+        }
+        self.supplied += 1;
+        self.waiting.push_back(len);
+        true
+    }
+
+    /// Whether all parcels have been supplied.
+    pub(crate) fn is_supplied(&self, limits: &Limits) -> bool {
+        self.supplied == limits.sends
+    }
+
+    /// The next frame out.
+    pub(crate) fn next_part(&mut self, with: Rank, limits: &Limits) -> ParcelPart {
+        let len = *self.waiting.front().expect("a frame is lined up once its parcel is there");
+        let (round, at) = self.out;
+        let part = part(with, self.out, len - at, limits);
+        if part.last {
+            self.waiting.pop_front();
+            self.out = (round + 1, 0);
+        } else {
+            self.out = (round, at + part.len);
+        }
+        part
+    }
+
+    /// What a frame of `len` bytes is of the parcel on its way in; `None` if it cannot be part of it.
+    pub(crate) fn expect(&self, with: Rank, len: usize, limits: &Limits) -> Option<ParcelPart> {
+        let (_, at) = self.into;
+        (len <= limits.segment.get() && at + len <= limits.max).then(|| part(with, self.into, len, limits))
+    }
+
+    /// A frame has been taken; `true` if it was its parcel's last.
+    pub(crate) fn collected(&mut self, part: &ParcelPart) -> bool {
+        self.into = if part.last { (part.round + 1, 0) } else { (part.round, part.at + part.len) };
+        part.last
+    }
+}
+
+fn part(with: Rank, (round, at): (u32, usize), left: usize, limits: &Limits) -> ParcelPart {
+    let len = left.min(limits.segment.get());
+    ParcelPart { with, round, at, len, last: len < limits.segment.get() }
+}
+
+/// The parcels of one operation on one rank: those on their way out, and those that have come.
+#[derive(Debug, Default)]
+pub struct Parcels {
+    out: HashMap<(Rank, u32), Arc<[u8]>>,
+    into: HashMap<(Rank, u32), Vec<u8>>,
+}
+
+impl Parcels {
+    /// A parcel to send. One that goes to several ranks is shared between them.
+    pub fn put(&mut self, to: Rank, round: u32, parcel: Arc<[u8]>) {
+        self.out.insert((to, round), parcel);
+    }
+
+    /// What a frame carries.
+    ///
+    /// # Panics
+    ///
+    /// If the parcel was not [`put`](Self::put) before it was supplied to the engine, or is shorter.
+    pub fn payload(&self, part: &ParcelPart) -> &[u8] {
+        &self.out[&(part.with, part.round)][part.at..part.at + part.len]
+    }
+
+    /// Nobody asks for these bytes again: those of a frame that was sent.
+    pub fn sent(&mut self, part: &ParcelPart) {
+        if part.last {
+            self.out.remove(&(part.with, part.round));
+        }
+    }
+
+    /// Puts what has come to the rest of its parcel.
+    pub fn collect(&mut self, part: &ParcelPart, payload: &[u8]) {
+        self.into.entry((part.with, part.round)).or_default().extend_from_slice(payload);
+    }
+
+    /// A parcel that has come whole. Empty if it was taken before.
+    pub fn take(&mut self, from: Rank, round: u32) -> Vec<u8> {
+        self.into.remove(&(from, round)).unwrap_or_default()
+    }
+}
