@@ -145,8 +145,12 @@ fn bench_measures_and_checks_every_operation_over_every_link() {
 #[test]
 fn examples_run_under_launch() {
     let examples = PathBuf::from(env!("CARGO_BIN_EXE_farwire")).with_file_name("examples");
-    for (name, says) in [("all_reduce", "sum 6"), ("send_recv", "the others add up to 6"), ("split", "sum 4")]
-    {
+    for (name, says) in [
+        ("all_reduce", "sum 6"),
+        ("send_recv", "the others add up to 6"),
+        ("split", "sum 4"),
+        ("call", "works on batch 7"),
+    ] {
         let program = examples.join(name);
         if !program.exists() {
             let built = Command::new(env!("CARGO"))

@@ -58,7 +58,10 @@ pub fn results(calls: &[Call], algorithm: Algorithm, inputs: &[Vec<u8>]) -> Vec<
             (0..world).map(|to| blocks.iter().flat_map(|from| from[to].clone()).collect()).collect()
         }
         Call::Barrier => everyone(Vec::new()),
-        Call::Send { .. } | Call::Recv { .. } => panic!("a message's result is what was sent"),
+        Call::Send { .. } | Call::Recv { .. } | Call::SendParcel { .. } | Call::RecvParcel { .. } => {
+            panic!("a message's result is what was sent")
+        }
+        Call::Coded { .. } => panic!("what a codec makes of its input is the codec's matter"),
     }
 }
 
@@ -100,7 +103,9 @@ fn reduced(dtype: DType, op: ReduceOp, algorithm: Algorithm, root: usize, inputs
                 let from_root = |number: usize| value((root + number) % world);
                 subtree(dtype, op, algorithm, world, 0, &from_root)
             }
-            Algorithm::TwoPhase | Algorithm::GatherReduce | Algorithm::Direct => fold(&mut (0..world)),
+            Algorithm::TwoPhase | Algorithm::GatherReduce | Algorithm::Direct | Algorithm::Parcels => {
+                fold(&mut (0..world))
+            }
         };
         result.extend(total.write(dtype, if op == ReduceOp::Mean { world } else { 1 }));
     }

@@ -463,7 +463,7 @@ impl Sim {
     fn ended(&mut self, peer: Peer, event: Event) {
         let node = &mut self.nodes[peer.index()];
         match event {
-            Event::CommFailed { .. } => {}
+            Event::CommFailed { .. } | Event::Round(..) => {}
             Event::Done(op) => {
                 let job = node.jobs.remove(&op).expect("an operation ends once");
                 let result = job.memory.map(|memory| match job.outcome {
@@ -473,7 +473,7 @@ impl Sim {
                 });
                 self.end(job.id, JobEnd::Done(result.unwrap_or_default()));
             }
-            Event::Failed(op, error) => {
+            Event::Failed { op, error, .. } => {
                 let job = node.jobs.remove(&op).expect("an operation ends once");
                 let input = job.memory.map(|memory| memory.input).unwrap_or_default();
                 self.end(job.id, JobEnd::Failed { error, input });

@@ -1,15 +1,18 @@
 //! The API: collectives and messages.
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::Duration;
 
 use farwire_proto::{Call, CommId, Counts, OpenError, Options, Peer, Rank, ReduceOp, Tag, WorldSize};
 
 use crate::buffer::{Buffer, Element};
+use crate::calls::Calls;
 use crate::driver::Traffic;
 use crate::error::Error;
 use crate::node::Membership;
+use crate::observe::flight::Flight;
 use crate::pending::{Completion, Pending};
 
 /// A group of ranks, and this process's place in it.
@@ -24,10 +27,22 @@ pub struct Communicator {
 }
 
 struct Group {
+    node: Arc<Membership>,
     id: CommId,
     rank: Rank,
     members: Vec<Peer>,
     splits: AtomicU32,
+    /// Once somebody registers or calls.
+    calls: OnceLock<Calls>,
+    starting: Mutex<()>,
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        if self.id != CommId::WORLD {
+            self.node.driver().close_comm(self.id);
+        }
+    }
 }
 
 impl Communicator {
@@ -39,7 +54,16 @@ impl Communicator {
     }
 
     fn new(node: Arc<Membership>, id: CommId, rank: Rank, members: Vec<Peer>, options: Options) -> Self {
-        let group = Arc::new(Group { id, rank, members, splits: AtomicU32::new(0) });
+        let splits = AtomicU32::new(0);
+        let group = Arc::new(Group {
+            node: node.clone(),
+            id,
+            rank,
+            members,
+            splits,
+            calls: OnceLock::new(),
+            starting: Mutex::default(),
+        });
         Self { node, group, options }
     }
 
@@ -167,6 +191,47 @@ impl Communicator {
     pub fn recv<T: Element>(&self, count: usize, from: usize, tag: u32) -> Pending<Vec<T>> {
         let call = Call::Recv { from: rank(from), tag: Tag(tag), count, dtype: T::DTYPE };
         self.start(call, Vec::<T>::new(), unwrap)
+    }
+
+    /// Has `handler` answer the calls that any rank of the group makes by this name: it is given the caller's rank and the request, and returns the response, or what went wrong.
+    ///
+    /// Handlers run on threads of their own, several at once, and may take their time. A call that comes before this rank has registered anything waits for it; one by a name
+    /// that is not registered fails. Registering a name again replaces its handler.
+    pub fn register<F>(&self, name: &str, handler: F) -> Result<(), Error>
+    where
+        F: Fn(usize, Vec<u8>) -> Result<Vec<u8>, String> + Send + Sync + 'static,
+    {
+        self.calls()?.register(name, Arc::new(handler));
+        Ok(())
+    }
+
+    /// Calls a handler on another rank, or on this one. The response must come within `deadline`.
+    pub fn call(&self, to: usize, name: &str, request: Vec<u8>, deadline: Duration) -> Pending<Vec<u8>> {
+        let completion = Arc::new(Completion::default());
+        let called =
+            self.calls().and_then(|calls| calls.call(rank(to), name, request, deadline, &completion));
+        match called {
+            Err(error) => Pending::ready(Err(error)),
+            Ok(()) => Pending::running(self.node.clone(), completion, unwrap),
+        }
+    }
+
+    fn calls(&self) -> Result<&Calls, Error> {
+        if let Some(calls) = self.group.calls.get() {
+            return Ok(calls);
+        }
+        let _one_at_a_time = self.group.starting.lock().unwrap_or_else(PoisonError::into_inner);
+        if self.group.calls.get().is_none() {
+            let Group { id, rank, members, .. } = &*self.group;
+            let calls = Calls::start(self.node.downgrade(), *id, *rank, members)?;
+            self.group.calls.set(calls).expect("one at a time");
+        }
+        Ok(self.group.calls.get().expect("it was just set"))
+    }
+
+    /// What this process has been doing: its last operations, and who those in flight wait for. See [`flight`](crate::flight).
+    pub fn flight(&self) -> Flight {
+        self.node.driver().flight("asked")
     }
 
     /// Splits the group: ranks that give the same color form a new one, ordered by key and then by rank. All ranks must call it.

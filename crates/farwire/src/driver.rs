@@ -3,16 +3,19 @@
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::num::NonZeroUsize;
 use std::sync::Arc;
+use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use farwire_proto::{
-    Call, CommId, Engine, Event, HEADER_LEN, Header, Lane, OpId, OpenError, Options, Outcome, Payload, Peer,
-    Plan, Rank, Time, Transmit, Verdict, Workspace, WorldSize,
+    Action, Call, CommId, Engine, Event, HEADER_LEN, Header, Lane, OpId, OpenError, Options, Outcome,
+    Parcels, Payload, Peer, Plan, Rank, Source, Time, Transmit, Verdict, Workspace, WorldSize,
 };
 
 use crate::buffer::{Buffer, Pool};
 use crate::error::Error;
 use crate::link::{Arrival, Link};
+use crate::observe::Observer;
+use crate::observe::flight::{Flight, Ticket};
 use crate::pending::Completion;
 
 /// Bytes of the widest element.
@@ -34,17 +37,35 @@ pub(crate) struct Driver {
     /// Bytes that a frame's payload may have.
     longest: usize,
     pool: Pool,
-    traffic: Traffic,
+    /// By peer.
+    sent: Vec<Traffic>,
+    received: Vec<Traffic>,
+    observer: Observer,
+    afterwards: Afterwards,
     /// When time zero was.
     origin: Instant,
 }
 
-/// What went out, counted where it is handed to the links.
+/// What is to be done once the driver's lock is free: wakers run foreign code, and files are slow.
+#[derive(Debug, Default)]
+pub(crate) struct Afterwards {
+    pub(crate) wake: Vec<Waker>,
+    /// A communicator has failed, for this reason.
+    pub(crate) failure: Option<Box<Flight>>,
+}
+
+impl Afterwards {
+    pub(crate) fn is_nothing(&self) -> bool {
+        self.wake.is_empty() && self.failure.is_none()
+    }
+}
+
+/// What went one way, counted where it is handed to the links.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
-    /// Frames sent.
+    /// Frames.
     pub frames: u64,
-    /// Bytes sent, headers included.
+    /// Bytes, headers included.
     pub bytes: u64,
 }
 
@@ -58,26 +79,65 @@ impl Traffic {
 /// An operation's memory, and who waits for it.
 #[derive(Debug)]
 struct Job {
-    work: Workspace,
-    input: Buffer,
-    output: Buffer,
-    outcome: Outcome,
+    work: Work,
     completion: Arc<Completion>,
+    ticket: Ticket,
+    span: tracing::Span,
+}
+
+#[derive(Debug)]
+enum Work {
+    /// Frames were laid out beforehand.
+    Laid { work: Workspace, input: Buffer, output: Buffer, outcome: Outcome },
+    /// A message in one parcel. It comes from this rank if there is one.
+    Parcel { parcels: Parcels, from: Option<Rank> },
+}
+
+impl Work {
+    /// What a frame carries.
+    fn payload(&mut self, source: &Source) -> &[u8] {
+        match (self, source) {
+            (Self::Laid { work, input, output, .. }, source) => {
+                work.payload(source, input.bytes(), output.bytes())
+            }
+            (Self::Parcel { parcels, .. }, Source::Parcel(part)) => parcels.payload(part),
+            (Self::Parcel { .. }, _) => unreachable!("parcels come in parts"),
+        }
+    }
+
+    /// Puts a payload where it belongs.
+    fn apply(&mut self, action: &Action, payload: &[u8]) {
+        match (self, action) {
+            (Self::Laid { work, input, output, .. }, action) => {
+                work.apply(action, payload, input.bytes(), output.bytes_mut());
+            }
+            (Self::Parcel { parcels, .. }, Action::Collect(part)) => parcels.collect(part, payload),
+            (Self::Parcel { .. }, _) => unreachable!("parcels come in parts"),
+        }
+    }
 }
 
 impl Driver {
     /// A driver for links whose frames carry up to `longest` bytes.
-    pub(crate) fn new(engine: Engine, links: Vec<Option<Box<dyn Link>>>, longest: usize) -> Self {
+    pub(crate) fn new(
+        engine: Engine,
+        links: Vec<Option<Box<dyn Link>>>,
+        longest: usize,
+        observer: Observer,
+    ) -> Self {
         Self {
             engine,
             longest,
+            sent: vec![Traffic::default(); links.len()],
+            received: vec![Traffic::default(); links.len()],
+            observer,
+            afterwards: Afterwards::default(),
             links,
             jobs: HashMap::new(),
             closed: HashSet::new(),
             held: HashMap::new(),
             held_aborts: VecDeque::new(),
             pool: Pool::default(),
-            traffic: Traffic::default(),
             origin: Instant::now(),
         }
     }
@@ -90,8 +150,47 @@ impl Driver {
         Ok(self.engine.place(comm)?)
     }
 
+    pub(crate) fn close_comm(&mut self, comm: CommId) {
+        self.engine.close(comm);
+        self.settle();
+    }
+
+    /// What was sent, to all peers.
     pub(crate) fn traffic(&self) -> Traffic {
-        self.traffic
+        self.sent.iter().fold(Traffic::default(), |sum, peer| Traffic {
+            frames: sum.frames + peer.frames,
+            bytes: sum.bytes + peer.bytes,
+        })
+    }
+
+    /// What was sent and received, by peer, and what carries it: nothing to oneself and to those that are lost.
+    pub(crate) fn traffic_by_peer(&self) -> impl Iterator<Item = (Traffic, Traffic, Option<&'static str>)> {
+        let links = self.links.iter().map(|link| link.as_ref().map(|link| link.kind()));
+        self.sent
+            .iter()
+            .zip(&self.received)
+            .zip(links)
+            .map(|((sent, received), link)| (*sent, *received, link))
+    }
+
+    pub(crate) fn observer(&self) -> &Observer {
+        &self.observer
+    }
+
+    /// The last operations, and who those in flight wait for.
+    pub(crate) fn flight(&self, reason: &str) -> Flight {
+        let links = self.traffic_by_peer().map(|(.., link)| link);
+        self.observer.recorder.flight(reason, links, &self.engine.waits())
+    }
+
+    /// What is to be done now that the lock is free; once.
+    pub(crate) fn take_afterwards(&mut self) -> Option<Afterwards> {
+        (!self.afterwards.is_nothing()).then(|| std::mem::take(&mut self.afterwards))
+    }
+
+    /// Operations that have begun and not ended.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.jobs.len()
     }
 
     /// Whether there is anything to wait for.
@@ -116,15 +215,65 @@ impl Driver {
         let mut work = Workspace::new(&plan);
         let mut output = self.pool.take(plan.dtype(), plan.output_bytes() / plan.dtype().size());
         work.begin(input.bytes(), output.bytes_mut());
-        let outcome = plan.outcome();
-        match self.engine.submit(self.now(), plan) {
-            Ok(op) => {
-                self.jobs.insert(op, Job { work, input, output, outcome, completion });
-            }
-            Err(source) => return Err(Error::Failed { source, input: Some(input) }),
-        }
+        let work = Work::Laid { work, input, output, outcome: plan.outcome() };
+        self.start(plan, work, completion)?;
         self.settle();
         Ok(())
+    }
+
+    /// Starts to send a parcel.
+    pub(crate) fn send_parcel(
+        &mut self,
+        comm: CommId,
+        to: Rank,
+        call: &Call,
+        parcel: Vec<u8>,
+        completion: Arc<Completion>,
+    ) -> Result<(), Error> {
+        let plan = self.engine.plan(comm, call, &Options::default())?;
+        let len = parcel.len();
+        let mut parcels = Parcels::default();
+        parcels.put(to, 0, parcel.into());
+        let op = self.start(plan, Work::Parcel { parcels, from: None }, completion)?;
+        self.engine.supply(op, to, len);
+        self.settle();
+        Ok(())
+    }
+
+    /// Starts to wait for a parcel.
+    pub(crate) fn recv_parcel(
+        &mut self,
+        comm: CommId,
+        from: Rank,
+        call: &Call,
+        options: &Options,
+        completion: Arc<Completion>,
+    ) -> Result<(), Error> {
+        let plan = self.engine.plan(comm, call, options)?;
+        self.start(plan, Work::Parcel { parcels: Parcels::default(), from: Some(from) }, completion)?;
+        self.settle();
+        Ok(())
+    }
+
+    fn start(&mut self, plan: Plan, work: Work, completion: Arc<Completion>) -> Result<OpId, Error> {
+        let (comm, call) = (plan.comm(), plan.fingerprint());
+        let seq = self.engine.next_seq(&plan);
+        match self.engine.submit(self.now(), plan) {
+            Ok(op) => {
+                let seq = seq.expect("it was submitted on an open communicator");
+                let ticket = self.observer.began(op, comm, seq, call);
+                let span = self.observer.span(comm, seq, call);
+                self.jobs.insert(op, Job { work, completion, ticket, span });
+                Ok(op)
+            }
+            Err(source) => Err(Error::Failed {
+                source,
+                input: match work {
+                    Work::Laid { input, .. } => Some(input),
+                    Work::Parcel { .. } => None,
+                },
+            }),
+        }
     }
 
     /// Moves everything that can move; `true` if anything did.
@@ -162,6 +311,7 @@ impl Driver {
 
     /// Says goodbye to all peers.
     pub(crate) fn close(&mut self) {
+        self.observer.flush();
         for link in self.links.iter_mut().flatten() {
             link.close();
             link.ring();
@@ -229,7 +379,9 @@ impl Driver {
                 Verdict::Drop => {}
                 Verdict::Take(take) => {
                     if let Some(job) = self.jobs.get_mut(&take.op) {
-                        job.work.apply(&take.action, payload, job.input.bytes(), job.output.bytes_mut());
+                        job.work.apply(&take.action, payload);
+                        self.received[lane.from.index()].count(payload.len());
+                        self.observer.recorder.received(job.ticket, payload.len());
                     }
                     self.engine.handle_taken(take);
                 }
@@ -257,8 +409,11 @@ impl Driver {
             } else if let Some(event) = self.engine.poll_event() {
                 self.finish(event);
             } else {
-                return;
+                break;
             }
+        }
+        if let Some(reason) = self.observer.take_failure() {
+            self.afterwards.failure = Some(Box::new(self.flight(&reason)));
         }
     }
 
@@ -280,9 +435,13 @@ impl Driver {
                     return held.push_back(transmit);
                 }
                 let Some(job) = self.jobs.get_mut(op) else { return };
-                let payload = job.work.payload(source, job.input.bytes(), job.output.bytes());
+                let payload = job.work.payload(source);
                 if link.send(Some(lane), &header, payload, transmit.last) {
-                    self.traffic.count(payload.len());
+                    self.sent[to.index()].count(payload.len());
+                    self.observer.recorder.sent(job.ticket, payload.len());
+                    if let (Work::Parcel { parcels, .. }, Source::Parcel(part)) = (&mut job.work, source) {
+                        parcels.sent(part);
+                    }
                     link.ring();
                     self.engine.handle_sent(transmit);
                 } else {
@@ -300,20 +459,25 @@ impl Driver {
     }
 
     fn finish(&mut self, event: Event) {
-        let (op, result) = match event {
+        let (op, ended) = match event {
             Event::CommFailed { comm, fault, reporter } => {
-                return tracing::warn!(?comm, %fault, %reporter, "a communicator has failed");
+                tracing::warn!(?comm, %fault, %reporter, "a communicator has failed");
+                self.observer.failed(fault);
+                return;
             }
+            Event::Round(..) => return,
             Event::Done(op) => (op, Ok(())),
-            Event::Failed(op, error) => (op, Err(error)),
+            Event::Failed { op, error, waited_for } => (op, Err((error, waited_for))),
         };
-        let Some(Job { input, output, outcome, completion, .. }) = self.jobs.remove(&op) else { return };
-        completion.complete(match result {
-            Err(source) => {
+        let Some(Job { work, completion, ticket, span }) = self.jobs.remove(&op) else { return };
+        self.observer.ended(ticket, &span, &ended);
+        let result = match (ended, work) {
+            (Err((source, _)), Work::Laid { input, output, .. }) => {
                 self.pool.give(output);
                 Err(Error::Failed { source, input: Some(input) })
             }
-            Ok(()) => {
+            (Err((source, _)), Work::Parcel { .. }) => Err(Error::Failed { source, input: None }),
+            (Ok(()), Work::Laid { input, output, outcome, .. }) => {
                 let (result, spare) = match outcome {
                     Outcome::Output => (output, input),
                     Outcome::Input => (input, output),
@@ -325,6 +489,10 @@ impl Driver {
                 self.pool.give(spare);
                 Ok(result)
             }
-        });
+            (Ok(()), Work::Parcel { mut parcels, from }) => {
+                Ok(Buffer::U8(from.map_or_else(Vec::new, |from| parcels.take(from, 0))))
+            }
+        };
+        self.afterwards.wake.extend(completion.complete(result));
     }
 }

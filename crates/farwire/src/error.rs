@@ -1,5 +1,7 @@
 //! What can go wrong, as callers see it.
 
+use std::time::Duration;
+
 use farwire_proto::{CallError, Fault, OpError, OpenError};
 
 use crate::buffer::{Buffer, Element};
@@ -52,6 +54,38 @@ pub enum Error {
         /// Why.
         #[from]
         source: JoinError,
+    },
+    /// The handler of a call, on the other rank, could not do it.
+    #[error("rank {rank} could not answer the call `{name}`: {message}")]
+    Remote {
+        /// Who was called.
+        rank: usize,
+        /// What was called.
+        name: String,
+        /// What it said.
+        message: String,
+    },
+    /// A call was not answered in time.
+    #[error(
+        "rank {rank} has not answered the call `{name}` within {after:?}; see whether it has registered a handler, or allow more time"
+    )]
+    Unanswered {
+        /// Who was called.
+        rank: usize,
+        /// What was called.
+        name: String,
+        /// The time it had.
+        after: Duration,
+    },
+    /// A request that is too long.
+    #[error("a {what} of {len} bytes is longer than {limit}; send it in pieces, or as a message")]
+    TooLong {
+        /// What it is.
+        what: &'static str,
+        /// Its length in bytes.
+        len: usize,
+        /// What is allowed.
+        limit: usize,
     },
     /// The operating system refused something.
     #[error("{what}: {source}")]

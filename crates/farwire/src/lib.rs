@@ -25,6 +25,7 @@
 struct Readme;
 
 mod buffer;
+mod calls;
 mod comm;
 mod driver;
 mod error;
@@ -32,6 +33,7 @@ mod join;
 mod link;
 mod local;
 mod node;
+mod observe;
 mod pending;
 mod process;
 mod quic;
@@ -48,6 +50,7 @@ pub use farwire_proto::{
 pub use join::env::{EnvError, Place};
 pub use join::rendezvous::JoinError;
 pub use local::{local, local_with};
+pub use observe::flight;
 pub use pending::Pending;
 pub use process::{Builder, LinkChoice, Preset};
 pub use token::{Token, TokenError};

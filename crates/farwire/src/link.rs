@@ -17,6 +17,8 @@ pub(crate) trait Link: Send + std::fmt::Debug {
     fn pop(&mut self, lane: &Lane);
     /// Tells the peer that there is something to see.
     fn ring(&self);
+    /// What it is, in a word.
+    fn kind(&self) -> &'static str;
     /// Says goodbye: what was sent will still be read.
     fn close(&mut self);
 }

@@ -9,6 +9,7 @@ use crate::driver::Driver;
 use crate::error::Error;
 use crate::link::Link;
 use crate::node::Node;
+use crate::observe::Observer;
 use crate::process::longest_payload;
 use crate::shm::bell::Bell;
 use crate::shm::link::SharedLink;
@@ -72,8 +73,11 @@ pub fn local_with(ranks: usize, config: Config) -> Result<Vec<Communicator>, Err
         .zip(0..)
         .map(|((links, bell), rank)| {
             let engine = Engine::new(Peer(rank), world, config);
-            let node = Node::start(Driver::new(engine, links, payload), bell, ranks, None)
-                .map_err(|source| Error::System { what: "could not start a thread", source })?;
+            let node = {
+                let observer = Observer::quiet(Peer(rank), world, config.epoch);
+                Node::start(Driver::new(engine, links, payload, observer), bell, ranks, None)
+            }
+            .map_err(|source| Error::System { what: "could not start a thread", source })?;
             Communicator::of_world(node)
         })
         .collect()

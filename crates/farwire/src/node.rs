@@ -4,12 +4,13 @@
 //! its effect. One thread at a time has this role; others sleep until their result is there or the role is free. When nobody waits but
 //! something is pending (async callers, work that overlaps, dropped results), the node's own *keeper* thread takes the role.
 
-use std::ops::Deref;
+use std::ops::{Deref, DerefMut};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::task::Waker;
 use std::time::Duration;
 
-use crate::driver::Driver;
+use crate::driver::{Afterwards, Driver};
 use crate::pending::Completion;
 use crate::process::Network;
 use crate::shm::bell::Bell;
@@ -38,6 +39,13 @@ pub(crate) struct Membership {
     _network: Option<Network>,
 }
 
+impl Membership {
+    /// The node, for who does not keep it alive.
+    pub(crate) fn downgrade(&self) -> Weak<Node> {
+        Arc::downgrade(&self.node)
+    }
+}
+
 impl Deref for Membership {
     type Target = Node;
 
@@ -50,6 +58,38 @@ impl Drop for Membership {
     fn drop(&mut self) {
         self.node.driver().close();
         self.node.keeper.call();
+    }
+}
+
+/// The driver, locked. What it wants done without its lock is done when this is dropped.
+pub(crate) struct DriverGuard<'a> {
+    /// Until it is dropped.
+    driver: Option<MutexGuard<'a, Driver>>,
+}
+
+impl Deref for DriverGuard<'_> {
+    type Target = Driver;
+
+    fn deref(&self) -> &Driver {
+        self.driver.as_ref().expect("it has not been dropped")
+    }
+}
+
+impl DerefMut for DriverGuard<'_> {
+    fn deref_mut(&mut self) -> &mut Driver {
+        self.driver.as_mut().expect("it has not been dropped")
+    }
+}
+
+impl Drop for DriverGuard<'_> {
+    fn drop(&mut self) {
+        let afterwards = self.driver.take().and_then(|mut driver| driver.take_afterwards());
+        if let Some(Afterwards { wake, failure }) = afterwards {
+            wake.into_iter().for_each(Waker::wake);
+            if let Some(flight) = failure {
+                flight.save();
+            }
+        }
     }
 }
 
@@ -88,8 +128,15 @@ impl Node {
         Ok(Arc::new(Membership { node, _network: network }))
     }
 
-    pub(crate) fn driver(&self) -> MutexGuard<'_, Driver> {
-        self.driver.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(crate) fn driver(&self) -> DriverGuard<'_> {
+        DriverGuard { driver: Some(self.driver.lock().unwrap_or_else(PoisonError::into_inner)) }
+    }
+
+    /// A result is there that the driver knows nothing of: whoever waits should look.
+    pub(crate) fn nudge(&self) {
+        drop(self.role());
+        self.role_changed.notify_all();
+        self.bell.ring();
     }
 
     /// Something is pending that nobody may be waiting for.
@@ -144,6 +191,7 @@ impl Node {
                 (driver.turn(), driver.patience())
             };
             if moved && self.waiting.load(Ordering::Relaxed) > 1 {
+                drop(self.role()); // nobody is between looking for its result and going to sleep
                 self.role_changed.notify_all(); // the result may be another thread's
             }
             if done() {

@@ -49,19 +49,27 @@ impl Completion {
         self.done.load(Ordering::Acquire)
     }
 
-    pub(crate) fn complete(&self, result: Result<Buffer, Error>) {
-        let waker = {
-            let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
-            shared.result = Some(result);
-            shared.waker.take()
-        };
+    /// Leaves the result. Whoever is to be woken must be woken without holding a lock: it may do anything.
+    #[must_use]
+    pub(crate) fn complete(&self, result: Result<Buffer, Error>) -> Option<Waker> {
+        let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        shared.result = Some(result);
         self.done.store(true, Ordering::Release);
-        if let Some(waker) = waker {
+        shared.waker.take()
+    }
+
+    /// Has `waker` woken once the result is there; at once if it is.
+    pub(crate) fn wake(&self, waker: Waker) {
+        let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        if shared.result.is_some() {
+            drop(shared);
             waker.wake();
+        } else {
+            shared.waker = Some(waker);
         }
     }
 
-    fn take(&self) -> Option<Result<Buffer, Error>> {
+    pub(crate) fn take(&self) -> Option<Result<Buffer, Error>> {
         self.shared.lock().unwrap_or_else(PoisonError::into_inner).result.take()
     }
 }

@@ -19,6 +19,7 @@ use crate::join::rendezvous::{self, Acquaintance, Hello, JoinError};
 use crate::join::same_host::{self, Offer};
 use crate::link::Link;
 use crate::node::Node;
+use crate::observe::{Observer, metrics};
 use crate::quic::control::{self, Beats, Health};
 use crate::quic::link::QuicLink;
 use crate::shm::bell::Bell;
@@ -74,6 +75,9 @@ impl Communicator {
     ///
     /// Blocks until all ranks have come. `FARWIRE_TOKEN` or `FARWIRE_TOKEN_FILE` has the cluster token; on loopback none is needed. `FARWIRE_LINK` is `auto`, `shm` or
     /// `quic`; `FARWIRE_PRESET` is `lan` or `wan`; `FARWIRE_PORT` fixes this rank's UDP port.
+    ///
+    /// To see what happens: `FARWIRE_METRICS=127.0.0.1:9464` serves counters to Prometheus, `FARWIRE_TRACE=trace.json` writes a trace that Perfetto opens, and
+    /// `FARWIRE_FLIGHT_DIR` is where a failing rank leaves its flight record ([`flight`](crate::flight)).
     pub fn from_env() -> Result<Self, Error> {
         Self::builder().join()
     }
@@ -118,6 +122,15 @@ impl Builder {
     /// Joins, and blocks until all ranks have come.
     pub fn join(self) -> Result<Communicator, Error> {
         let settings = self.settings()?;
+        // What cannot be had is found out before anyone waits for this rank.
+        let observer = Observer::from_env(settings.place.rank, settings.place.world, settings.config.epoch)?;
+        let metrics = match metrics::address()? {
+            None => None,
+            Some(address) => Some(metrics::listen(address).map_err(|source| Error::System {
+                what: "could not listen on the address in FARWIRE_METRICS",
+                source,
+            })?),
+        };
         let bell =
             Bell::new().map_err(|source| Error::System { what: "could not get shared memory", source })?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -140,14 +153,14 @@ impl Builder {
         };
         let engine = Engine::new(settings.place.rank, settings.place.world, settings.config);
         let mut network = network;
+        let handle = runtime.handle().clone();
         network.runtime = Some(runtime);
-        let node = Node::start(
-            Driver::new(engine, links, longest_payload(&settings.config)),
-            bell,
-            threads,
-            Some(network),
-        )
-        .map_err(|source| Error::System { what: "could not start a thread", source })?;
+        let driver = Driver::new(engine, links, longest_payload(&settings.config), observer);
+        let node = Node::start(driver, bell, threads, Some(network))
+            .map_err(|source| Error::System { what: "could not start a thread", source })?;
+        if let Some(listener) = metrics {
+            handle.spawn(metrics::serve(listener, settings.place.rank.0, node.downgrade()));
+        }
         Communicator::of_world(node)
     }
 

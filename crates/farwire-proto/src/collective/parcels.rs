@@ -11,7 +11,8 @@
 
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
-use std::sync::Arc;
+
+use bytes::Bytes;
 
 use crate::ids::Rank;
 use crate::schedule::{Incoming, Outcome, Outgoing, ParcelPart, Schedule};
@@ -135,13 +136,13 @@ fn part(with: Rank, (round, at): (u32, usize), left: usize, limits: &Limits) -> 
 /// The parcels of one operation on one rank: those on their way out, and those that have come.
 #[derive(Debug, Default)]
 pub struct Parcels {
-    out: HashMap<(Rank, u32), Arc<[u8]>>,
+    out: HashMap<(Rank, u32), Bytes>,
     into: HashMap<(Rank, u32), Vec<u8>>,
 }
 
 impl Parcels {
     /// A parcel to send. One that goes to several ranks is shared between them.
-    pub fn put(&mut self, to: Rank, round: u32, parcel: Arc<[u8]>) {
+    pub fn put(&mut self, to: Rank, round: u32, parcel: Bytes) {
         self.out.insert((to, round), parcel);
     }
 

@@ -170,7 +170,14 @@ pub enum Event {
     /// A round of its parcels has come whole, from every rank.
     Round(OpId, u32),
     /// It failed; its input is untouched.
-    Failed(OpId, Box<OpError>),
+    Failed {
+        /// Which.
+        op: OpId,
+        /// Why.
+        error: Box<OpError>,
+        /// Who it waited for just then.
+        waited_for: Vec<Peer>,
+    },
     /// A communicator is of no more use: every further call on it fails at once.
     CommFailed {
         /// Which.
@@ -364,6 +371,11 @@ impl Engine {
         Ok(plan.in_group(group.members_digest))
     }
 
+    /// The number that a plan will get if it is submitted next.
+    pub fn next_seq(&self, plan: &Plan) -> Option<OpSeq> {
+        self.comms.get(&plan.comm()).map(|comm| comm.next_seq(plan))
+    }
+
     /// Starts an operation; its event will name the id. Fails if the communicator has failed.
     ///
     /// # Panics
@@ -373,17 +385,17 @@ impl Engine {
         let comm = self.comms.get_mut(&plan.comm()).expect("a plan is made on an open communicator");
         assert_eq!((plan.me(), plan.world()), (comm.me, comm.world), "a plan is made for this rank");
         let failed = comm.failed;
-        let (seq, counter) = comm.next_seq(&plan);
+        let seq = comm.next_seq(&plan);
         if let Some((fault, reporter)) = failed {
             let here = self.me;
             let operation = plan.fingerprint();
             return Err(Box::new(OpError { operation, comm: plan.comm(), seq, fault, reporter, here }));
         }
-        *counter += 1;
+        comm.count(&plan);
 
         let id = OpId(self.next_op);
         self.next_op += 1;
-        let due = now + plan.deadline().unwrap_or(self.config.deadline);
+        let due = Time(now.0.saturating_add(plan.deadline().unwrap_or(self.config.deadline)));
         let members = comm.members.clone();
         let moving = self.spare.pop().unwrap_or_default();
         let mut op = Op { id, seq, plan, members, due, moving };
@@ -570,9 +582,10 @@ impl Engine {
         self.deadlines.first().map(|(due, _)| *due)
     }
 
-    /// Whether some operation needs a frame from `peer` that has not been offered yet. If the peer has said goodbye, that frame will never come.
+    /// Whether some operation needs a frame from `peer` that has not been offered yet. If the peer has said goodbye, that frame will never come. Operations that may take for ever
+    /// need nothing.
     pub fn awaits(&self, peer: Peer) -> bool {
-        self.ops.values().any(|op| op.awaits(peer))
+        self.ops.values().any(|op| op.due < Time::MAX && op.awaits(peer))
     }
 
     /// The operations in flight and who each waits for, oldest first.
@@ -615,9 +628,9 @@ impl Engine {
     }
 
     fn fail_op(&mut self, id: OpId, fault: Fault, reporter: Peer) {
-        if let Some(op) = self.ops.get(&id) {
-            self.queues.resumed.extend(op.held_lanes());
-        }
+        let Some(op) = self.ops.get(&id) else { return };
+        self.queues.resumed.extend(op.held_lanes());
+        let waited_for = op.waits_on();
         if let Some(op) = self.remove(id) {
             let error = OpError {
                 operation: op.plan.fingerprint(),
@@ -627,7 +640,7 @@ impl Engine {
                 reporter,
                 here: self.me,
             };
-            self.queues.events.push_back(Event::Failed(id, Box::new(error)));
+            self.queues.events.push_back(Event::Failed { op: id, error: Box::new(error), waited_for });
         }
     }
 
@@ -675,18 +688,31 @@ impl Engine {
 }
 
 impl Comm {
-    /// The number that a plan gets when it is submitted, and the counter behind it.
-    fn next_seq(&mut self, plan: &Plan) -> (OpSeq, &mut u64) {
+    /// The number that a plan gets when it is submitted.
+    fn next_seq(&self, plan: &Plan) -> OpSeq {
         match plan.partner() {
-            None => (OpSeq::Collective(self.next_collective), &mut self.next_collective),
+            None => OpSeq::Collective(self.next_collective),
+            Some(partner) => {
+                let counters = match partner.end {
+                    End::Sender => &self.next_sent,
+                    End::Receiver => &self.next_received,
+                };
+                let key = (self.members[partner.rank.index()], partner.tag);
+                OpSeq::Message(partner.tag, counters.get(&key).copied().unwrap_or(0))
+            }
+        }
+    }
+
+    /// A plan has got its number.
+    fn count(&mut self, plan: &Plan) {
+        match plan.partner() {
+            None => self.next_collective += 1,
             Some(partner) => {
                 let counters = match partner.end {
                     End::Sender => &mut self.next_sent,
                     End::Receiver => &mut self.next_received,
                 };
-                let key = (self.members[partner.rank.index()], partner.tag);
-                let counter = counters.entry(key).or_insert(0);
-                (OpSeq::Message(partner.tag, *counter), counter)
+                *counters.entry((self.members[partner.rank.index()], partner.tag)).or_insert(0) += 1;
             }
         }
     }

@@ -92,7 +92,7 @@ proptest! {
         prop_assert!(engine.ops.is_empty() && engine.inbound.is_empty() && engine.deadlines.is_empty());
         let mut ended: Vec<_> = std::iter::from_fn(|| engine.poll_event())
             .filter_map(|event| match event {
-                Event::Done(op) | Event::Failed(op, _) => Some(op),
+                Event::Done(op) | Event::Failed { op, .. } => Some(op),
                 Event::CommFailed { .. } | Event::Round(..) => None,
             })
             .collect();
@@ -242,7 +242,7 @@ fn a_receive_that_timed_out_unheard_does_not_count() {
             assert!(matches!(engine.handle_frame(Peer(0), &message), Verdict::Take(_)));
         }
         engine.handle_timeout(Time(Duration::from_secs(2)));
-        assert!(matches!(engine.poll_event(), Some(Event::Failed(..))));
+        assert!(matches!(engine.poll_event(), Some(Event::Failed { .. })));
         assert_eq!(engine.comms[&CommId::WORLD].next_received[&(Peer(0), Tag(5))], counted);
     }
 }
@@ -304,7 +304,7 @@ fn exchange(
         let me = engine.me().0;
         for to in world.others(Rank(me)) {
             let bytes = parcel(round, me, to.0);
-            store.put(to, round, bytes.as_slice().into());
+            store.put(to, round, bytes.clone().into());
             assert!(engine.supply(op, to, bytes.len()));
         }
     };

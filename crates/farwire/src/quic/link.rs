@@ -108,6 +108,10 @@ impl QuicLink {
 }
 
 impl Link for QuicLink {
+    fn kind(&self) -> &'static str {
+        "quic"
+    }
+
     fn send(&mut self, lane: Option<Lane>, header: &Header, payload: &[u8], last: bool) -> bool {
         let stream = match lane.and_then(|lane| self.outgoing.get(&lane)) {
             Some(stream) => stream.clone(),

@@ -28,6 +28,10 @@ impl SharedLink {
 }
 
 impl Link for SharedLink {
+    fn kind(&self) -> &'static str {
+        if self.health.is_some() { "shm" } else { "inproc" }
+    }
+
     fn send(&mut self, lane: Option<Lane>, header: &Header, payload: &[u8], _last: bool) -> bool {
         self.sender.send(lane, header, payload)
     }

@@ -150,6 +150,17 @@ pub(crate) fn assert_succeeds(child: Child, who: &str) -> String {
 
 /// The children, in the parent. In a child, which has run `rank`, none.
 pub(crate) fn start_processes(test: &str, n: usize, link: &str, rank: impl Fn(Communicator)) -> Vec<Child> {
+    start_processes_with(test, n, link, &[("FARWIRE_FLIGHT_DIR", "")], rank)
+}
+
+/// [`start_processes`], with more in the environment.
+pub(crate) fn start_processes_with(
+    test: &str,
+    n: usize,
+    link: &str,
+    settings: &[(&str, &str)],
+    rank: impl Fn(Communicator),
+) -> Vec<Child> {
     const MARK: &str = "FARWIRE_TEST_CASE";
     let case = format!("{test} {n} {link}");
     if let Ok(mark) = std::env::var(MARK) {
@@ -171,6 +182,7 @@ pub(crate) fn start_processes(test: &str, n: usize, link: &str, rank: impl Fn(Co
             .env("MASTER_PORT", port.to_string())
             .env("FARWIRE_TOKEN", &token)
             .env("FARWIRE_LINK", link)
+            .envs(settings.iter().copied())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()

@@ -1,0 +1,194 @@
+//! Counters for Prometheus, in its text format, over HTTP.
+//!
+//! `FARWIRE_METRICS=addr:port` asks for it. Several ranks on one host share the setting: each takes the first free port from there on, and every line carries the rank.
+//! `/flight` gives the flight record. Whoever can reach the port can read; bind it to loopback or a private address.
+
+use std::fmt::Write as _;
+use std::net::SocketAddr;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use farwire_proto::Kind;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+
+use super::flight::Record;
+use crate::driver::Driver;
+use crate::join::env::EnvError;
+use crate::node::Node;
+
+/// Upper bounds of the histogram's buckets, in seconds.
+const BUCKETS: [f64; 8] = [1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0];
+
+/// What ended, by kind.
+#[derive(Debug, Default)]
+pub(crate) struct Tally {
+    kinds: [PerKind; Kind::ALL.len()],
+}
+
+#[derive(Debug, Default)]
+struct PerKind {
+    failed: u64,
+    done: u64,
+    seconds: f64,
+    /// How many took no longer than each bound, and longer than the one before.
+    within: [u64; BUCKETS.len()],
+}
+
+impl Tally {
+    pub(super) fn ended(&mut self, record: &Record) {
+        let kind = Kind::ALL.iter().position(|kind| *kind == record.call.kind).expect("all are there");
+        let tally = &mut self.kinds[kind];
+        if record.failure.is_some() {
+            tally.failed += 1;
+            return;
+        }
+        let seconds = record.took().unwrap_or_default().as_secs_f64();
+        tally.done += 1;
+        tally.seconds += seconds;
+        if let Some(bucket) = BUCKETS.iter().position(|bound| seconds <= *bound) {
+            tally.within[bucket] += 1;
+        }
+    }
+}
+
+/// All counters of a driver, as Prometheus reads them.
+pub(crate) fn render(driver: &Driver, rank: u32) -> String {
+    let mut text = String::new();
+    let mut line = |line: std::fmt::Arguments<'_>| {
+        writeln!(text, "{line}").expect("writing to a string does not fail");
+    };
+    line(format_args!("# HELP farwire_operation_seconds How long operations took that succeeded."));
+    line(format_args!("# TYPE farwire_operation_seconds histogram"));
+    let kinds = || Kind::ALL.iter().zip(&driver.observer().tally.kinds);
+    for (kind, tally) in kinds().filter(|(_, tally)| tally.done > 0) {
+        let labels = format!("rank=\"{rank}\",kind=\"{kind}\"");
+        let mut below = 0;
+        for (bound, within) in BUCKETS.iter().zip(tally.within) {
+            below += within;
+            line(format_args!("farwire_operation_seconds_bucket{{{labels},le=\"{bound}\"}} {below}"));
+        }
+        line(format_args!("farwire_operation_seconds_bucket{{{labels},le=\"+Inf\"}} {}", tally.done));
+        line(format_args!("farwire_operation_seconds_sum{{{labels}}} {}", tally.seconds));
+        line(format_args!("farwire_operation_seconds_count{{{labels}}} {}", tally.done));
+    }
+    line(format_args!("# HELP farwire_operations_failed_total Operations that failed."));
+    line(format_args!("# TYPE farwire_operations_failed_total counter"));
+    for (kind, tally) in kinds().filter(|(_, tally)| tally.failed > 0) {
+        let failed = tally.failed;
+        line(format_args!("farwire_operations_failed_total{{rank=\"{rank}\",kind=\"{kind}\"}} {failed}"));
+    }
+    line(format_args!("# HELP farwire_operations_in_flight Operations that have begun and not ended."));
+    line(format_args!("# TYPE farwire_operations_in_flight gauge"));
+    line(format_args!("farwire_operations_in_flight{{rank=\"{rank}\"}} {}", driver.in_flight()));
+
+    let peers = || driver.traffic_by_peer().enumerate().filter(|(peer, _)| *peer != rank as usize);
+    let mut counter = |name: &str, help: &str, value: &dyn Fn(usize) -> u64| {
+        line(format_args!("# HELP {name} {help}"));
+        line(format_args!("# TYPE {name} counter"));
+        for (peer, (.., link)) in peers() {
+            let link = link.unwrap_or("lost");
+            let value = value(peer);
+            line(format_args!("{name}{{rank=\"{rank}\",peer=\"{peer}\",link=\"{link}\"}} {value}"));
+        }
+    };
+    let traffic: Vec<_> = driver.traffic_by_peer().collect();
+    counter("farwire_sent_bytes_total", "Bytes handed to links, headers included.", &|peer| {
+        traffic[peer].0.bytes
+    });
+    counter("farwire_sent_frames_total", "Frames handed to links.", &|peer| traffic[peer].0.frames);
+    counter("farwire_received_bytes_total", "Bytes taken from links, headers included.", &|peer| {
+        traffic[peer].1.bytes
+    });
+    counter("farwire_received_frames_total", "Frames taken from links.", &|peer| traffic[peer].1.frames);
+    text
+}
+
+/// The address that `FARWIRE_METRICS` asks for.
+pub(crate) fn address() -> Result<Option<SocketAddr>, EnvError> {
+    match std::env::var_os("FARWIRE_METRICS").filter(|value| !value.is_empty()) {
+        None => Ok(None),
+        Some(value) => {
+            let value = value.to_string_lossy().into_owned();
+            match value.parse() {
+                Ok(address) => Ok(Some(address)),
+                Err(_) => {
+                    let what = "an address and a port, like 127.0.0.1:9464";
+                    Err(EnvError::Value { name: "FARWIRE_METRICS", value, what })
+                }
+            }
+        }
+    }
+}
+
+/// Ports that are tried.
+const PORTS: u16 = 64;
+
+/// The first free port from `address` on.
+pub(crate) fn listen(address: SocketAddr) -> std::io::Result<std::net::TcpListener> {
+    let ports = (0..PORTS).map_while(|offset| address.port().checked_add(offset));
+    let mut last = None;
+    for port in ports {
+        match std::net::TcpListener::bind((address.ip(), port)) {
+            Ok(listener) => {
+                listener.set_nonblocking(true)?;
+                return Ok(listener);
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => last = Some(error),
+            Err(error) => return Err(error),
+        }
+    }
+    Err(last.unwrap_or_else(|| std::io::ErrorKind::AddrInUse.into()))
+}
+
+/// Connections at once, and how long each may take.
+const CONNECTIONS: usize = 8;
+const PATIENCE: Duration = Duration::from_secs(5);
+
+/// Answers whoever asks, for as long as the node is there.
+pub(crate) async fn serve(listener: std::net::TcpListener, rank: u32, node: Weak<Node>) {
+    let Ok(listener) = TcpListener::from_std(listener) else { return };
+    let free = Arc::new(Semaphore::new(CONNECTIONS));
+    while let Ok(place) = free.clone().acquire_owned().await {
+        let stream = match listener.accept().await {
+            Ok((stream, _)) => stream,
+            Err(_) => {
+                tokio::time::sleep(Duration::from_millis(100)).await; // out of files, perhaps
+                continue;
+            }
+        };
+        let node = node.clone();
+        tokio::spawn(async move {
+            let _ = tokio::time::timeout(PATIENCE, answer(stream, rank, &node)).await;
+            drop(place);
+        });
+    }
+}
+
+async fn answer(mut stream: TcpStream, rank: u32, node: &Weak<Node>) -> std::io::Result<()> {
+    let mut request = [0; 1024];
+    let mut len = 0;
+    // The first line is all that counts.
+    while len < request.len() && !request[..len].contains(&b'\n') {
+        match stream.read(&mut request[len..]).await? {
+            0 => break,
+            more => len += more,
+        }
+    }
+    let Some(node) = node.upgrade() else { return Ok(()) };
+    let request = String::from_utf8_lossy(&request[..len]).into_owned();
+    let (status, kind, body) = match request.split(' ').nth(1) {
+        Some("/metrics" | "/") => ("200 OK", "text/plain; version=0.0.4", render(&node.driver(), rank)),
+        Some("/flight") => ("200 OK", "application/json", node.driver().flight("asked over HTTP").to_json()),
+        _ => ("404 Not Found", "text/plain", "there is /metrics, and /flight\n".to_owned()),
+    };
+    drop(node);
+    let head = format!(
+        "HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {}\r\nConnection: close\r\n\r\n",
+        body.len()
+    );
+    stream.write_all(head.as_bytes()).await?;
+    stream.write_all(body.as_bytes()).await?;
+    stream.shutdown().await
+}

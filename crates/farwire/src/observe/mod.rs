@@ -1,0 +1,92 @@
+//! What happens, for people to see: a flight recorder that is always on, a trace, metrics, spans.
+
+pub mod flight;
+pub(crate) mod metrics;
+mod trace;
+
+use std::path::PathBuf;
+
+use farwire_proto::{CommId, Epoch, Fault, Fingerprint, OpError, OpId, OpSeq, Peer, WorldSize};
+
+use crate::error::Error;
+use flight::{Recorder, Ticket};
+use metrics::Tally;
+use trace::Trace;
+
+/// Everything that watches one driver.
+#[derive(Debug)]
+pub(crate) struct Observer {
+    me: Peer,
+    epoch: Epoch,
+    pub(crate) recorder: Recorder,
+    pub(crate) tally: Tally,
+    trace: Option<Trace>,
+    /// A communicator has failed, and nobody has been told yet.
+    failure: Option<Fault>,
+}
+
+impl Observer {
+    /// A recorder and no more, which keeps its records to itself.
+    pub(crate) fn quiet(me: Peer, world: WorldSize, epoch: Epoch) -> Self {
+        let recorder = Recorder::new(me, world, epoch, None);
+        Self { me, epoch, recorder, tally: Tally::default(), trace: None, failure: None }
+    }
+
+    /// What the environment asks for: `FARWIRE_FLIGHT_DIR` and `FARWIRE_TRACE`.
+    pub(crate) fn from_env(me: Peer, world: WorldSize, epoch: Epoch) -> Result<Self, Error> {
+        let trace = match std::env::var_os("FARWIRE_TRACE").filter(|path| !path.is_empty()) {
+            None => None,
+            Some(path) => Some(Trace::create(&PathBuf::from(path), me).map_err(|source| Error::System {
+                what: "could not write the trace that FARWIRE_TRACE asks for",
+                source,
+            })?),
+        };
+        let recorder = Recorder::new(me, world, epoch, flight::directory());
+        Ok(Self { recorder, trace, ..Self::quiet(me, world, epoch) })
+    }
+
+    pub(crate) fn began(&mut self, op: OpId, comm: CommId, seq: OpSeq, call: Fingerprint) -> Ticket {
+        self.recorder.began(op, comm, seq, call)
+    }
+
+    /// The span that an operation's events belong to.
+    pub(crate) fn span(&self, comm: CommId, seq: OpSeq, call: Fingerprint) -> tracing::Span {
+        let (rank, epoch) = (self.me.0, self.epoch.0);
+        let span = tracing::debug_span!("operation", rank, epoch, comm = comm.0, %seq, %call);
+        tracing::debug!(parent: &span, "submitted");
+        span
+    }
+
+    pub(crate) fn ended(
+        &mut self,
+        ticket: Ticket,
+        span: &tracing::Span,
+        ended: &Result<(), (Box<OpError>, Vec<Peer>)>,
+    ) {
+        let failed = ended.as_ref().err();
+        match failed {
+            None => tracing::debug!(parent: span, "done"),
+            Some((error, _)) => tracing::debug!(parent: span, %error, "failed"),
+        }
+        let Some(record) = self.recorder.ended(ticket, failed) else { return };
+        self.tally.ended(record);
+        if let Some(trace) = &mut self.trace {
+            trace.operation(record);
+        }
+    }
+
+    pub(crate) fn failed(&mut self, fault: Fault) {
+        self.failure.get_or_insert(fault);
+    }
+
+    /// Why a communicator has failed since last asked.
+    pub(crate) fn take_failure(&mut self) -> Option<String> {
+        self.failure.take().map(|fault| fault.to_string())
+    }
+
+    pub(crate) fn flush(&mut self) {
+        if let Some(trace) = &mut self.trace {
+            trace.flush();
+        }
+    }
+}
