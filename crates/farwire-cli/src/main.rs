@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod doctor;
 mod launch;
 mod named;
 mod sim;
@@ -24,6 +25,7 @@ struct Cli {
 #[derive(Debug, Subcommand)]
 enum Command {
     Bench(bench::Args),
+    Doctor(doctor::Args),
     Launch(launch::Args),
     Sim(sim::Args),
     /// Print a new cluster token: the only secret of a cluster, for FARWIRE_TOKEN.
@@ -39,6 +41,7 @@ fn main() -> ExitCode {
         .init();
     let result: Result<ExitCode, Box<dyn Error>> = match Cli::parse().command {
         Command::Bench(args) => bench::run(&args).map_err(Into::into),
+        Command::Doctor(args) => doctor::run(&args).map_err(Into::into),
         Command::Launch(args) => launch::run(&args).map_err(Into::into),
         Command::Sim(args) => sim::run(&args).map(|()| ExitCode::SUCCESS).map_err(Into::into),
         Command::Token => {

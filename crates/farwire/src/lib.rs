@@ -27,6 +27,7 @@ struct Readme;
 mod buffer;
 mod calls;
 mod comm;
+pub mod doctor;
 mod driver;
 mod error;
 mod join;

@@ -425,9 +425,9 @@ pub(crate) async fn read<T: DeserializeOwned>(from: &mut RecvStream) -> Result<T
 }
 
 /// Makes the system keep more packets for a socket while this process is busy, as far as it allows; those it cannot keep have to be sent again.
-fn widen(socket: &UdpSocket) {
+/// Returns the bytes it keeps for the receiver.
+pub(crate) fn widen(socket: &UdpSocket) -> usize {
     use rustix::net::sockopt;
-    const BUFFER: usize = 8 << 20;
     // Beyond the system's limit for a privileged process, up to it for any other.
     if sockopt::set_socket_recv_buffer_size_force(socket, BUFFER).is_err() {
         let _ = sockopt::set_socket_recv_buffer_size(socket, BUFFER);
@@ -441,7 +441,11 @@ fn widen(socket: &UdpSocket) {
             "the system limits UDP buffers; raise net.core.rmem_max for speed"
         );
     }
+    got
 }
+
+/// Bytes that are asked for.
+pub(crate) const BUFFER: usize = 8 << 20;
 
 /// Windows and limits for links that carry long vectors.
 fn transport() -> quinn::TransportConfig {

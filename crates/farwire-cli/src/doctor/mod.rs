@@ -1,0 +1,86 @@
+//! `farwire doctor`: what is wrong, or was.
+
+mod flights;
+mod pairs;
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use farwire::{Communicator, EnvError, Place};
+
+/// Say what this machine offers, how ranks reach each other, or why a job failed.
+///
+/// Alone, it looks at this machine: interfaces, UDP buffers, batching, shared memory. Run as a job (`farwire launch -n 4 -- farwire doctor`, or under any launcher), it also measures latency
+/// and bandwidth between all pairs of ranks. Given the flight records that the ranks of a failed job left, it says who was missing.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  farwire doctor
+  farwire launch -n 4 -- farwire doctor
+  farwire doctor /tmp/farwire-flight/*.json
+  farwire doctor --merge all.json trace.rank*.json   (then open all.json at ui.perfetto.dev)")]
+pub(crate) struct Args {
+    /// Flight records of a failed job, one per rank; with --merge, traces.
+    #[arg(value_name = "FILE")]
+    files: Vec<PathBuf>,
+    /// Put the traces of several ranks (FARWIRE_TRACE) into this one file.
+    #[arg(long, value_name = "OUT", requires = "files")]
+    merge: Option<PathBuf>,
+}
+
+/// Why there is nothing to say.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum DoctorError {
+    #[error("could not read {}: {source}", path.display())]
+    Read { path: PathBuf, source: std::io::Error },
+    #[error("{} is not {what}: {source}", path.display())]
+    NotWhat { path: PathBuf, what: &'static str, source: serde_json::Error },
+    #[error("could not write {}: {source}", path.display())]
+    Write { path: PathBuf, source: std::io::Error },
+    #[error("{} and {} are both of rank {rank}; give the records of one job, each once", one.display(), other.display())]
+    Twice { one: PathBuf, other: PathBuf, rank: u32 },
+    #[error("{} is of a job of {theirs} ranks, {} of one of {ours}; give the records of one job", other.display(), one.display())]
+    Worlds { one: PathBuf, ours: u32, other: PathBuf, theirs: u32 },
+    #[error(transparent)]
+    Run(#[from] farwire::Error),
+    #[error("could not write: {0}")]
+    Output(#[from] std::io::Error),
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &Args) -> Result<ExitCode, DoctorError> {
+    let mut out = std::io::stdout().lock();
+    if let Some(merged) = &args.merge {
+        let events = flights::merge(&args.files, merged)?;
+        writeln!(out, "{} events of {} files in {}", events, args.files.len(), merged.display())?;
+    } else if !args.files.is_empty() {
+        write!(out, "{}", flights::diagnose(&args.files)?)?;
+    } else {
+        match Place::from_env() {
+            Err(EnvError::Nothing) => examine(&mut out)?,
+            Err(error) => return Err(DoctorError::Run(error.into())),
+            Ok(place) => {
+                if place.rank.0 == 0 {
+                    examine(&mut out)?;
+                }
+                let comm = Communicator::from_env()?;
+                if let Some(table) = pairs::measure(&comm)? {
+                    write!(out, "\n{table}")?;
+                }
+                comm.shutdown()?;
+            }
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn examine(out: &mut impl Write) -> std::io::Result<()> {
+    for farwire::doctor::Finding { what, state, found, advice } in farwire::doctor::examine() {
+        writeln!(out, "{state:<7} {what}: {found}")?;
+        if let Some(advice) = advice {
+            writeln!(out, "        {advice}")?;
+        }
+    }
+    Ok(())
+}
