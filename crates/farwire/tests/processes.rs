@@ -4,24 +4,66 @@
 
 mod common;
 
-use common::{every_collective, on_processes};
+use common::{assert_succeeds, every_collective, long_collectives, on_processes, start_processes};
 use farwire::ReduceOp;
 use half::bf16;
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
 
 const LINKS: [&str; 2] = ["shm", "quic"];
 
 #[test]
 fn every_collective_equals_the_oracle_over_every_link() {
     for link in LINKS {
-        for n in [1, 2, 3, 5] {
+        for n in [1, 2, 3, 5, 8] {
             on_processes("every_collective_equals_the_oracle_over_every_link", n, link, |comm| {
                 for len in [0, 1, n - 1, n, n + 1, 1009] {
                     every_collective::<f32>(&comm, len, ReduceOp::Sum);
                     every_collective::<bf16>(&comm, len, ReduceOp::Sum);
                 }
                 every_collective::<f32>(&comm, 65_537, ReduceOp::Sum);
+                if [2, 3].contains(&n) {
+                    [2_097_153, 3_145_729].map(|len| long_collectives(&comm, len));
+                }
                 comm.shutdown().unwrap();
             });
+        }
+    }
+}
+
+/// Resident memory of this process, in KiB.
+fn resident() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse().unwrap()
+}
+
+/// A long job: ranks that are ahead and behind by turns, and nothing piles up.
+#[test]
+fn ten_thousand_operations_keep_memory_flat() {
+    const TEST: &str = "ten_thousand_operations_keep_memory_flat";
+    for link in LINKS {
+        let children = start_processes(TEST, 3, link, |comm| {
+            let mut rng = ChaCha8Rng::seed_from_u64(comm.rank() as u64);
+            let mut early = 0;
+            for round in 1..=10_000u32 {
+                let busy = if rng.random_range(0..8) == 0 { rng.random_range(0..20_000) } else { 0 };
+                (0..busy).for_each(|_| std::hint::spin_loop());
+                let sum =
+                    comm.all_reduce(vec![round; 1 + round as usize % 50], ReduceOp::Sum).wait().unwrap();
+                assert!(sum.iter().all(|x| *x == 3 * round));
+                if round == 1_000 {
+                    early = resident();
+                }
+            }
+            let late = resident();
+            println!("{link}, rank {}: {early} KiB after 1,000, {late} KiB after 10,000", comm.rank());
+            assert!(late < early + 4096, "{early} KiB, then {late} KiB");
+            comm.shutdown().unwrap();
+        });
+        for child in children {
+            let said = assert_succeeds(child, link);
+            println!("{}", said.lines().find(|line| line.contains("KiB")).unwrap());
         }
     }
 }

@@ -48,8 +48,7 @@ pub(crate) fn every_collective<T: Sample>(comm: &Communicator, len: usize, op: R
     let (me, n) = (comm.rank(), comm.size());
     for kind in Kind::ALL.into_iter().filter(|kind| *kind != Kind::Message) {
         for algorithm in kind.algorithms() {
-            let handle = comm.with_options(Options { algorithm: Some(*algorithm), ..Options::default() });
-            one_collective::<T>(&handle, kind, *algorithm, len, op, (len + n) % n);
+            one_collective::<T>(comm, kind, *algorithm, len, op, (len + n) % n);
         }
     }
     // Everyone to its right neighbour.
@@ -59,6 +58,13 @@ pub(crate) fn every_collective<T: Sample>(comm: &Communicator, len: usize, op: R
         let received = comm.recv::<T>(len, left, 3).wait().expect("the left neighbour sends");
         sent.wait().expect("the right neighbour receives");
         assert_eq!(bytes(&received), bytes(&samples::<T>(1, left, len)));
+    }
+}
+
+/// The reductions that a training step makes, on long vectors.
+pub(crate) fn long_collectives(comm: &Communicator, len: usize) {
+    for kind in [Kind::AllReduce, Kind::ReduceScatter, Kind::AllGather] {
+        one_collective::<f32>(comm, kind, kind.algorithms()[0], len, ReduceOp::Sum, 0);
     }
 }
 
@@ -101,6 +107,7 @@ fn one_collective<T: Sample>(
     let all_bytes: Vec<Vec<u8>> = inputs.iter().map(|input| bytes(input)).collect();
     let expected = oracle::results(&vec![call; n], algorithm, &all_bytes);
     let mine = inputs[me].clone();
+    let comm = &comm.with_options(Options { algorithm: Some(algorithm), ..Options::default() });
     let result = match kind {
         Kind::AllReduce => comm.all_reduce(mine, op).wait().map(Some),
         Kind::ReduceScatter => comm.reduce_scatter(mine, op).wait().map(Some),
