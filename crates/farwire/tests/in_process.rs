@@ -235,3 +235,32 @@ fn in_place_forms_leave_the_slice_alone_on_failure() {
         assert_eq!(data, [3.0; 10]);
     });
 }
+
+/// Whoever is woken may do anything, also let go of the last handle.
+#[test]
+fn a_waker_may_drop_the_last_handle() {
+    use std::future::Future;
+    use std::pin::pin;
+    use std::sync::mpsc::{Sender, channel};
+    use std::sync::{Arc, Mutex};
+    use std::task::{Context, Poll, Wake};
+
+    struct LetGo(Mutex<Option<(farwire::Communicator, Sender<()>)>>);
+    impl Wake for LetGo {
+        fn wake(self: Arc<Self>) {
+            let held = self.0.lock().unwrap().take();
+            if let Some((comm, done)) = held {
+                drop(comm);
+                done.send(()).unwrap();
+            }
+        }
+    }
+    let mut ranks = farwire::local(2).unwrap();
+    let (b, a) = (ranks.pop().unwrap(), ranks.pop().unwrap());
+    let (done, is_done) = channel();
+    let mut pending = pin!(a.barrier());
+    let waker = Arc::new(LetGo(Mutex::new(Some((a, done))))).into();
+    assert!(matches!(pending.as_mut().poll(&mut Context::from_waker(&waker)), Poll::Pending));
+    b.barrier().wait().unwrap();
+    is_done.recv().unwrap();
+}
