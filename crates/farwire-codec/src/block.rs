@@ -100,7 +100,7 @@ impl BlockQuantiser {
     }
 
     /// `value · inverse` as codes.
-    fn to_codes(
+    fn quantise(
         &self,
         level: Level,
         values: &[f32],
@@ -204,10 +204,10 @@ impl BlockQuantiser {
             } else {
                 units.fill(0.0);
             }
-            self.to_codes(level, units, inverse, noise, start, codes);
+            self.quantise(level, units, inverse, noise, start, codes);
         } else {
             (scale, inverse) = self.scale(level, values);
-            self.to_codes(level, values, inverse, noise, start, codes);
+            self.quantise(level, values, inverse, noise, start, codes);
         }
         *scale_bytes = scale.to_le_bytes();
         self.decoded_units(level, noise, start, codes, units).expect("these codes were just written");
