@@ -4,7 +4,7 @@
 //! 1. With `rotate=on`: flip signs at random and apply a Hadamard transform, which spreads outliers and makes any block look Gaussian.
 //! 2. scale = largest magnitude / largest code, and each element becomes code = round(x / scale), to the nearest or by chance so
 //!    that the mean is right. Rotated int4 uses the sixteen Lloyd–Max levels for a Gaussian instead, with
-//!    scale = root mean square: distortion 0.0095 where equal steps up to the largest magnitude leave about 0.012. These levels are not
+//!    scale = root mean square: distortion 0.0095 where equal steps up to the largest magnitude leave 0.018. These levels are not
 //!    unbiased, so `rounding=stochastic` takes the equal steps.
 //!
 //! | format | codes | bytes of a block |
