@@ -1,0 +1,79 @@
+//! Half the bytes: each element rounded to a 16-bit float, to the nearest, ties to even.
+//!
+//! Bytes: 2 per element. What is too large for the type becomes its largest finite number, and with error feedback the rest is sent
+//! later.
+
+use half::f16;
+use half::slice::HalfFloatSliceExt;
+
+use crate::dense::{self, Noise, Tiles};
+use crate::error::{DecodeError, EncodeError};
+use crate::job::{Encoded, Job, Partitioned, Place};
+use crate::simd::{self, Level};
+
+/// A 16-bit float type to round to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Cast {
+    /// bfloat16: f32's range, 8 bits of precision.
+    Bf16,
+    /// IEEE binary16: 11 bits of precision, up to 65,504.
+    F16,
+}
+
+const TILE: usize = 2048;
+
+impl Tiles for Cast {
+    fn tile(&self) -> usize {
+        TILE
+    }
+
+    fn coded_len(&self, elements: usize) -> usize {
+        2 * elements
+    }
+
+    fn encode(&self, level: Level, _: &Noise, values: &mut [f32], out: &mut [u8]) {
+        match self {
+            Self::Bf16 => simd::to_bf16(level, values, out),
+            Self::F16 => {
+                let (mut clamped, mut halves) = ([0.0; TILE], [f16::ZERO; TILE]);
+                let (clamped, halves) = (&mut clamped[..values.len()], &mut halves[..values.len()]);
+                for (clamped, value) in clamped.iter_mut().zip(&*values) {
+                    *clamped = value.clamp(f16::MIN.to_f32_const(), f16::MAX.to_f32_const());
+                }
+                halves.convert_from_f32_slice(clamped);
+                halves.convert_to_f32_slice(clamped);
+                out.copy_from_slice(bytemuck::cast_slice(halves));
+                simd::sub_scaled(level, values, clamped, 1.0);
+            }
+        }
+    }
+
+    fn add_decoded(&self, level: Level, _: &Noise, bytes: &[u8], acc: &mut [f32]) -> Result<(), DecodeError> {
+        let finite = match self {
+            Self::Bf16 => simd::add_bf16(level, bytes, acc),
+            Self::F16 => {
+                let (mut floats, mut halves) = ([0.0; TILE], [f16::ZERO; TILE]);
+                let (floats, halves) = (&mut floats[..acc.len()], &mut halves[..acc.len()]);
+                bytemuck::cast_slice_mut(halves).copy_from_slice(bytes);
+                halves.convert_to_f32_slice(floats);
+                simd::add_scaled(level, acc, floats, 1.0);
+                halves.iter().all(|half| half.is_finite())
+            }
+        };
+        if finite { Ok(()) } else { Err(DecodeError::Field("value")) }
+    }
+}
+
+impl Partitioned for Cast {
+    fn encode(&self, job: &Job<'_>, out: &mut Encoded) -> Result<(), EncodeError> {
+        dense::encode(self, job, out)
+    }
+
+    fn add_decoded_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
+        dense::add_decoded(self, bytes, place, acc)
+    }
+
+    fn max_message_len(&self, elements: usize) -> usize {
+        self.coded_len(elements)
+    }
+}

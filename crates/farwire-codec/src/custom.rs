@@ -1,0 +1,116 @@
+//! A codec of your own.
+//!
+//! Write how a vector becomes bytes and how bytes are added to a vector. The rest is done for you: error feedback (what a codec has
+//! not transmitted is its input minus what it decodes from its own message), checks for NaN, and an allreduce in which every rank sends its message to
+//! every other and all of them add the messages in rank order.
+//!
+//! ```
+//! use std::sync::Arc;
+//!
+//! use farwire_codec::*;
+//!
+//! /// Sends every third element, another third each step.
+//! #[derive(Debug)]
+//! struct Thirds;
+//!
+//! fn third(place: &Place) -> impl Iterator<Item = usize> {
+//!     (place.context.step as usize % 3..place.range.len()).step_by(3)
+//! }
+//!
+//! impl Codec for Thirds {
+//!     fn name(&self) -> String {
+//!         "thirds".into()
+//!     }
+//!
+//!     fn encode(&self, values: &[f32], place: &Place, out: &mut Vec<u8>) {
+//!         third(place).for_each(|i| out.extend(values[i].to_le_bytes()));
+//!     }
+//!
+//!     fn add_decoded_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
+//!         let need = 4 * third(place).count();
+//!         if bytes.len() != need {
+//!             return Err(DecodeError::Length { need, given: bytes.len() });
+//!         }
+//!         for (i, value) in third(place).zip(bytes.as_chunks::<4>().0) {
+//!             acc[i] += f32::from_le_bytes(*value);
+//!         }
+//!         Ok(())
+//!     }
+//!
+//!     fn max_message_len(&self, elements: usize) -> usize {
+//!         4 * elements.div_ceil(3)
+//!     }
+//! }
+//!
+//! let codec = Opaque(Arc::new(Thirds));
+//! let place = Place::whole(Context::default(), 5);
+//! let mut out = Encoded::default();
+//! codec.encode(&Job::worker(&[1.0f32, 2.0, 3.0, 4.0, 5.0], Residual::Zero, &place, &[0..5]), &mut out).unwrap();
+//! assert_eq!(out.residual, [0.0, 2.0, 3.0, 0.0, 5.0]);
+//! let mut acc = [0.0; 5];
+//! codec.add_decoded_into(&out.messages[0], &place, &mut acc).unwrap();
+//! assert_eq!(acc, [1.0, 0.0, 0.0, 4.0, 0.0]);
+//! ```
+
+use std::sync::Arc;
+
+use crate::error::{DecodeError, EncodeError};
+use crate::job::{Encoded, Fused, Job, Partitioned, Place};
+use crate::simd::{self, Level};
+
+/// What a codec of your own implements; see the [module](self) for an example.
+pub trait Codec: std::fmt::Debug + Send + Sync {
+    /// A name that says everything ranks must agree on. They compare it before they exchange messages.
+    fn name(&self) -> String;
+
+    /// Appends the message for these finite values to `out`. What it depends on must be in the values and the place.
+    fn encode(&self, values: &[f32], place: &Place, out: &mut Vec<u8>);
+
+    /// Adds a message to `acc`, or refuses it. The bytes come from the network: check before you index or allocate.
+    fn add_decoded_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError>;
+
+    /// The most bytes [`encode`](Self::encode) appends for this many elements. A longer message is not read from the network.
+    fn max_message_len(&self, elements: usize) -> usize;
+}
+
+/// A codec of your own, with error feedback.
+#[derive(Clone, Debug)]
+pub struct Opaque(pub Arc<dyn Codec>);
+
+impl Opaque {
+    /// 32 bits by which ranks compare their codecs.
+    pub fn id(&self) -> u32 {
+        crate::spec::digest(&self.0.name())
+    }
+}
+
+impl Partitioned for Opaque {
+    fn encode(&self, job: &Job<'_>, out: &mut Encoded) -> Result<(), EncodeError> {
+        job.check();
+        out.resize(job.shards.len(), job.place.range.len());
+        let level = Level::detect();
+        let first = job.place.range.start;
+        Fused::new(level, job).read(0, &mut out.residual)?;
+        let mut decoded = Vec::new();
+        for (shard, message) in job.shards.iter().zip(&mut out.messages) {
+            let values = &mut out.residual[shard.start - first..shard.end - first];
+            let place = job.place.part(shard.clone());
+            message.clear();
+            self.0.encode(values, &place, message);
+            decoded.clear();
+            decoded.resize(values.len(), 0.0);
+            self.0.add_decoded_into(message, &place, &mut decoded).map_err(EncodeError::OwnMessage)?;
+            simd::sub_scaled(level, values, &decoded, 1.0);
+        }
+        out.finish(job.residual);
+        Ok(())
+    }
+
+    fn add_decoded_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
+        self.0.add_decoded_into(bytes, place, acc)
+    }
+
+    fn max_message_len(&self, elements: usize) -> usize {
+        self.0.max_message_len(elements)
+    }
+}

@@ -1,0 +1,120 @@
+//! What all codecs that send something for each element have in common: the vector is cut into *tiles*, each coded on its own, and a
+//! message is one coded tile after the other. Lengths follow from the number of elements, so there is no header.
+//!
+//! ```text
+//!  shard    ├──────────────── elements ────────────────┤
+//!  tiles    ├──── tile ────┼──── tile ────┼─ the rest ─┤
+//!  message  ├─ coded ─┼─ coded ─┼ coded ┤
+//! ```
+//!
+//! A tile fits the first-level cache. Values and residual are read from memory once, added, coded, and the new residual written:
+//! one pass.
+
+use std::ops::Range;
+
+use crate::error::{DecodeError, EncodeError};
+use crate::job::{Encoded, Fused, Job, Place};
+use crate::rng::{Counter, Purpose};
+use crate::simd::Level;
+use crate::threads;
+
+/// A codec for one tile.
+pub(crate) trait Tiles: Send + Sync {
+    /// Elements of a tile.
+    fn tile(&self) -> usize;
+
+    /// Bytes that this many elements take: for whole tiles the sum of theirs.
+    fn coded_len(&self, elements: usize) -> usize;
+
+    /// Codes a tile. Leaves in `values` what was not coded.
+    fn encode(&self, level: Level, noise: &Noise, values: &mut [f32], out: &mut [u8]);
+
+    /// Adds a coded tile, whose length is right.
+    fn add_decoded(
+        &self,
+        level: Level,
+        noise: &Noise,
+        bytes: &[u8],
+        acc: &mut [f32],
+    ) -> Result<(), DecodeError>;
+}
+
+/// The random numbers of one tile.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Noise {
+    /// For rounding: different on each rank.
+    pub(crate) rounding: Counter,
+    /// For rotation: the same on each rank.
+    pub(crate) rotation: Counter,
+    /// Index of the tile's first element in the whole vector.
+    pub(crate) start: usize,
+}
+
+impl Noise {
+    fn new(place: &Place, rank: u32, start: usize) -> Self {
+        Self {
+            rounding: Counter::new(place.context, Purpose::Rounding).split(u64::from(rank)),
+            rotation: Counter::new(place.context, Purpose::Rotation),
+            start,
+        }
+    }
+}
+
+/// Encodes a job tile by tile.
+pub(crate) fn encode(codec: &impl Tiles, job: &Job<'_>, out: &mut Encoded) -> Result<(), EncodeError> {
+    job.check();
+    out.resize(job.shards.len(), job.place.range.len());
+    let first = job.place.range.start;
+    let mut tasks = Vec::new();
+    let mut residual = &mut out.residual[..];
+    for (shard, message) in job.shards.iter().zip(&mut out.messages) {
+        message.resize(codec.coded_len(shard.len()), 0);
+        let mut message = &mut message[..];
+        for range in sections(shard.clone(), codec.tile(), job.threads.get()) {
+            let (own, rest) = residual.split_at_mut(range.len());
+            let (bytes, later) = message.split_at_mut(codec.coded_len(range.len()));
+            (residual, message) = (rest, later);
+            tasks.push((range, own, bytes));
+        }
+    }
+    let level = Level::detect();
+    let results = threads::in_order(job.threads, tasks, |(range, own, mut bytes)| {
+        let mut fused = Fused::new(level, job);
+        for (k, values) in own.chunks_mut(codec.tile()).enumerate() {
+            let start = range.start + k * codec.tile();
+            fused.read(start - first, values)?;
+            let (coded, rest) = bytes.split_at_mut(codec.coded_len(values.len()));
+            bytes = rest;
+            codec.encode(level, &Noise::new(&job.place, job.rank, start), values, coded);
+        }
+        Ok(())
+    });
+    results.into_iter().collect::<Result<(), _>>()?;
+    out.finish(job.residual);
+    Ok(())
+}
+
+/// Decodes a message tile by tile.
+pub(crate) fn add_decoded(
+    codec: &impl Tiles,
+    mut bytes: &[u8],
+    place: &Place,
+    acc: &mut [f32],
+) -> Result<(), DecodeError> {
+    assert_eq!(acc.len(), place.range.len(), "one element for each of the range");
+    DecodeError::check_len(bytes, codec.coded_len(acc.len()))?;
+    let level = Level::detect();
+    for (k, acc) in acc.chunks_mut(codec.tile()).enumerate() {
+        let (coded, rest) = bytes.split_at(codec.coded_len(acc.len()));
+        bytes = rest;
+        let noise = Noise::new(place, 0, place.range.start + k * codec.tile());
+        codec.add_decoded(level, &noise, coded, acc)?;
+    }
+    Ok(())
+}
+
+/// `range` cut into at most `parts` runs of whole tiles, the last with the rest.
+pub(crate) fn sections(range: Range<usize>, tile: usize, parts: usize) -> impl Iterator<Item = Range<usize>> {
+    let step = range.len().div_ceil(tile).div_ceil(parts).max(1) * tile;
+    range.clone().step_by(step).map(move |start| start..range.end.min(start.saturating_add(step)))
+}

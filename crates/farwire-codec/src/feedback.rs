@@ -1,0 +1,561 @@
+//! Error feedback: what was not transmitted is owed, and sent with the next step.
+//!
+//! For each tensor, by name, a rank keeps
+//! - the *worker* residual: what its own messages left out of its gradient;
+//! - the *owner* residual: what it left out when it sent on the sum of the shards it owns;
+//! - for PowerSGD, where the next step starts.
+//!
+//! ```text
+//!             begin("w")                        commit()
+//!  state ────────────────▶ Transaction ─ set_* ───────────▶ new state
+//!                                │ drop
+//!                                └────────▶ the state as it was, to the bit
+//! ```
+//!
+//! An operation takes a [`Transaction`] with it. Only [`commit`](Transaction::commit) changes anything, so an operation that fails, or a
+//! step that is skipped, loses no gradient. Residuals are f32: smaller types would lose what is smallest.
+//!
+//! ```
+//! use farwire_codec::*;
+//!
+//! let feedback = ErrorFeedback::new();
+//! let Plan::Partitioned(codec) = "topk:count=1".parse::<CodecSpec>().unwrap().plan() else { unreachable!() };
+//! let place = Place::whole(Context::default(), 3);
+//! let mut out = Encoded::default();
+//! for step in 0..2 {
+//!     let mut transaction = feedback.begin("w").unwrap();
+//!     let owed = transaction.worker(0..3);
+//!     out.residual = transaction.buffer();
+//!     codec.encode(&Job::worker(&[1.0f32, 0.75, 0.25], owed.residual(), &place, &[0..3]), &mut out).unwrap();
+//!     // … send out.messages, and when everything has come back:
+//!     transaction.set_worker(0, std::mem::take(&mut out.residual));
+//!     transaction.commit();
+//! }
+//! // Step 0 sent 1.0, step 1 sent 0.75 + 0.75.
+//! assert_eq!(feedback.norms("w").unwrap().worker, (1.0f64 + 0.0 + 0.25).sqrt());
+//! ```
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use safetensors::tensor::TensorView;
+use safetensors::{Dtype, SafeTensors};
+
+use crate::job::Residual;
+
+/// The residuals of all tensors of one rank.
+#[derive(Debug, Default)]
+pub struct ErrorFeedback {
+    tensors: Arc<Mutex<BTreeMap<String, Entry>>>,
+}
+
+#[derive(Debug, Default)]
+struct Entry {
+    state: State,
+    /// Whether a transaction is open.
+    open: bool,
+    /// Buffers of earlier residuals, to be written again.
+    spare: Vec<Vec<f32>>,
+}
+
+#[derive(Clone, Debug, Default)]
+struct State {
+    worker: Pieces,
+    owner: Pieces,
+    warm: Option<Arc<Vec<f32>>>,
+}
+
+/// How much a tensor's residuals are: their Euclidean norms.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Norms {
+    /// Of the worker residual.
+    pub worker: f64,
+    /// Of the owner residual.
+    pub owner: f64,
+}
+
+impl ErrorFeedback {
+    /// Nothing owed.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Takes a tensor's residuals into an operation. One at a time: the next step needs what this one leaves.
+    pub fn begin(&self, tensor: &str) -> Result<Transaction, FeedbackError> {
+        let mut tensors = lock(&self.tensors);
+        let entry = tensors.entry(tensor.into()).or_default();
+        if entry.open {
+            return Err(FeedbackError::Open { tensor: tensor.into() });
+        }
+        entry.open = true;
+        let (old, spare) = (entry.state.clone(), std::mem::take(&mut entry.spare));
+        Ok(Transaction { tensors: self.tensors.clone(), name: tensor.into(), new: old.clone(), old, spare })
+    }
+
+    /// The tensors that something was ever begun for, in order.
+    pub fn names(&self) -> Vec<String> {
+        lock(&self.tensors).keys().cloned().collect()
+    }
+
+    /// How much is owed for a tensor, as last committed.
+    pub fn norms(&self, tensor: &str) -> Option<Norms> {
+        let tensors = lock(&self.tensors);
+        let state = &tensors.get(tensor)?.state;
+        Some(Norms { worker: state.worker.norm(), owner: state.owner.norm() })
+    }
+
+    /// Moves every owner residual into the worker residual of the same elements. Call it on every rank when the set of ranks changes.
+    ///
+    /// After a change others own these elements, and an owner residual is only ever sent by the owner. As part of a worker residual it goes to
+    /// whoever owns them now, with this rank's next gradient, and nothing is lost. PowerSGD starts afresh, since a rank that joins
+    /// does not know where the others were.
+    pub fn reshard(&self) -> Result<(), FeedbackError> {
+        let mut tensors = lock(&self.tensors);
+        if let Some((tensor, _)) = tensors.iter().find(|(_, entry)| entry.open) {
+            return Err(FeedbackError::Open { tensor: tensor.clone() });
+        }
+        for Entry { state, .. } in tensors.values_mut() {
+            for (start, owed) in std::mem::take(&mut state.owner).0 {
+                let range = start..start + owed.len();
+                let sum = match state.worker.get(range) {
+                    Some(own) => own.iter().zip(&*owed).map(|(own, owed)| own + owed).collect(),
+                    None => owed.to_vec(),
+                };
+                state.worker.set(start, sum);
+            }
+            state.warm = None;
+        }
+        Ok(())
+    }
+
+    /// Forgets a tensor and what is owed for it.
+    pub fn remove(&self, tensor: &str) -> Result<(), FeedbackError> {
+        let mut tensors = lock(&self.tensors);
+        if tensors.get(tensor).is_some_and(|entry| entry.open) {
+            return Err(FeedbackError::Open { tensor: tensor.into() });
+        }
+        tensors.remove(tensor);
+        Ok(())
+    }
+
+    /// What is committed, as a safetensors file. Each piece is a tensor named `worker:START:NAME`, `owner:START:NAME` or `warm:0:NAME`.
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let tensors = lock(&self.tensors);
+        let pieces = tensors.iter().flat_map(|(name, Entry { state, .. })| {
+            let kind = |kind: &'static str, pieces: &'_ Pieces| {
+                let pieces = pieces
+                    .0
+                    .iter()
+                    .map(move |(start, values)| (format!("{kind}:{start}:{name}"), values.clone()));
+                pieces.collect::<Vec<_>>()
+            };
+            let warm = state.warm.iter().map(|values| (format!("warm:0:{name}"), values.clone()));
+            kind("worker", &state.worker)
+                .into_iter()
+                .chain(kind("owner", &state.owner))
+                .chain(warm)
+                .collect::<Vec<_>>()
+        });
+        let pieces: Vec<_> = pieces.collect();
+        let views = pieces.iter().map(|(key, values)| {
+            let view = TensorView::new(Dtype::F32, vec![values.len()], bytemuck::cast_slice(values));
+            (key.as_str(), view.expect("four bytes for each element"))
+        });
+        safetensors::serialize(views, None).expect("a header of names and lengths")
+    }
+
+    /// What [`to_bytes`](Self::to_bytes) wrote.
+    pub fn from_bytes(bytes: &[u8]) -> Result<Self, FeedbackError> {
+        let file = SafeTensors::deserialize(bytes)?;
+        let mut tensors = BTreeMap::<String, Entry>::new();
+        for (key, view) in file.iter() {
+            let refuse = |why| FeedbackError::Content { key: key.into(), why };
+            let mut parts = key.splitn(3, ':');
+            let (Some(kind), Some(start), Some(name)) = (parts.next(), parts.next(), parts.next()) else {
+                return Err(refuse("its name is not KIND:START:NAME"));
+            };
+            let start: usize = start.parse().map_err(|_| refuse("START is not a number"))?;
+            if view.dtype() != Dtype::F32 || view.shape().len() != 1 {
+                return Err(refuse("it is not a vector of f32"));
+            }
+            let values: Vec<f32> = bytemuck::pod_collect_to_vec(view.data());
+            if values.iter().any(|value| !value.is_finite()) {
+                return Err(refuse("it holds a NaN or an infinity"));
+            }
+            if start.checked_add(values.len()).is_none() {
+                return Err(refuse("START is too large"));
+            }
+            let state = &mut tensors.entry(name.into()).or_default().state;
+            let pieces = match kind {
+                "worker" => &mut state.worker,
+                "owner" => &mut state.owner,
+                "warm" => {
+                    state.warm = Some(Arc::new(values));
+                    continue;
+                }
+                _ => return Err(refuse("KIND is none of worker, owner, warm")),
+            };
+            if pieces.overlaps(&(start..start + values.len())) {
+                return Err(refuse("it overlaps another piece"));
+            }
+            pieces.0.insert(start, Arc::new(values));
+        }
+        Ok(Self { tensors: Arc::new(Mutex::new(tensors)) })
+    }
+
+    /// Writes [`to_bytes`](Self::to_bytes) to a file, which is replaced as a whole or not at all.
+    pub fn save(&self, path: &Path) -> Result<(), FeedbackError> {
+        use std::io::Write;
+
+        let wrong = |source| FeedbackError::File { path: path.into(), source };
+        let mut beside = path.as_os_str().to_owned();
+        beside.push(format!(".{}.partial", std::process::id()));
+        let write = || {
+            let mut file = std::fs::File::create(&beside)?;
+            file.write_all(&self.to_bytes())?;
+            // The new name must not reach the disk before the content does.
+            file.sync_all()?;
+            std::fs::rename(&beside, path)
+        };
+        write().map_err(|error| {
+            let _ = std::fs::remove_file(&beside);
+            wrong(error)
+        })
+    }
+
+    /// Reads what [`save`](Self::save) wrote.
+    pub fn load(path: &Path) -> Result<Self, FeedbackError> {
+        let bytes =
+            std::fs::read(path).map_err(|source| FeedbackError::File { path: path.into(), source })?;
+        Self::from_bytes(&bytes)
+    }
+}
+
+/// One operation's hold on a tensor's residuals. Dropped, it leaves them as they were.
+#[derive(Debug)]
+pub struct Transaction {
+    tensors: Arc<Mutex<BTreeMap<String, Entry>>>,
+    name: String,
+    old: State,
+    new: State,
+    spare: Vec<Vec<f32>>,
+}
+
+impl Transaction {
+    /// The tensor's name.
+    pub fn tensor(&self) -> &str {
+        &self.name
+    }
+
+    /// What the worker owed for these elements before this transaction.
+    ///
+    /// Free if the last operation set a piece of the same elements; otherwise pieces are put together.
+    pub fn worker(&self, range: Range<usize>) -> Owed {
+        Owed(self.old.worker.get(range))
+    }
+
+    /// What the owner owed for these elements before this transaction.
+    pub fn owner(&self, range: Range<usize>) -> Owed {
+        Owed(self.old.owner.get(range))
+    }
+
+    /// Where PowerSGD starts.
+    pub fn warm(&self) -> Option<&[f32]> {
+        self.old.warm.as_deref().map(Vec::as_slice)
+    }
+
+    /// What the worker owes from now on for the elements from `start` on.
+    pub fn set_worker(&mut self, start: usize, residual: Vec<f32>) {
+        self.new.worker.set(start, residual);
+    }
+
+    /// What the owner owes from now on for the elements from `start` on.
+    pub fn set_owner(&mut self, start: usize, residual: Vec<f32>) {
+        self.new.owner.set(start, residual);
+    }
+
+    /// Where PowerSGD starts next time.
+    pub fn set_warm(&mut self, warm: Vec<f32>) {
+        self.new.warm = Some(Arc::new(warm));
+    }
+
+    /// An old buffer to write a residual to, if there is one: content and length mean nothing.
+    pub fn buffer(&mut self) -> Vec<f32> {
+        self.spare.pop().unwrap_or_default()
+    }
+
+    /// Makes everything set visible. Call it when the operation has succeeded.
+    pub fn commit(mut self) {
+        let old = std::mem::take(&mut self.old);
+        let new = std::mem::take(&mut self.new);
+        let mut tensors = lock(&self.tensors);
+        if let Some(entry) = tensors.get_mut(&self.name) {
+            entry.state = new;
+        }
+        drop(tensors);
+        // Buffers that nobody else holds any more can be used again.
+        let pieces = old.worker.0.into_values().chain(old.owner.0.into_values());
+        self.spare.extend(pieces.filter_map(|values| Arc::try_unwrap(values).ok()));
+    }
+}
+
+impl Drop for Transaction {
+    fn drop(&mut self) {
+        if let Some(entry) = lock(&self.tensors).get_mut(&self.name) {
+            entry.open = false;
+            entry.spare = std::mem::take(&mut self.spare);
+        }
+    }
+}
+
+/// What is owed for some elements.
+#[derive(Clone, Debug)]
+pub struct Owed(Option<Arc<Vec<f32>>>);
+
+impl Owed {
+    /// As an encoder takes it.
+    pub fn residual(&self) -> Residual<'_> {
+        match &self.0 {
+            Some(values) => Residual::Owed(values),
+            None => Residual::Zero,
+        }
+    }
+}
+
+/// Residuals of some elements of a tensor: disjoint runs by their first element. What is not covered is zero.
+#[derive(Clone, Debug, Default)]
+struct Pieces(BTreeMap<usize, Arc<Vec<f32>>>);
+
+impl Pieces {
+    fn overlaps(&self, range: &Range<usize>) -> bool {
+        self.overlapping(range).next().is_some()
+    }
+
+    /// The pieces that share an element with `range`.
+    fn overlapping(&self, range: &Range<usize>) -> impl Iterator<Item = (usize, &Arc<Vec<f32>>)> {
+        let end = if range.is_empty() { 0 } else { range.end };
+        let from = range.start;
+        self.0
+            .range(..end)
+            .rev()
+            .map(|(start, values)| (*start, values))
+            .take_while(move |(start, values)| start + values.len() > from)
+    }
+
+    /// The residual of `range`, or nothing if all of it is zero.
+    fn get(&self, range: Range<usize>) -> Option<Arc<Vec<f32>>> {
+        if let Some(values) = self.0.get(&range.start)
+            && values.len() == range.len()
+        {
+            return Some(values.clone());
+        }
+        if !self.overlaps(&range) {
+            return None;
+        }
+        let mut whole = vec![0.0; range.len()];
+        for (start, values) in self.overlapping(&range) {
+            let shared = start.max(range.start)..(start + values.len()).min(range.end);
+            let from = shared.start - start..shared.end - start;
+            whole[shared.start - range.start..shared.end - range.start].copy_from_slice(&values[from]);
+        }
+        Some(Arc::new(whole))
+    }
+
+    /// Replaces the residual of `start..start + values.len()` and of nothing else.
+    fn set(&mut self, start: usize, values: Vec<f32>) {
+        let range = start..start + values.len();
+        let overlapping: Vec<_> =
+            self.overlapping(&range).map(|(start, values)| (start, values.clone())).collect();
+        for (at, old) in overlapping {
+            self.0.remove(&at);
+            let end = at + old.len();
+            if at < range.start {
+                self.0.insert(at, Arc::new(old[..range.start - at].to_vec()));
+            }
+            if end > range.end {
+                self.0.insert(range.end, Arc::new(old[range.end - at..].to_vec()));
+            }
+        }
+        if !range.is_empty() {
+            self.0.insert(start, Arc::new(values));
+        }
+    }
+
+    fn norm(&self) -> f64 {
+        let squares = self.0.values().flat_map(|values| values.iter()).map(|value| f64::from(*value).powi(2));
+        squares.sum::<f64>().sqrt()
+    }
+}
+
+/// Why residuals could not be taken, saved or restored.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum FeedbackError {
+    /// Another operation holds the tensor.
+    #[error(
+        "an operation on tensor `{tensor}` is in flight and holds its residuals; wait for it before you start another on the same \
+         tensor, or give them different names"
+    )]
+    Open {
+        /// The tensor.
+        tensor: String,
+    },
+    /// A file that is not what was saved.
+    #[error("this is no saved error feedback; restore the file that `save` wrote, or start without one: {0}")]
+    Format(#[from] safetensors::SafeTensorError),
+    /// A tensor in the file that is not what was saved.
+    #[error(
+        "the saved tensor `{key}` is refused, since {why}; restore the file that `save` wrote, or start without one"
+    )]
+    Content {
+        /// The tensor.
+        key: String,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+    /// A file that cannot be read or written.
+    #[error("error feedback in {}: {source}", path.display())]
+    File {
+        /// The file.
+        path: std::path::PathBuf,
+        /// What the system said.
+        source: std::io::Error,
+    },
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Nothing that can panic runs under the lock half way through a change.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn state(feedback: &ErrorFeedback) -> Vec<u8> {
+        feedback.to_bytes()
+    }
+
+    fn with(worker: &[f32], owner: &[f32]) -> ErrorFeedback {
+        let feedback = ErrorFeedback::new();
+        let mut transaction = feedback.begin("w").unwrap();
+        transaction.set_worker(0, worker.to_vec());
+        transaction.set_owner(2, owner.to_vec());
+        transaction.set_warm(vec![7.0]);
+        transaction.commit();
+        feedback
+    }
+
+    #[test]
+    fn a_dropped_transaction_changes_nothing() {
+        let feedback = with(&[1.0, -0.0, 3.0, 4.0], &[5.0]);
+        let before = state(&feedback);
+        let mut transaction = feedback.begin("w").unwrap();
+        transaction.set_worker(0, vec![9.0; 4]);
+        transaction.set_owner(2, vec![9.0]);
+        transaction.set_warm(vec![9.0]);
+        assert_eq!(state(&feedback), before, "nothing is visible before the commit");
+        drop(transaction);
+        assert_eq!(state(&feedback), before);
+        assert!(matches!(
+            feedback.begin("w").unwrap().worker(0..4).residual(),
+            Residual::Owed([1.0, _, 3.0, 4.0])
+        ));
+    }
+
+    #[test]
+    fn a_second_transaction_on_the_same_tensor_is_refused() {
+        let feedback = ErrorFeedback::new();
+        let first = feedback.begin("w").unwrap();
+        assert!(feedback.begin("w").unwrap_err().to_string().contains("`w` is in flight"));
+        assert!(feedback.reshard().is_err());
+        assert!(feedback.remove("w").is_err());
+        feedback.begin("v").unwrap();
+        drop(first);
+        feedback.begin("w").unwrap();
+    }
+
+    #[test]
+    fn buffers_are_used_again() {
+        let feedback = with(&[1.0; 100], &[]);
+        let mut transaction = feedback.begin("w").unwrap();
+        transaction.set_worker(0, vec![2.0; 100]);
+        transaction.commit();
+        assert!(feedback.begin("w").unwrap().buffer().capacity() >= 100);
+    }
+
+    #[test]
+    fn resharding_moves_owner_residuals_to_the_worker() {
+        let feedback = with(&[1.0, 2.0, 3.0], &[10.0, 20.0]);
+        feedback.reshard().unwrap();
+        let transaction = feedback.begin("w").unwrap();
+        assert!(matches!(transaction.worker(0..4).residual(), Residual::Owed([1.0, 2.0, 13.0, 20.0])));
+        assert!(matches!(transaction.owner(0..4).residual(), Residual::Zero));
+        assert!(transaction.warm().is_none());
+    }
+
+    #[test]
+    fn what_is_saved_is_restored() {
+        let feedback = with(&[1.0, -2.5, 1e-40], &[4.0]);
+        let mut transaction = feedback.begin("a:b/c").unwrap();
+        transaction.set_worker(5, vec![3.0]);
+        transaction.commit();
+        let folder = std::env::temp_dir().join(format!("farwire-feedback-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        let path = folder.join("feedback.safetensors");
+        feedback.save(&path).unwrap();
+        let back = ErrorFeedback::load(&path).unwrap();
+        assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 1, "no other file is left");
+        std::fs::remove_dir_all(&folder).unwrap();
+        assert_eq!(back.names(), ["a:b/c", "w"]);
+        assert_eq!(back.norms("w"), feedback.norms("w"));
+        assert_eq!(state(&back), state(&feedback));
+        assert!(ErrorFeedback::load(&path).unwrap_err().to_string().contains("feedback.safetensors"));
+    }
+
+    #[test]
+    fn files_with_other_content_are_refused() {
+        let file = |key: &str, dtype, shape: Vec<usize>, values: &[f32]| {
+            let view = TensorView::new(dtype, shape, bytemuck::cast_slice(values)).unwrap();
+            safetensors::serialize([(key, view)], None).unwrap()
+        };
+        for bytes in [
+            b"nonsense".to_vec(),
+            file("w", Dtype::F32, vec![1], &[1.0]),
+            file("worker:x:w", Dtype::F32, vec![1], &[1.0]),
+            file("other:0:w", Dtype::F32, vec![1], &[1.0]),
+            file("worker:0:w", Dtype::F32, vec![1], &[f32::NAN]),
+            file("worker:0:w", Dtype::F32, vec![1, 1], &[1.0]),
+            file("worker:0:w", Dtype::I32, vec![1], &[1.0]),
+            file("worker:18446744073709551615:w", Dtype::F32, vec![1], &[1.0]),
+        ] {
+            ErrorFeedback::from_bytes(&bytes).unwrap_err();
+        }
+    }
+
+    proptest! {
+        /// Pieces set in any order and layout read as a plain vector written the same way.
+        #[test]
+        fn pieces_are_a_vector(
+            writes in prop::collection::vec((0usize..50, 0usize..50), 0..20),
+            reads in prop::collection::vec((0usize..80, 0usize..80), 1..20),
+        ) {
+            let (mut pieces, mut plain) = (Pieces::default(), vec![0.0f32; 200]);
+            for (k, (start, len)) in writes.into_iter().enumerate() {
+                pieces.set(start, vec![k as f32 + 1.0; len]);
+                plain[start..start + len].fill(k as f32 + 1.0);
+            }
+            for (start, len) in reads {
+                let want = &plain[start..start + len];
+                match pieces.get(start..start + len) {
+                    Some(values) => prop_assert_eq!(&values[..], want),
+                    None => prop_assert!(want.iter().all(|value| *value == 0.0)),
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,258 @@
+//! PowerSGD: a matrix of low rank in place of the gradient, from one step of power iteration that starts where the last one ended.
+//!
+//! The gradient plus residual of rank i is seen as a matrix Mᵢ of m × n. All ranks hold the same Q, n × r:
+//!
+//! 1. Pᵢ = Mᵢ·Q. The ranks sum P (m × r), and make its columns orthonormal: P̂, the same on every rank.
+//! 2. Qᵢ = Mᵢᵀ·P̂. The ranks sum Q (n × r).
+//! 3. The result is P̂·Qᵀ. What rank i has not sent is Mᵢ − P̂·Qᵢᵀ: that is its residual, and the results and residuals add up to the inputs.
+//!    Q is kept for the next step.
+//!
+//! A tensor of two or more dimensions is a matrix of its first by the rest; any other is cut into rows of ⌈√len⌉ elements, the last
+//! one filled up with zeros. Small tensors are better left dense.
+//!
+//! Bytes: P and Q travel as f32, by any allreduce: 4·r·(m + n) each way.
+
+use crate::error::EncodeError;
+use crate::job::{Context, Fused, Job, Place, Residual, Role, Values};
+use crate::rng::{Counter, Purpose};
+use crate::simd::Level;
+
+/// Sends matrices of a given rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct PowerSgd {
+    /// Columns of P and Q, at least 1. More than a matrix has rows or columns are not used.
+    pub rank: usize,
+}
+
+/// A tensor seen as a matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// Rows; the last may be short of elements, which are then zero.
+    pub rows: usize,
+    /// Columns.
+    pub columns: usize,
+}
+
+impl Shape {
+    /// The matrix of a tensor with these dimensions.
+    pub fn of(dimensions: &[usize]) -> Self {
+        let elements: usize = dimensions.iter().product();
+        match dimensions {
+            [rows, _, ..] if *rows > 1 && elements / rows > 1 => {
+                Self { rows: *rows, columns: elements / rows }
+            }
+            _ => {
+                let columns = elements.isqrt() + usize::from(elements.isqrt().pow(2) < elements);
+                Self { rows: elements.div_ceil(columns.max(1)), columns }
+            }
+        }
+    }
+}
+
+impl PowerSgd {
+    /// Starts a step: computes this rank's P. `warm` is what the last step returned, or nothing.
+    pub fn begin(
+        &self,
+        values: Values<'_>,
+        residual: Residual<'_>,
+        warm: Option<&[f32]>,
+        shape: Shape,
+        context: Context,
+    ) -> Result<PowerP, EncodeError> {
+        let len = values.len();
+        assert!(
+            len <= shape.rows * shape.columns && len + shape.columns >= shape.rows * shape.columns,
+            "the shape is of these values"
+        );
+        let rank = self.rank.min(shape.rows).min(shape.columns);
+        let mut matrix = vec![0.0; len];
+        let job = Job {
+            values,
+            residual,
+            place: Place::whole(context, len),
+            role: Role::Worker,
+            rank: 0,
+            shards: &[],
+            threads: std::num::NonZeroUsize::MIN,
+        };
+        Fused::new(Level::detect(), &job).read(0, &mut matrix)?;
+
+        let mut q = match warm {
+            Some(warm) if warm.len() == shape.columns * rank => warm.to_vec(),
+            _ => vec![0.0; shape.columns * rank],
+        };
+        // A column of zeros, at the start or after a gradient of zeros, would stay zero for ever.
+        let counter = Counter::new(context, Purpose::WarmStart);
+        for column in 0..rank {
+            if q.iter().skip(column).step_by(rank).all(|value| *value == 0.0) {
+                q.iter_mut()
+                    .enumerate()
+                    .skip(column)
+                    .step_by(rank)
+                    .for_each(|(i, value)| *value = counter.normal(i as u64));
+            }
+        }
+        let mut p = vec![0.0; shape.rows * rank];
+        for (row, p) in matrix.chunks(shape.columns.max(1)).zip(p.chunks_mut(rank.max(1))) {
+            for (value, q) in row.iter().zip(q.chunks(rank.max(1))) {
+                add_multiple(p, *value, q);
+            }
+        }
+        check_finite(&p)?;
+        Ok(PowerP { matrix, shape, rank, p, keep: !matches!(residual, Residual::Off) })
+    }
+
+    /// Elements of P and of Q for a matrix of this shape: what the two sums move.
+    pub fn factor_lens(&self, shape: Shape) -> (usize, usize) {
+        let rank = self.rank.min(shape.rows).min(shape.columns);
+        (shape.rows * rank, shape.columns * rank)
+    }
+}
+
+/// A step that waits for the sum of P over the ranks.
+#[derive(Debug)]
+pub struct PowerP {
+    matrix: Vec<f32>,
+    shape: Shape,
+    rank: usize,
+    p: Vec<f32>,
+    keep: bool,
+}
+
+impl PowerP {
+    /// This rank's P, row by row.
+    pub fn p(&self) -> &[f32] {
+        &self.p
+    }
+
+    /// Goes on with the sum of all ranks' P: computes this rank's Q.
+    pub fn with_sum(self, mut p: Vec<f32>) -> Result<PowerQ, EncodeError> {
+        assert_eq!(p.len(), self.p.len(), "the sum of P has the shape of P");
+        check_finite(&p)?;
+        orthonormalise(&mut p, self.rank);
+        let Self { matrix, shape, rank, keep, .. } = self;
+        let mut q = vec![0.0; shape.columns * rank];
+        for (row, p) in matrix.chunks(shape.columns.max(1)).zip(p.chunks(rank.max(1))) {
+            for (value, q) in row.iter().zip(q.chunks_mut(rank.max(1))) {
+                add_multiple(q, *value, p);
+            }
+        }
+        check_finite(&q)?;
+        Ok(PowerQ { matrix, shape, rank, p, q, keep })
+    }
+}
+
+/// A step that waits for the sum of Q over the ranks.
+#[derive(Debug)]
+pub struct PowerQ {
+    matrix: Vec<f32>,
+    shape: Shape,
+    rank: usize,
+    p: Vec<f32>,
+    q: Vec<f32>,
+    keep: bool,
+}
+
+impl PowerQ {
+    /// This rank's Q, row by row.
+    pub fn q(&self) -> &[f32] {
+        &self.q
+    }
+
+    /// Ends with the sum of all ranks' Q: adds the result to `acc`, and returns what to keep for the next step.
+    pub fn with_sum(self, q: Vec<f32>, acc: &mut [f32]) -> Result<PowerState, EncodeError> {
+        assert_eq!(q.len(), self.q.len(), "the sum of Q has the shape of Q");
+        assert_eq!(acc.len(), self.matrix.len(), "one element for each of the tensor");
+        check_finite(&q)?;
+        let Self { mut matrix, shape, rank, p, q: own, keep } = self;
+        let (columns, rank) = (shape.columns.max(1), rank.max(1));
+        for (row, p) in acc.chunks_mut(columns).zip(p.chunks(rank)) {
+            row.iter_mut().zip(q.chunks(rank)).for_each(|(value, q)| *value += dot(p, q));
+        }
+        for (row, p) in matrix.chunks_mut(columns).zip(p.chunks(rank)) {
+            row.iter_mut().zip(own.chunks(rank)).for_each(|(value, q)| *value -= dot(p, q));
+        }
+        Ok(PowerState { residual: if keep { matrix } else { Vec::new() }, warm: q })
+    }
+}
+
+/// What a step leaves for the next one.
+#[derive(Debug)]
+pub struct PowerState {
+    /// What this rank has not sent; empty with [`Residual::Off`].
+    pub residual: Vec<f32>,
+    /// Where the next step starts: the same on every rank.
+    pub warm: Vec<f32>,
+}
+
+fn add_multiple(acc: &mut [f32], factor: f32, values: &[f32]) {
+    acc.iter_mut().zip(values).for_each(|(acc, value)| *acc += factor * value);
+}
+
+fn dot(a: &[f32], b: &[f32]) -> f32 {
+    a.iter().zip(b).map(|(a, b)| a * b).sum()
+}
+
+fn check_finite(values: &[f32]) -> Result<(), EncodeError> {
+    match values.iter().position(|value| !value.is_finite()) {
+        Some(index) => Err(EncodeError::NotFinite { index }),
+        None => Ok(()),
+    }
+}
+
+/// Makes the columns of a matrix of `rank` columns orthonormal, left to right (modified Gram–Schmidt, in f64). A column that the ones
+/// before it already span becomes zero.
+fn orthonormalise(matrix: &mut [f32], rank: usize) {
+    if matrix.is_empty() {
+        return;
+    }
+    let mut columns: Vec<Vec<f64>> =
+        (0..rank).map(|c| matrix.iter().skip(c).step_by(rank).map(|x| f64::from(*x)).collect()).collect();
+    let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
+    for c in 0..rank {
+        let (done, rest) = columns.split_at_mut(c);
+        let column = &mut rest[0];
+        let before = dot(column, column);
+        // Twice: the second time takes away what rounding left the first time.
+        for _ in 0..2 {
+            for other in &*done {
+                let along = dot(column, other);
+                column.iter_mut().zip(other).for_each(|(x, o)| *x -= along * o);
+            }
+        }
+        let norm = dot(column, column);
+        let factor = if norm > before * 1e-12 && norm > 0.0 { 1.0 / norm.sqrt() } else { 0.0 };
+        column.iter_mut().for_each(|x| *x *= factor);
+    }
+    for (c, column) in columns.iter().enumerate() {
+        matrix.iter_mut().skip(c).step_by(rank).zip(column).for_each(|(x, value)| *x = *value as f32);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shapes_are_near_square_unless_the_tensor_says_otherwise() {
+        assert_eq!(Shape::of(&[64, 3, 3, 3]), Shape { rows: 64, columns: 27 });
+        assert_eq!(Shape::of(&[10]), Shape { rows: 3, columns: 4 });
+        assert_eq!(Shape::of(&[16]), Shape { rows: 4, columns: 4 });
+        assert_eq!(Shape::of(&[1, 16]), Shape { rows: 4, columns: 4 });
+        assert_eq!(Shape::of(&[0]), Shape { rows: 0, columns: 0 });
+    }
+
+    #[test]
+    fn columns_become_orthonormal_and_dependent_ones_zero() {
+        // Third column: the sum of the others. Fourth: zero.
+        let mut matrix: Vec<f32> =
+            (0..6).flat_map(|i| [i as f32, (i * i) as f32 - 3.0, (i * i + i) as f32 - 3.0, 0.0]).collect();
+        orthonormalise(&mut matrix, 4);
+        let column = |c: usize| matrix.iter().skip(c).step_by(4).copied().collect::<Vec<_>>();
+        assert!((dot(&column(0), &column(0)) - 1.0).abs() < 1e-6);
+        assert!((dot(&column(1), &column(1)) - 1.0).abs() < 1e-6);
+        assert!(dot(&column(0), &column(1)).abs() < 1e-6);
+        assert_eq!(column(2), [0.0; 6]);
+        assert_eq!(column(3), [0.0; 6]);
+    }
+}

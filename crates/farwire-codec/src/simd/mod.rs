@@ -1,0 +1,101 @@
+//! Where the instruction set matters. This module and its files are the only ones with `unsafe`.
+//!
+//! Rules:
+//! 1. A [`Level`] above `Portable` exists only where [`Level::detect`] found the instructions. Calling a function compiled for a level is
+//!    `unsafe` for no other reason, so holding the level is what makes the call sound.
+//! 2. All levels give the same bits. Most kernels are one safe body compiled once per level, which settles it: Rust never
+//!    contracts or reorders float arithmetic. Those with a hand-written body have a portable twin and a test against it.
+//! 3. Sums have a fixed order: lane `i % 16`, then the lanes pairwise.
+
+#![allow(unsafe_code)]
+
+mod kernels;
+mod rice;
+mod select;
+
+pub(crate) use kernels::*;
+pub(crate) use rice::{decode_gaps, prefetch};
+pub(crate) use select::{Found, TILE, compress};
+
+/// The instructions to use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Level {
+    /// What every machine of this architecture has.
+    Portable,
+    /// AVX2 and the bit instructions that came with it.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+    /// AVX-512 F, BW, DQ and VL.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
+}
+
+impl Level {
+    /// The best this machine has.
+    pub(crate) fn detect() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        {
+            let avx2 = std::is_x86_feature_detected!("avx2")
+                && std::is_x86_feature_detected!("bmi1")
+                && std::is_x86_feature_detected!("bmi2")
+                && std::is_x86_feature_detected!("popcnt")
+                && std::is_x86_feature_detected!("lzcnt");
+            let avx512 = avx2
+                && std::is_x86_feature_detected!("avx512f")
+                && std::is_x86_feature_detected!("avx512bw")
+                && std::is_x86_feature_detected!("avx512dq")
+                && std::is_x86_feature_detected!("avx512vl");
+            if avx512 {
+                return Self::Avx512;
+            }
+            if avx2 {
+                return Self::Avx2;
+            }
+        }
+        Self::Portable
+    }
+
+    /// Every level this machine has.
+    #[cfg(test)]
+    pub(crate) fn all() -> Vec<Self> {
+        match Self::detect() {
+            Self::Portable => vec![Self::Portable],
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx2 => vec![Self::Portable, Self::Avx2],
+            #[cfg(target_arch = "x86_64")]
+            Self::Avx512 => vec![Self::Portable, Self::Avx2, Self::Avx512],
+        }
+    }
+}
+
+/// Defines a function whose safe body is compiled once for each [`Level`].
+macro_rules! kernel {
+    ($(#[$meta:meta])* fn $name:ident($($arg:ident: $type:ty),* $(,)?) $(-> $result:ty)? $body:block) => {
+        $(#[$meta])*
+        pub(crate) fn $name(level: $crate::simd::Level, $($arg: $type),*) $(-> $result)? {
+            #[inline(always)]
+            fn body($($arg: $type),*) $(-> $result)? $body
+            #[cfg(target_arch = "x86_64")]
+            {
+                #[target_feature(enable = "avx2,bmi1,bmi2,popcnt,lzcnt")]
+                fn avx2($($arg: $type),*) $(-> $result)? {
+                    body($($arg),*)
+                }
+                #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi1,bmi2,popcnt,lzcnt")]
+                fn avx512($($arg: $type),*) $(-> $result)? {
+                    body($($arg),*)
+                }
+                match level {
+                    // SAFETY: rule 1, the level is proof that the instructions are there.
+                    $crate::simd::Level::Avx512 => return unsafe { avx512($($arg),*) },
+                    // SAFETY: as above.
+                    $crate::simd::Level::Avx2 => return unsafe { avx2($($arg),*) },
+                    $crate::simd::Level::Portable => {}
+                }
+            }
+            let _ = level;
+            body($($arg),*)
+        }
+    };
+}
+pub(crate) use kernel;

@@ -1,0 +1,216 @@
+//! Decoding the gaps between kept elements; `index.rs` has the format.
+
+use super::{Level, kernel};
+use crate::error::DecodeError;
+use crate::index::BLOCK;
+
+/// Decodes `count` gaps of `low` low bits each (at most 23) into indices, the first of which is at least `next`.
+///
+/// Returns how many bytes that took, and the last index. Indices ascend; whoever finds the last below `range` has checked them
+/// all. Sound for any bytes, and quick to give up on a unary part that runs past `range`.
+pub(crate) fn decode_gaps(
+    level: Level,
+    bytes: &[u8],
+    low: u32,
+    count: usize,
+    next: u32,
+    range: u32,
+    out: &mut [u32; BLOCK],
+) -> Result<(usize, u64), DecodeError> {
+    debug_assert!(low <= 23 && (1..=BLOCK).contains(&count));
+    let low_len = (count * low as usize).div_ceil(8);
+    if bytes.len() <= low_len {
+        return Err(DecodeError::Length { need: low_len + 1, given: bytes.len() });
+    }
+    #[cfg(target_arch = "x86_64")]
+    if level == Level::Avx512 && bytes.len() >= low_len + 4 {
+        // SAFETY: the level is proof that the instructions are there; the length is what `avx512` asks for.
+        return unsafe { avx512(bytes, low_len, low, count, next, range, out) };
+    }
+    portable(level, bytes, low_len, low, count, next, range, out)
+}
+
+/// Asks for the cache lines of `acc` at these indices, so that they are there when they are added to.
+pub(crate) fn prefetch(acc: &[f32], indices: &[u32]) {
+    #[cfg(target_arch = "x86_64")]
+    for index in indices {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        let line = acc.as_ptr().wrapping_add(*index as usize);
+        // SAFETY: a prefetch may be given any address; it never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.cast()) };
+    }
+    let _ = (acc, indices);
+}
+
+/// Eight bytes from `at`, with zeros for what lies past the end.
+#[inline(always)]
+fn word(bytes: &[u8], at: usize) -> u64 {
+    match bytes.get(at..at + 8) {
+        Some(word) => u64::from_le_bytes(word.try_into().expect("eight bytes")),
+        None => bytes.iter().skip(at).take(8).rev().fold(0, |word, byte| word << 8 | u64::from(*byte)),
+    }
+}
+
+/// The last index, and the bytes up to the last bit of the unary part.
+#[inline(always)]
+fn ends(low_len: usize, low: u32, count: usize, next: u32, lows: u32, last: u32) -> (usize, u64) {
+    let high = u64::from(last) + 1 - count as u64;
+    let last_index = u64::from(next) + u64::from(lows) + (high << low) + count as u64 - 1;
+    (low_len + last as usize / 8 + 1, last_index)
+}
+
+/// What the unary part of a message that ends too early, or runs too far, is called.
+#[inline(always)]
+fn runaway(at: usize, bytes: &[u8], range: u32) -> DecodeError {
+    if at >= bytes.len() {
+        DecodeError::Length { need: bytes.len() + 1, given: bytes.len() }
+    } else {
+        DecodeError::Index { range: range as usize }
+    }
+}
+
+kernel! {
+    #[allow(clippy::too_many_arguments, reason = "a kernel takes its state apart")]
+    fn portable(
+        bytes: &[u8],
+        low_len: usize,
+        low: u32,
+        count: usize,
+        next: u32,
+        range: u32,
+        out: &mut [u32; BLOCK],
+    ) -> Result<(usize, u64), DecodeError> {
+        let (lows, unary) = bytes.split_at(low_len);
+        let (mut found, mut at) = (0, 0);
+        while found < count {
+            if at >= unary.len() || at as u64 * 8 > u64::from(range) {
+                return Err(runaway(at, unary, range));
+            }
+            let mut word = word(unary, at);
+            while word != 0 && found < count {
+                out[found] = (at * 8) as u32 + word.trailing_zeros();
+                word &= word - 1;
+                found += 1;
+            }
+            at += 8;
+        }
+        let last = out[count - 1];
+        let (mask, mut sum) = ((1u64 << low) - 1, 0u32);
+        for (j, out) in out[..count].iter_mut().enumerate() {
+            let bit = j * low as usize;
+            sum += (word(lows, bit / 8) >> (bit % 8) & mask) as u32;
+            *out = next.wrapping_add(sum).wrapping_add((*out - j as u32) << low).wrapping_add(j as u32);
+        }
+        Ok(ends(low_len, low, count, next, sum, last))
+    }
+}
+
+/// Needs at least four bytes after the low parts.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi1,bmi2,popcnt,lzcnt")]
+fn avx512(
+    bytes: &[u8],
+    low_len: usize,
+    low: u32,
+    count: usize,
+    next: u32,
+    range: u32,
+    out: &mut [u32; BLOCK],
+) -> Result<(usize, u64), DecodeError> {
+    use std::arch::x86_64::*;
+
+    // Where the ones of the unary part are: sixteen bits at a time, the lanes whose bit is set pushed together.
+    let mut positions = [0u32; BLOCK + 64 + 16];
+    let unary = &bytes[low_len..];
+    let iota = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    let sixteen = _mm512_set1_epi32(16);
+    let mut position = iota;
+    let (mut found, mut at) = (0, 0);
+    while found < count {
+        if at >= unary.len() || at as u64 * 8 > u64::from(range) {
+            return Err(runaway(at, unary, range));
+        }
+        let word = word(unary, at);
+        for quarter in 0..4 {
+            let mask = (word >> (16 * quarter)) as u16;
+            // SAFETY: `found` was below BLOCK before this word, which adds at most 64, so 16 places follow.
+            unsafe {
+                let to = positions.as_mut_ptr().add(found);
+                _mm512_storeu_si512(to.cast(), _mm512_maskz_compress_epi32(mask, position));
+            }
+            found += mask.count_ones() as usize;
+            position = _mm512_add_epi32(position, sixteen);
+        }
+        at += 8;
+    }
+
+    // index = next + sum of low parts so far + (zeros so far << low) + j, where the zeros before the j-th one are position − j.
+    let zero = _mm512_setzero_si512();
+    let last_lane = _mm512_set1_epi32(15);
+    let low_mask = _mm512_set1_epi32((1 << low) - 1);
+    let shift = _mm_cvtsi32_si128(low as i32);
+    let next_lanes = _mm512_set1_epi32(next as i32);
+    let mut bit = _mm512_mullo_epi32(iota, _mm512_set1_epi32(low as i32));
+    let bit_step = _mm512_set1_epi32(16 * low as i32);
+    let mut j = iota;
+    let mut sum = zero;
+    for row in 0..count.div_ceil(16) {
+        let left = (count - 16 * row).min(16);
+        let live = (u32::MAX >> (32 - left)) as u16;
+        // SAFETY: lane j < count reads four bytes from byte j·low/8, which is below `low_len` (or 0); four bytes follow that.
+        let words = unsafe {
+            _mm512_mask_i32gather_epi32::<1>(zero, live, _mm512_srli_epi32::<3>(bit), bytes.as_ptr().cast())
+        };
+        let bits = _mm512_srlv_epi32(words, _mm512_and_si512(bit, _mm512_set1_epi32(7)));
+        let mut lows = _mm512_and_si512(bits, low_mask);
+        lows = _mm512_add_epi32(lows, _mm512_alignr_epi32::<15>(lows, zero));
+        lows = _mm512_add_epi32(lows, _mm512_alignr_epi32::<14>(lows, zero));
+        lows = _mm512_add_epi32(lows, _mm512_alignr_epi32::<12>(lows, zero));
+        lows = _mm512_add_epi32(lows, _mm512_alignr_epi32::<8>(lows, zero));
+        lows = _mm512_add_epi32(lows, sum);
+        sum = _mm512_permutexvar_epi32(last_lane, lows);
+        // SAFETY: row < 16, and both arrays hold at least BLOCK = 256 elements.
+        unsafe {
+            let position = _mm512_loadu_si512(positions.as_ptr().add(16 * row).cast());
+            let zeros = _mm512_sll_epi32(_mm512_sub_epi32(position, j), shift);
+            let index = _mm512_add_epi32(_mm512_add_epi32(zeros, lows), _mm512_add_epi32(next_lanes, j));
+            _mm512_storeu_si512(out.as_mut_ptr().add(16 * row).cast(), index);
+        }
+        bit = _mm512_add_epi32(bit, bit_step);
+        j = _mm512_add_epi32(j, sixteen);
+    }
+    // Lanes past the last element read zero, so the last lane of the sum is the sum of all.
+    let lows = _mm_cvtsi128_si32(_mm512_castsi512_si128(sum)) as u32;
+    Ok(ends(low_len, low, count, next, lows, positions[count - 1]))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        /// Any bytes at all: the same indices, or an error, at every level.
+        #[test]
+        fn levels_decode_the_same(
+            bytes in prop::collection::vec(any::<u8>(), 1..900),
+            low in 0u32..24,
+            count in 1usize..=BLOCK,
+            next in 0u32..1000,
+            range in prop_oneof![1u32..5000, any::<u32>()],
+        ) {
+            let results: Vec<_> = Level::all().into_iter().map(|level| {
+                let mut out = [0; BLOCK];
+                let result = decode_gaps(level, &bytes, low, count, next, range, &mut out);
+                (result, result.is_ok().then(|| out[..count].to_vec()))
+            }).collect();
+            prop_assert!(results.windows(2).all(|pair| pair[0] == pair[1]));
+            if let (Ok((used, last)), Some(out)) = &results[0] && *last < u64::from(range) {
+                prop_assert!(*used <= bytes.len());
+                prop_assert_eq!(u64::from(out[count - 1]), *last);
+                prop_assert!(out[0] >= next && out.windows(2).all(|pair| pair[0] < pair[1]));
+            }
+        }
+    }
+}

@@ -1,0 +1,476 @@
+//! Top-k: the largest elements by magnitude, and error feedback for the rest.
+//!
+//! Steps at a worker, over a vector of n elements of which k are kept:
+//! 1. Guess from a sample a magnitude that a little more than k elements reach (the *floor*).
+//! 2. In one pass over memory: a = gradient + residual, write it, check that it is finite, and collect the elements that reach the
+//!    floor (the *candidates*).
+//! 3. Select exactly k among the candidates; of equal magnitudes the lowest index wins. If the guess was too high, take
+//!    a floor from a histogram of all exponents and collect again. So the result never depends on the guess.
+//! 4. Code each shard; the kept elements' residual is what rounding dropped.
+//!
+//! An owner does the same with its sum. In mode *global* it keeps its share of k, ⌈k·len/n⌉, and owes the rest; in mode *union* it
+//! sends everything that is not zero.
+//!
+//! Per chunk, `64/4096` keeps 64 of every 4,096 elements, and ⌈64·len/4096⌉ of a shorter chunk.
+//!
+//! Bytes of a message: u32 count, then for every 256 kept elements their indices (`index.rs`) and values (`kept.rs`). At 1 % and
+//! bf16 values about 24.2 bits per kept element.
+
+use std::ops::Range;
+
+use crate::dense::sections;
+use crate::error::{DecodeError, EncodeError};
+use crate::index::{self, BLOCK};
+use crate::job::{Encoded, Fused, Job, Partitioned, Place, Role, Sparse};
+use crate::kept::ValueCoding;
+use crate::rng::mix32;
+use crate::simd::{self, Found, Level, TILE};
+use crate::threads;
+
+/// Keeps the largest elements.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TopK {
+    /// How many, and of what.
+    pub keep: Keep,
+    /// How their values are coded.
+    pub values: ValueCoding,
+    /// What an owner sends.
+    pub mode: OwnerMode,
+}
+
+/// How many elements are kept.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Keep {
+    /// So many of the whole vector.
+    Whole(Share),
+    /// So many of each chunk of the vector.
+    PerChunk {
+        /// Elements kept, 1 to `chunk`.
+        keep: usize,
+        /// Elements of a chunk.
+        chunk: usize,
+    },
+}
+
+/// A part of a vector.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Share {
+    /// A fraction in (0, 1] of the elements, rounded, but at least one.
+    Fraction(f64),
+    /// This many, or all if there are fewer.
+    Count(usize),
+}
+
+impl Share {
+    /// How many of `elements` that is.
+    pub fn of(self, elements: usize) -> usize {
+        match self {
+            Self::Fraction(fraction) => ((fraction * elements as f64).round() as usize).max(1).min(elements),
+            Self::Count(count) => count.min(elements),
+        }
+    }
+}
+
+/// What the owner of a shard sends of its sum.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub enum OwnerMode {
+    /// The largest elements again, so that the volume does not grow with the number of ranks.
+    #[default]
+    Global,
+    /// Everything that any rank sent.
+    Union,
+}
+
+impl Partitioned for TopK {
+    fn encode(&self, job: &Job<'_>, out: &mut Encoded) -> Result<(), EncodeError> {
+        job.check();
+        let len = job.place.range.len();
+        if len > u32::MAX as usize {
+            return Err(EncodeError::TooLong { elements: len, limit: u32::MAX as usize });
+        }
+        out.resize(job.shards.len(), len);
+        let level = Level::detect();
+        out.scratch.selected.clear();
+        match self.keep {
+            _ if job.role == Role::Owner && self.mode == OwnerMode::Union => select(level, job, None, out)?,
+            Keep::Whole(share) => {
+                let keep = proportion(share.of(job.place.whole), len, job.place.whole);
+                select(level, job, Some(keep), out)?;
+            }
+            Keep::PerChunk { keep, chunk } => select_per_chunk(level, job, keep, chunk, out)?,
+        }
+        let Encoded { messages, residual, scratch } = &mut *out;
+        let Sparse { indices, values } = &mut scratch.selected;
+        let (mut indices, mut values) = (&indices[..], &mut values[..]);
+        for (shard, message) in job.shards.iter().zip(messages) {
+            let start = shard.start - job.place.range.start;
+            let count = indices.partition_point(|index| (*index as usize) < start + shard.len());
+            let (own, rest) = indices.split_at(count);
+            let (own_values, rest_values) = values.split_at_mut(count);
+            (indices, values) = (rest, rest_values);
+            self.encode_shard(level, own, own_values, start, residual, message);
+        }
+        out.finish(job.residual);
+        Ok(())
+    }
+
+    fn add_decoded_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
+        assert_eq!(acc.len(), place.range.len(), "one element for each of the range");
+        decode(Level::detect(), self.values, bytes, acc)
+    }
+
+    fn max_message_len(&self, elements: usize) -> usize {
+        4 + index::max_len(elements) + self.values.len(elements)
+    }
+}
+
+impl TopK {
+    /// Codes kept elements of one shard. `start` is where the shard starts within the job.
+    fn encode_shard(
+        &self,
+        level: Level,
+        indices: &[u32],
+        values: &mut [f32],
+        start: usize,
+        residual: &mut [f32],
+        out: &mut Vec<u8>,
+    ) {
+        out.clear();
+        out.extend_from_slice(&(indices.len() as u32).to_le_bytes());
+        let mut next = 0;
+        let mut within = [0; BLOCK];
+        for (indices, values) in indices.chunks(BLOCK).zip(values.chunks_mut(BLOCK)) {
+            let within = &mut within[..indices.len()];
+            for (within, index) in within.iter_mut().zip(indices) {
+                *within = index - start as u32;
+            }
+            index::encode(within, next, out);
+            next = within[within.len() - 1].wrapping_add(1);
+            self.values.encode(level, values, out);
+            for (index, left) in indices.iter().zip(values) {
+                residual[*index as usize] = *left;
+            }
+        }
+    }
+}
+
+/// Adds a message of kept elements.
+pub(crate) fn decode(
+    level: Level,
+    coding: ValueCoding,
+    bytes: &[u8],
+    acc: &mut [f32],
+) -> Result<(), DecodeError> {
+    let Some((count, mut bytes)) = bytes.split_first_chunk::<4>() else {
+        return Err(DecodeError::Length { need: 4, given: bytes.len() });
+    };
+    let count = u32::from_le_bytes(*count) as usize;
+    let range = acc.len().min(u32::MAX as usize) as u32;
+    if count > range as usize {
+        return Err(DecodeError::Count { given: count, range: acc.len() });
+    }
+    // Indices are decoded one block ahead of the additions, and their cache lines asked for meanwhile.
+    let mut blocks = [([0; BLOCK], [0.0; BLOCK]), ([0; BLOCK], [0.0; BLOCK])];
+    let [ahead, due] = &mut blocks;
+    let (mut ahead, mut due) = (ahead, due);
+    let (mut left, mut next, mut waiting) = (count, 0u32, 0);
+    loop {
+        let taken = left.min(BLOCK);
+        if taken > 0 {
+            let (indices, values) = &mut *ahead;
+            let used = index::decode(level, bytes, taken, next, range, indices)?;
+            simd::prefetch(acc, &indices[..taken]);
+            bytes = &bytes[used..];
+            let (coded, rest) = bytes
+                .split_at_checked(coding.len(taken))
+                .ok_or(DecodeError::Length { need: coding.len(taken), given: bytes.len() })?;
+            coding.decode(level, coded, &mut values[..taken])?;
+            bytes = rest;
+            next = indices[taken - 1] + 1;
+            left -= taken;
+        }
+        let (indices, values) = &*due;
+        for (index, value) in indices.iter().zip(values).take(waiting) {
+            acc[*index as usize] += value;
+        }
+        waiting = taken;
+        (ahead, due) = (due, ahead);
+        if waiting == 0 {
+            break;
+        }
+    }
+    DecodeError::check_len(bytes, 0)
+}
+
+/// `keep` of `whole`, scaled to `len` of them: rounded up, so that something is kept of everything.
+fn proportion(keep: usize, len: usize, whole: usize) -> usize {
+    if whole == 0 { 0 } else { (keep as u128 * len as u128).div_ceil(whole as u128) as usize }
+}
+
+/// Selects the `keep` largest elements of the job, or with `None` all that are not zero. Writes the fused values to the residual.
+fn select(level: Level, job: &Job<'_>, keep: Option<usize>, out: &mut Encoded) -> Result<(), EncodeError> {
+    let Encoded { residual, scratch, .. } = out;
+    let floor = keep.map_or(1, |keep| guess_floor(level, job, keep));
+    let ranges: Vec<_> = sections(0..residual.len(), TILE, job.threads.get()).collect();
+    scratch.candidates.resize_with(ranges.len(), Sparse::default);
+
+    let mut rest = &mut residual[..];
+    let tasks = ranges.iter().zip(&mut scratch.candidates).map(|(range, candidates)| {
+        let own;
+        (own, rest) = std::mem::take(&mut rest).split_at_mut(range.len());
+        (range.clone(), own, candidates)
+    });
+    let results = threads::in_order(job.threads, tasks.collect(), |(range, own, candidates)| {
+        candidates.clear();
+        let (mut fused, mut found) = (Fused::new(level, job), Found::new());
+        for (k, tile) in own.chunks_mut(TILE).enumerate() {
+            let start = range.start + k * TILE;
+            fused.read(start, tile)?;
+            simd::compress(level, tile, start as u32, floor, &mut found);
+            let (indices, values) = found.get();
+            candidates.extend(indices, values);
+        }
+        Ok(())
+    });
+    results.into_iter().collect::<Result<(), _>>()?;
+
+    let total = |candidates: &[Sparse]| candidates.iter().map(Sparse::len).sum::<usize>();
+    let Some(keep) = keep else {
+        for candidates in &scratch.candidates {
+            scratch.selected.extend(&candidates.indices, &candidates.values);
+        }
+        return Ok(());
+    };
+    if floor > 1 && total(&scratch.candidates) < keep {
+        let floor = histogram_floor(residual, keep);
+        for (range, candidates) in ranges.iter().zip(&mut scratch.candidates) {
+            collect(level, residual, range.clone(), floor, candidates);
+        }
+    }
+    take_largest(&scratch.candidates, keep, &mut scratch.selected);
+    if scratch.selected.len() < keep {
+        fill_with_zeros(residual, keep, &mut scratch.selected);
+    }
+    Ok(())
+}
+
+/// Collects what reaches the floor within a range of values that are already fused.
+fn collect(level: Level, values: &[f32], range: Range<usize>, floor: u32, candidates: &mut Sparse) {
+    candidates.clear();
+    let mut found = Found::new();
+    for (k, tile) in values[range.clone()].chunks(TILE).enumerate() {
+        simd::compress(level, tile, (range.start + k * TILE) as u32, floor, &mut found);
+        let (indices, values) = found.get();
+        candidates.extend(indices, values);
+    }
+}
+
+fn magnitude(value: f32) -> u32 {
+    value.to_bits() & 0x7fff_ffff
+}
+
+/// Bits of a magnitude that probably a few more than `keep` elements reach. At least 1: zeros are never candidates.
+fn guess_floor(level: Level, job: &Job<'_>, keep: usize) -> u32 {
+    const LINE: usize = 16;
+    let len = job.values.len();
+    let lines = (len / 256).min(1024);
+    let expected = (lines * LINE) as f64 * keep as f64 / len.max(1) as f64;
+    let rank = (expected + 4.0 * expected.sqrt() + 8.0) as usize;
+    if rank >= lines * LINE {
+        return 1;
+    }
+    let mut fused = Fused::new(level, job);
+    let mut sample = Vec::with_capacity(lines * LINE);
+    for line in 0..lines {
+        // Not at equal distances, which might be the period of something in the data.
+        let stride = len / lines;
+        let start = line * stride + mix32(0, line as u32) as usize % (stride - LINE + 1);
+        let mut values = [0.0; LINE];
+        // What is not finite is found, and named, by the pass over everything.
+        let _ = fused.read(start, &mut values);
+        sample.extend(values.map(magnitude));
+    }
+    let (_, floor, _) = sample.select_nth_unstable_by(rank, |a, b| b.cmp(a));
+    (*floor).max(1)
+}
+
+/// Bits of a magnitude that at least `keep` elements reach, or 1 if fewer than that are not zero.
+fn histogram_floor(values: &[f32], keep: usize) -> u32 {
+    let mut bins = [0usize; 2048];
+    for value in values {
+        bins[(magnitude(*value) >> 20) as usize] += 1;
+    }
+    let mut above = 0;
+    let bin = (0..2048).rev().find(|bin| {
+        above += bins[*bin];
+        above >= keep
+    });
+    (bin.unwrap_or(0) as u32) << 20 | 1
+}
+
+/// The magnitude of the `keep`-th largest candidate (1 is the largest), and how many of exactly that magnitude are kept.
+///
+/// Eleven, ten and ten bits of the magnitude are settled in turn, each by a count of how many candidates have which.
+fn threshold(candidates: &[Sparse], keep: usize) -> (u32, usize) {
+    let (mut prefix, mut left) = (0u32, keep);
+    for (shift, bits) in [(20, 11), (10, 10), (0, 10)] {
+        let mut bins = [0usize; 2048];
+        let settled = shift + bits;
+        for value in candidates.iter().flat_map(|list| &list.values) {
+            let m = magnitude(*value);
+            // The sign is gone, so the first round, with nothing settled, compares zeros.
+            if u64::from(m) >> settled == u64::from(prefix) >> settled {
+                bins[(m >> shift & ((1 << bits) - 1)) as usize] += 1;
+            }
+        }
+        let bin = (0..1usize << bits).rev().find(|bin| {
+            let enough = bins[*bin] >= left;
+            left -= if enough { 0 } else { bins[*bin] };
+            enough
+        });
+        prefix |= (bin.expect("there are at least `keep` candidates") as u32) << shift;
+    }
+    (prefix, left)
+}
+
+/// Appends the `keep` largest candidates to `selected`, or all if there are fewer.
+fn take_largest(candidates: &[Sparse], keep: usize, selected: &mut Sparse) {
+    if keep == 0 {
+        return;
+    }
+    if candidates.iter().map(Sparse::len).sum::<usize>() <= keep {
+        candidates.iter().for_each(|list| selected.extend(&list.indices, &list.values));
+        return;
+    }
+    let (threshold, mut ties) = threshold(candidates, keep);
+    for (index, value) in candidates.iter().flat_map(Sparse::iter) {
+        let m = magnitude(value);
+        if m > threshold {
+            selected.push(index, value);
+        } else if m == threshold && ties > 0 {
+            ties -= 1;
+            selected.push(index, value);
+        }
+    }
+}
+
+/// Adds the first zeros of `values` to `selected`, which holds everything else, until there are `keep`.
+fn fill_with_zeros(values: &[f32], keep: usize, selected: &mut Sparse) {
+    let mut missing = keep - selected.len();
+    let mut filled = Sparse::default();
+    for (index, value) in (0u32..).zip(values) {
+        let zero = magnitude(*value) == 0;
+        if zero && missing == 0 {
+            continue;
+        }
+        missing -= usize::from(zero);
+        filled.push(index, *value);
+    }
+    *selected = filled;
+}
+
+/// Selects `keep` of every `chunk` elements of the whole vector, and in proportion of what the job has of a chunk.
+fn select_per_chunk(
+    level: Level,
+    job: &Job<'_>,
+    keep: usize,
+    chunk: usize,
+    out: &mut Encoded,
+) -> Result<(), EncodeError> {
+    let Encoded { residual, scratch, .. } = out;
+    let first = job.place.range.start;
+    // Sections end where chunks of the whole vector do.
+    let grid = first / chunk * chunk..job.place.range.end;
+    let ranges: Vec<_> = sections(grid, chunk, job.threads.get())
+        .map(|range| range.start.max(first)..range.end)
+        .filter(|range| !range.is_empty())
+        .collect();
+    scratch.candidates.resize_with(ranges.len(), Sparse::default);
+    let mut rest = &mut residual[..];
+    let tasks = ranges.iter().zip(&mut scratch.candidates).map(|(range, kept)| {
+        let own;
+        (own, rest) = std::mem::take(&mut rest).split_at_mut(range.len());
+        (range.clone(), own, kept)
+    });
+    let results = threads::in_order(job.threads, tasks.collect(), |(range, own, kept)| {
+        kept.clear();
+        let mut fused = Fused::new(level, job);
+        let mut candidates = Sparse::default();
+        let (mut start, mut floor) = (range.start, 1);
+        let mut rest = own;
+        while !rest.is_empty() {
+            let end = (start / chunk + 1).saturating_mul(chunk).min(range.end);
+            let (values, later) = std::mem::take(&mut rest).split_at_mut(end - start);
+            rest = later;
+            let due = proportion(keep, values.len(), chunk);
+            floor = largest_of_chunk(
+                &mut fused,
+                level,
+                values,
+                start - first,
+                due,
+                floor,
+                &mut candidates,
+                kept,
+            )?;
+            start = end;
+        }
+        Ok(())
+    });
+    results.into_iter().collect::<Result<(), _>>()?;
+    for kept in &scratch.candidates {
+        scratch.selected.extend(&kept.indices, &kept.values);
+    }
+    Ok(())
+}
+
+/// Fuses one chunk and selects from it. Returns a floor to try on the next one.
+#[allow(clippy::too_many_arguments, reason = "the state of the loop over chunks")]
+fn largest_of_chunk(
+    fused: &mut Fused<'_>,
+    level: Level,
+    values: &mut [f32],
+    start: usize,
+    keep: usize,
+    floor: u32,
+    candidates: &mut Sparse,
+    kept: &mut Sparse,
+) -> Result<u32, EncodeError> {
+    for (k, tile) in values.chunks_mut(TILE).enumerate() {
+        fused.read(start + k * TILE, tile)?;
+    }
+    let all = 0..values.len();
+    collect(level, values, all.clone(), floor, candidates);
+    if candidates.len() < keep && floor > 1 {
+        collect(level, values, all, histogram_floor(values, keep), candidates);
+    }
+    if candidates.len() < keep {
+        fill_with_zeros(values, keep, candidates);
+    }
+    let before = kept.len();
+    take_largest_of_few(candidates, keep, kept);
+    kept.indices[before..].iter_mut().for_each(|index| *index += start as u32);
+    let least = kept.values[before..].iter().map(|value| magnitude(*value)).min().unwrap_or(1);
+    // An eighth of an octave lower: chunks of one tensor differ by less than that, mostly.
+    Ok(least.saturating_sub(1 << 20).max(1))
+}
+
+/// [`take_largest`] for a few hundred candidates, where sorting beats counting.
+fn take_largest_of_few(candidates: &Sparse, keep: usize, selected: &mut Sparse) {
+    if keep == 0 {
+        return;
+    }
+    let mut magnitudes: Vec<u32> = candidates.values.iter().map(|value| magnitude(*value)).collect();
+    let (above, threshold, _) = magnitudes.select_nth_unstable_by(keep - 1, |a, b| b.cmp(a));
+    let threshold = *threshold;
+    let mut ties = keep - above.iter().filter(|m| **m > threshold).count();
+    for (index, value) in candidates.iter() {
+        let m = magnitude(value);
+        if m > threshold {
+            selected.push(index, value);
+        } else if m == threshold && ties > 0 {
+            ties -= 1;
+            selected.push(index, value);
+        }
+    }
+}

@@ -1,0 +1,326 @@
+//! Each codec against a reference that was written from its description.
+
+use std::num::NonZeroUsize;
+use std::ops::Range;
+
+use farwire_codec::*;
+use proptest::prelude::*;
+
+use crate::{Random, all_partitioned, partitioned};
+
+/// What an encoder made of a job.
+struct Outcome {
+    decoded: Vec<f32>,
+    residual: Vec<f32>,
+    messages: Vec<Vec<u8>>,
+}
+
+fn run(codec: &dyn Partitioned, job: &Job<'_>) -> Outcome {
+    let mut out = Encoded::default();
+    codec.encode(job, &mut out).unwrap();
+    let mut decoded = vec![0.0; job.values.len()];
+    for (message, shard) in out.messages.iter().zip(job.shards) {
+        let first = job.place.range.start;
+        let part = &mut decoded[shard.start - first..shard.end - first];
+        codec.add_decoded_into(message, &job.place.part(shard.clone()), part).unwrap();
+        assert!(message.len() <= codec.max_message_len(shard.len()));
+    }
+    Outcome { decoded, residual: out.residual, messages: out.messages }
+}
+
+fn bits(values: &[f32]) -> Vec<u32> {
+    values.iter().map(|value| value.to_bits()).collect()
+}
+
+fn place(n: usize) -> Place {
+    Place::whole(Context { seed: 1, step: 2, tensor: 3 }, n)
+}
+
+/// `0..n` cut into `parts`.
+fn cut(n: usize, parts: usize) -> Vec<Range<usize>> {
+    (0..parts).map(|part| n * part / parts..n * (part + 1) / parts).collect()
+}
+
+/// Indices of the `k` largest magnitudes, the lowest index first among equals, by sorting everything.
+fn largest(values: &[f32], k: usize) -> Vec<usize> {
+    let mut order: Vec<_> = (0..values.len()).collect();
+    order.sort_by(|i, j| values[*j].abs().total_cmp(&values[*i].abs()).then(i.cmp(j)));
+    order.truncate(k);
+    order.sort_unstable();
+    order
+}
+
+fn awkward() -> impl Strategy<Value = Vec<f32>> {
+    let element = prop_oneof![
+        4 => -1.0f32..1.0,
+        1 => Just(0.0f32),
+        1 => Just(-0.0f32),
+        1 => Just(0.5f32),
+        1 => Just(-0.5f32),
+        1 => (0u32..0x0080_0000).prop_map(f32::from_bits),
+        1 => 1e30f32..1e38,
+    ];
+    prop_oneof![
+        8 => prop::collection::vec(element, 0..700),
+        1 => (0usize..700, -2.0f32..2.0).prop_map(|(n, x)| vec![x; n]),
+        1 => (0usize..700).prop_map(|n| vec![0.0; n]),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(200))]
+
+    #[test]
+    fn top_k_is_a_full_sort(values in awkward(), k in 1usize..800, parts in 1usize..5, threads in 1usize..4) {
+        let n = values.len();
+        let codec = partitioned(&format!("topk:count={k},values=f32")).unwrap();
+        let (place, shards) = (place(n), cut(n, parts));
+        let threads = NonZeroUsize::new(threads).unwrap();
+        let Outcome { decoded, residual, messages } =
+            run(&*codec, &Job { threads, ..Job::worker(&values, Residual::Zero, &place, &shards) });
+        let kept = largest(&values, k);
+        let count: u32 = messages.iter().map(|m| u32::from_le_bytes(m[..4].try_into().unwrap())).sum();
+        prop_assert_eq!(count as usize, k.min(n));
+        let (mut want, mut left) = (vec![0.0; n], values.clone());
+        for i in kept {
+            want[i] = values[i] + 0.0;
+            left[i] = 0.0;
+        }
+        prop_assert_eq!(bits(&decoded), bits(&want));
+        prop_assert_eq!(bits(&residual), bits(&left));
+    }
+
+    #[test]
+    fn top_k_per_chunk_is_a_full_sort_of_each(values in awkward(), keep in 1usize..8, more in 0usize..100, parts in 1usize..4, threads in 1usize..4) {
+        let (n, chunk) = (values.len(), keep + more);
+        let codec = partitioned(&format!("topk:{keep}/{chunk},values=f32")).unwrap();
+        let (place, shards) = (place(n), cut(n, parts));
+        let threads = NonZeroUsize::new(threads).unwrap();
+        let outcome = run(&*codec, &Job { threads, ..Job::worker(&values, Residual::Zero, &place, &shards) });
+        let mut want = vec![0.0; n];
+        for (c, values) in values.chunks(chunk).enumerate() {
+            for i in largest(values, (keep * values.len()).div_ceil(chunk)) {
+                want[c * chunk + i] = values[i] + 0.0;
+            }
+        }
+        prop_assert_eq!(bits(&outcome.decoded), bits(&want));
+    }
+
+    #[test]
+    fn owners_keep_their_share_or_everything(sums in awkward(), k in 1usize..300, before in 0usize..500, after in 0usize..500) {
+        let (n, len) = (before + sums.len() + after, sums.len());
+        let place = Place { range: before..before + len, ..place(n) };
+        let global = partitioned(&format!("topk:count={k},values=f32")).unwrap();
+        let outcome = run(&*global, &Job::owner(&sums, Residual::Zero, &place));
+        let share = (k.min(n) * len).div_ceil(n.max(1));
+        let mut want = vec![0.0; len];
+        largest(&sums, share).into_iter().for_each(|i| want[i] = sums[i] + 0.0);
+        prop_assert_eq!(bits(&outcome.decoded), bits(&want));
+        let union = partitioned(&format!("topk:count={k},values=f32,mode=union")).unwrap();
+        let outcome = run(&*union, &Job::owner(&sums, Residual::Zero, &place));
+        prop_assert_eq!(&outcome.decoded, &sums);
+    }
+
+    /// Everything that encodes: what is decoded and what is owed add up to what was given, and the bits depend on neither threads
+    /// nor on what was in the output before.
+    #[test]
+    fn decoded_plus_residual_is_the_input(values in awkward(), parts in 1usize..5, threads in 2usize..5) {
+        let n = values.len();
+        let (place, shards) = (place(n), cut(n, parts));
+        for (name, codec) in all_partitioned() {
+            let job = Job::worker(&values, Residual::Zero, &place, &shards);
+            let outcome = run(&*codec, &job);
+            for i in 0..n {
+                let sum = outcome.decoded[i] + outcome.residual[i];
+                let scale = values.iter().fold(0.0f32, |m, x| m.max(x.abs()));
+                prop_assert!((sum - values[i]).abs() <= scale * 1e-6, "{name}: {sum} for {}", values[i]);
+                prop_assert_eq!((values[i] - outcome.decoded[i]) + 0.0, outcome.residual[i] + 0.0, "{}", name);
+            }
+            let mut used = Encoded::default();
+            used.messages = vec![vec![7; 9]; 3];
+            used.residual = vec![3.0; n / 2 + 1];
+            let threads = NonZeroUsize::new(threads).unwrap();
+            codec.encode(&Job { threads, ..job }, &mut used).unwrap();
+            prop_assert_eq!(&used.messages, &outcome.messages, "{}", name);
+            prop_assert_eq!(bits(&used.residual), bits(&outcome.residual), "{}", name);
+        }
+    }
+
+    #[test]
+    fn int8_is_the_nearest_multiple_of_its_scale(values in prop::collection::vec(-3.0f32..3.0, 0..700)) {
+        let (place, shards) = (place(values.len()), cut(values.len(), 1));
+        let outcome = run(&*partitioned("int8").unwrap(), &Job::worker(&values, Residual::Zero, &place, &shards));
+        for (values, decoded) in values.chunks(256).zip(outcome.decoded.chunks(256)) {
+            let top = values.iter().fold(0.0f32, |m, x| m.max(x.abs()));
+            for (value, decoded) in values.iter().zip(decoded) {
+                let code = (value * (127.0 / top)).round_ties_even();
+                prop_assert_eq!(*decoded, if top > 0.0 { code * (top / 127.0) } else { 0.0 });
+            }
+        }
+    }
+
+    #[test]
+    fn casts_are_what_half_says(values in prop::collection::vec(-70000.0f32..70000.0, 0..100)) {
+        let (place, shards) = (place(values.len()), cut(values.len(), 2));
+        let job = Job::worker(&values, Residual::Zero, &place, &shards);
+        for (value, decoded) in values.iter().zip(run(&*partitioned("bf16").unwrap(), &job).decoded) {
+            prop_assert_eq!(decoded, half::bf16::from_f32(*value).to_f32());
+        }
+        for (value, decoded) in values.iter().zip(run(&*partitioned("f16").unwrap(), &job).decoded) {
+            prop_assert_eq!(decoded, half::f16::from_f32(value.clamp(-65504.0, 65504.0)).to_f32());
+        }
+    }
+}
+
+#[test]
+fn top_k_of_a_large_vector_is_a_full_sort_whatever_the_sample_says() {
+    let mut random = Random(11);
+    let n = 200_000;
+    let gaussian = random.normals(n);
+    // The sample sees nothing of the last: its large elements are all in one place.
+    let hidden: Vec<f32> =
+        (0..n).map(|i| if (777..3777).contains(&i) { 5.0 + random.normal() } else { 0.0 }).collect();
+    let few: Vec<f32> = (0..n).map(|i| if i % 1000 == 5 { random.normal() } else { 0.0 }).collect();
+    let steep: Vec<f32> = (0..n).map(|_| random.normal().powi(9)).collect();
+    for values in [gaussian, hidden, few, steep, vec![0.25; n], vec![0.0; n]] {
+        for k in [1, 200, 2000, 20_000, n - 1] {
+            let codec = partitioned(&format!("topk:count={k},values=f32")).unwrap();
+            let (place, shards) = (place(n), cut(n, 3));
+            let outcome = run(&*codec, &Job::worker(&values, Residual::Zero, &place, &shards));
+            let mut want = vec![0.0; n];
+            largest(&values, k).into_iter().for_each(|i| want[i] = values[i]);
+            assert!(outcome.decoded == want);
+        }
+    }
+}
+
+#[test]
+fn random_k_sends_the_same_elements_on_every_rank_and_others_each_step() {
+    let n = 10_000;
+    let codec = partitioned("randk:0.01,values=f32").unwrap();
+    let mut random = Random(5);
+    let shards = cut(n, 7);
+    let sent = |values: &[f32], step| {
+        let place = Place::whole(Context { seed: 1, step, tensor: 3 }, n);
+        let outcome = run(&*codec, &Job::worker(values, Residual::Zero, &place, &shards));
+        let sent: Vec<_> = (0..n).filter(|i| outcome.decoded[*i] != 0.0).collect();
+        assert!(sent.iter().all(|i| outcome.decoded[*i] == values[*i] && outcome.residual[*i] == 0.0));
+        sent
+    };
+    let (a, b) = (random.normals(n), random.normals(n));
+    assert_eq!(sent(&a, 1).len(), 100);
+    assert_eq!(sent(&a, 1), sent(&b, 1));
+    assert_ne!(sent(&a, 1), sent(&a, 2));
+}
+
+#[test]
+fn random_k_without_feedback_is_right_in_the_mean() {
+    let n = 103;
+    let codec = partitioned("randk:count=10,values=f32").unwrap();
+    let values = Random(5).normals(n);
+    let mut mean = vec![0.0f64; n];
+    let steps = 20_000;
+    for step in 0..steps {
+        let place = Place::whole(Context { seed: 1, step, tensor: 3 }, n);
+        let outcome = run(&*codec, &Job::worker(&values, Residual::Off, &place, &cut(n, 2)));
+        assert!(outcome.residual.is_empty());
+        mean.iter_mut().zip(&outcome.decoded).for_each(|(mean, x)| *mean += f64::from(*x) / steps as f64);
+    }
+    for (mean, value) in mean.iter().zip(&values) {
+        assert!(
+            (mean - f64::from(*value)).abs() < 0.03 * f64::from(value.abs()).max(1.0) * 5.0,
+            "{mean} for {value}"
+        );
+    }
+}
+
+#[test]
+fn stochastic_rounding_is_right_in_the_mean_and_differs_between_ranks() {
+    let values = Random(9).normals(512);
+    for name in [
+        "int8,rounding=stochastic",
+        "int4,rounding=stochastic",
+        "fp8,rounding=stochastic",
+        "int4,rotate=on,rounding=stochastic",
+    ] {
+        let codec = partitioned(name).unwrap();
+        let steps = 3000;
+        let mut mean = vec![0.0f64; 512];
+        for step in 0..steps {
+            let place = Place::whole(Context { seed: 1, step, tensor: 3 }, 512);
+            let job = Job::worker(&values, Residual::Off, &place, &[0..512]);
+            let outcome = run(&*codec, &job);
+            mean.iter_mut().zip(&outcome.decoded).for_each(|(mean, x)| *mean += f64::from(*x) / steps as f64);
+            if step == 0 {
+                assert_ne!(outcome.messages, run(&*codec, &Job { rank: 1, ..job }).messages);
+            }
+        }
+        // Steps of int4 are about 3.5 / 7 = 0.5, so one sample is off by at most that and the mean by 0.25 / √3000.
+        let worst = mean
+            .iter()
+            .zip(&values)
+            .map(|(mean, value)| (mean - f64::from(*value)).abs())
+            .fold(0.0, f64::max);
+        assert!(worst < 0.03, "{name}: {worst}");
+    }
+}
+
+#[test]
+fn nan_and_infinity_are_refused_and_named() {
+    let shards = cut(5000, 3);
+    let place = place(5000);
+    for (name, codec) in all_partitioned() {
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            for index in [0, 1234, 4999] {
+                let mut values = vec![1.0; 5000];
+                values[index] = bad;
+                let error = codec
+                    .encode(&Job::worker(&values, Residual::Zero, &place, &shards), &mut Encoded::default());
+                assert_eq!(error, Err(EncodeError::NotFinite { index }), "{name}");
+            }
+        }
+        let huge = vec![f32::MAX; 5000];
+        let job = Job::worker(&huge, Residual::Owed(&huge), &place, &shards);
+        let error = codec.encode(&job, &mut Encoded::default());
+        assert_eq!(error, Err(EncodeError::NotFinite { index: 0 }), "{name}: a sum that overflows");
+    }
+    let codec = PowerSgd { rank: 2 };
+    let values = [1.0, f32::NAN, 1.0, 1.0];
+    let begun =
+        codec.begin(values.as_slice().into(), Residual::Zero, None, Shape::of(&[2, 2]), Context::default());
+    assert_eq!(begun.unwrap_err(), EncodeError::NotFinite { index: 1 });
+}
+
+#[test]
+fn other_float_types_are_converted() {
+    let n = 3000;
+    let values: Vec<f32> = Random(2).normals(n).iter().map(|x| half::bf16::from_f32(*x).to_f32()).collect();
+    let bf16: Vec<_> = values.iter().map(|x| half::bf16::from_f32(*x)).collect();
+    let f64: Vec<_> = values.iter().map(|x| f64::from(*x)).collect();
+    let (place, shards) = (place(n), cut(n, 2));
+    for (_, codec) in all_partitioned() {
+        let want = run(&*codec, &Job::worker(&values, Residual::Owed(&values), &place, &shards)).messages;
+        assert_eq!(
+            run(&*codec, &Job::worker(&bf16, Residual::Owed(&values), &place, &shards)).messages,
+            want
+        );
+        assert_eq!(run(&*codec, &Job::worker(&f64, Residual::Owed(&values), &place, &shards)).messages, want);
+    }
+    let f16: Vec<_> = values.iter().map(|x| half::f16::from_f32(*x)).collect();
+    let back: Vec<_> = f16.iter().map(|x| x.to_f32()).collect();
+    let codec = partitioned("int8").unwrap();
+    let want = run(&*codec, &Job::worker(&back, Residual::Zero, &place, &shards)).messages;
+    assert_eq!(run(&*codec, &Job::worker(&f16, Residual::Zero, &place, &shards)).messages, want);
+}
+
+#[test]
+fn huge_and_tiny_values_stay_finite() {
+    for (name, codec) in all_partitioned() {
+        for x in [f32::MAX, 1e35, 1e-38, 1e-44] {
+            let values: Vec<f32> = (0..600).map(|i| if i % 3 == 0 { x } else { -x / 2.0 }).collect();
+            let outcome = run(&*codec, &Job::worker(&values, Residual::Zero, &place(600), &[0..600]));
+            let finite = outcome.decoded.iter().chain(&outcome.residual).all(|x| x.is_finite());
+            assert!(finite, "{name}: {x}");
+        }
+    }
+}
