@@ -10,9 +10,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use farwire::Token;
-use rustix::process::{Pid, PidfdFlags, Signal, WaitId, WaitIdOptions, WaitIdStatus};
-use tokio::io::unix::AsyncFd;
-use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader, Interest};
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, WaitIdStatus};
+use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader};
 use tokio::process::{Child, Command};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::JoinSet;
@@ -274,15 +273,13 @@ fn tell(pids: &[Pid], signal: Signal) {
 
 /// Waits until a process has ended, and leaves it to be reaped.
 async fn ended(pid: Pid) -> io::Result<WaitIdStatus> {
-    let process = rustix::process::pidfd_open(pid, PidfdFlags::empty())?;
-    let process = AsyncFd::register_with_interest(process, Interest::READABLE)?;
+    let mut some_child_ended = signal(SignalKind::child())?;
     loop {
-        let mut ready = process.readable().await?;
         let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
-        match rustix::process::waitid(WaitId::Pid(pid), options)? {
-            Some(status) => return Ok(status),
-            None => ready.clear_ready(),
+        if let Some(status) = rustix::process::waitid(WaitId::Pid(pid), options)? {
+            return Ok(status);
         }
+        some_child_ended.recv().await;
     }
 }
 
