@@ -4,9 +4,14 @@
 
 mod common;
 
-use std::net::UdpSocket;
+use std::io::Read;
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
+use common::stranger::{garbage, half_open, knock};
+use common::{assert_succeeds, free_port, resident_megabytes, start_processes_at};
 use farwire::{Communicator, Peer, Place, ReduceOp, Token};
 use farwire_proto::WorldSize;
 
@@ -20,8 +25,8 @@ fn place(rank: u32, world: u32, port: u16) -> Place {
     }
 }
 
-fn free_port() -> u16 {
-    UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+fn network() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap()
 }
 
 fn join(
@@ -38,61 +43,128 @@ fn join(
         .join()
 }
 
-/// Two ranks of a job, as threads with a network between them.
-fn pair(port: u16, token: &Token) -> [Communicator; 2] {
+/// Half-open handshakes in number, more than a process keeps at once, all at the one address that the ranks have, too.
+const SLOW: usize = 300;
+
+#[test]
+fn slow_handshakes_do_not_keep_ranks_from_joining() {
+    let (token, port) = (Token::generate(), free_port());
     std::thread::scope(|scope| {
-        let other = scope.spawn(|| join(1, 2, port, token, 60).unwrap());
-        [join(0, 2, port, token, 60).unwrap(), other.join().unwrap()]
-    })
+        let zero = scope.spawn(|| join(0, 2, port, &token, 60).unwrap());
+        let strangers = network().block_on(half_open(([127, 0, 0, 1], port).into(), SLOW));
+        // In less time than it would take for them to be given up.
+        let one = join(1, 2, port, &token, 8).unwrap();
+        let zero = zero.join().unwrap();
+        let sums =
+            [zero, one].map(|comm| scope.spawn(move || comm.all_reduce(vec![1], ReduceOp::Sum).wait()));
+        for sum in sums {
+            assert_eq!(sum.join().unwrap().unwrap(), [2]);
+        }
+        drop(strangers);
+    });
+}
+
+/// All-reduces until the test says that it is enough, and checks each sum and the growth of this process.
+fn reduce_until_told(comm: &Communicator) {
+    let enough = Arc::new(AtomicBool::new(false));
+    let told = enough.clone();
+    std::thread::spawn(move || {
+        let _ = std::io::stdin().read_to_end(&mut Vec::new());
+        told.store(true, SeqCst);
+    });
+    let mut before = 0;
+    for round in 0u32.. {
+        // All ranks must leave in the same round.
+        let leave = u32::from(comm.rank() == 0 && enough.load(SeqCst));
+        let mut mine = vec![round; 10_000];
+        mine[0] = leave;
+        let sum = comm.all_reduce(mine, ReduceOp::Sum).wait().unwrap();
+        assert!(sum[1..].iter().all(|sum| *sum == 2 * round), "round {round}");
+        if round == 100 {
+            before = resident_megabytes();
+            println!("ready");
+        }
+        if sum[0] > 0 {
+            let after = resident_megabytes();
+            println!("rounds: {round}; megabytes before strangers: {before}, after: {after}");
+            assert!(round > 100 && after < before + 64);
+            return;
+        }
+    }
+}
+
+/// Without a token in the environment, and with a key file of its own, which is another user's on the same machine.
+fn join_without_token(test: &str, port: u16) -> String {
+    const MARK: &str = "FARWIRE_TEST_STRANGER";
+    if std::env::var_os(MARK).is_some() {
+        let port = std::env::var(MARK).unwrap().parse().unwrap();
+        let stranger = Communicator::builder().place(place(1, 2, port)).patience(Duration::from_secs(3));
+        println!("{}", stranger.join().unwrap_err());
+        std::process::exit(0);
+    }
+    let home = std::env::temp_dir().join(format!("farwire-stranger-{}", std::process::id()));
+    let stranger = Command::new(std::env::current_exe().unwrap())
+        .args([test, "--exact", "--nocapture"])
+        .env(MARK, port.to_string())
+        .env("XDG_CONFIG_HOME", &home)
+        .env_remove("FARWIRE_TOKEN")
+        .output();
+    let _ = std::fs::remove_dir_all(home);
+    String::from_utf8(stranger.unwrap().stdout).unwrap()
 }
 
 #[test]
 fn a_running_job_does_not_notice_strangers() {
+    const TEST: &str = "a_running_job_does_not_notice_strangers";
     let (token, port) = (Token::generate(), free_port());
-    let [zero, one] = pair(port, &token);
-    let done = std::sync::atomic::AtomicBool::new(false);
-    std::thread::scope(|scope| {
-        let job = |comm: Communicator| {
-            let done = &done;
-            move || {
-                let mut rounds = 0u32;
-                loop {
-                    // All ranks must leave in the same round.
-                    let leave = u32::from(comm.rank() == 0 && done.load(std::sync::atomic::Ordering::SeqCst));
-                    let sum = comm.all_reduce(vec![rounds, leave], ReduceOp::Sum).wait().unwrap();
-                    assert_eq!(sum[0], 2 * rounds);
-                    if sum[1] > 0 {
-                        return rounds;
-                    }
-                    rounds += 1;
-                }
-            }
-        };
-        let jobs = [scope.spawn(job(zero)), scope.spawn(job(one))];
+    if std::env::var_os("FARWIRE_TEST_STRANGER").is_some() {
+        join_without_token(TEST, port);
+    }
+    let mut ranks =
+        start_processes_at(TEST, &[port; 2], &token, "quic", &[], |comm| reduce_until_told(&comm));
+    if ranks.is_empty() {
+        return; // this is one of them
+    }
+    for rank in &mut ranks {
+        // Byte by byte, so that what comes later is left for whoever reads then.
+        let said = rank.stdout.as_mut().unwrap().bytes().map_while(Result::ok);
+        let mut line = Vec::new();
+        let ready = said.into_iter().any(|byte| {
+            line.push(byte);
+            line.ends_with(b"ready\n")
+        });
+        assert!(ready, "{}", String::from_utf8_lossy(&line));
+    }
+    let server = ([127, 0, 0, 1], port).into();
 
-        // Another token: no certificate of this cluster.
-        let error = join(1, 2, port, &Token::generate(), 4).unwrap_err().to_string();
-        assert!(error.contains("could not reach rank 0") && error.contains("same token"), "{error}");
-        // The right token and a rank that is taken.
-        let error = join(1, 2, port, &token, 10).unwrap_err().to_string();
-        assert!(error.contains("the group is complete"), "{error}");
-        // Garbage.
-        let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
-        let mut noise = 1u64;
-        for length in (0..20_000).map(|i| i % 1400) {
-            let garbage: Vec<u8> = (0..length)
-                .map(|_| {
-                    noise = noise.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                    (noise >> 56) as u8
-                })
-                .collect();
-            let _ = socket.send_to(&garbage, ("127.0.0.1", port));
-        }
-        done.store(true, std::sync::atomic::Ordering::SeqCst);
-        let [a, b] = jobs.map(|job| job.join().unwrap());
-        assert_eq!(a, b);
-        assert!(a > 0);
-    });
+    let error = join_without_token(TEST, port);
+    assert!(error.contains("could not reach rank 0") && error.contains("same token"), "{error}");
+
+    let error = join(1, 2, port, &Token::generate(), 4).unwrap_err().to_string();
+    assert!(error.contains("could not reach rank 0") && error.contains("same token"), "{error}");
+
+    // The right token and a rank that is taken.
+    let error = join(1, 2, port, &token, 10).unwrap_err().to_string();
+    assert!(error.contains("the group is complete"), "{error}");
+
+    let network = network();
+    let error = network.block_on(knock(server, false));
+    assert!(error.contains("aborted by peer") && error.contains("certificate"), "{error}");
+    let error = network.block_on(knock(server, true));
+    assert!(error.contains("aborted by peer") && error.contains("certificate"), "{error}");
+
+    garbage(server, 100_000);
+
+    let strangers = network.block_on(half_open(server, SLOW));
+    // They hold nobody up, either.
+    let error = join(1, 2, port, &token, 10).unwrap_err().to_string();
+    assert!(error.contains("the group is complete"), "{error}");
+    drop(strangers);
+
+    for (index, rank) in ranks.into_iter().enumerate() {
+        let said = assert_succeeds(rank, &format!("rank {index}"));
+        println!("rank {index}: {}", said.lines().find(|line| line.contains("megabytes")).unwrap());
+    }
 }
 
 #[test]

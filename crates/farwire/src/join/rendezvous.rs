@@ -15,18 +15,19 @@ use farwire_proto::{Epoch, Peer, VERSION, WorldSize};
 use quinn::{Connection, Endpoint, RecvStream, SendStream};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout, timeout_at};
 
+use super::door;
 use super::env::Place;
 use super::identity::{Identity, IdentityError};
+use crate::quic::link;
 
-/// How long one handshake, and one hello, may take.
+/// How long one hello may take.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// How long to wait for rank 0 to answer before asking again.
+/// How long to wait for a peer to answer before asking again; each time twice as long, up to a limit. A peer that is not there yet should be found soon, a slow one needs time.
 const RETRY: Duration = Duration::from_secs(3);
-/// Strangers and newcomers that may be in the middle of a handshake at once.
-const AT_THE_DOOR: usize = 256;
+const LONGEST_RETRY: Duration = Duration::from_secs(12);
 /// The longest message of the rendezvous.
 const LONGEST: usize = 1 << 20;
 
@@ -56,6 +57,8 @@ pub(crate) struct Hello {
 enum Answer {
     /// Everyone's hello and address, by rank; rank 0's address is where the connection already is.
     Welcome(Vec<(Hello, Option<SocketAddr>)>),
+    /// Your hello has been heard; wait.
+    Heard,
     /// Hello yourself.
     Hello(Hello),
     /// And why.
@@ -83,14 +86,16 @@ pub enum JoinError {
         /// What the system said.
         source: std::io::Error,
     },
-    /// Rank 0 was not reached.
+    /// Rank 0, or a peer that it named, was not reached.
     #[error(
-        "{here} could not reach rank 0 at {address} within {waited:?}: {last}; check MASTER_ADDR, MASTER_PORT, that UDP is let through, and that all ranks have the same token"
+        "{here} could not reach {peer} at {address} within {waited:?}: {last}; check MASTER_ADDR, MASTER_PORT, that UDP is let through, and that all ranks have the same token"
     )]
     Unreachable {
         /// This rank.
         here: Peer,
-        /// Where rank 0 should be.
+        /// The other.
+        peer: Peer,
+        /// Where it should be.
         address: SocketAddr,
         /// For how long it was tried.
         waited: Duration,
@@ -165,6 +170,7 @@ pub(crate) async fn join(
     let address = SocketAddr::new(any, if me == Peer(0) { master.port() } else { port });
     let mut server = identity.server_config()?;
     server.transport_config(Arc::new(transport()));
+    door::limit_incoming(&mut server);
     let listen = || {
         let socket = UdpSocket::bind(address)?;
         widen(&socket);
@@ -180,7 +186,10 @@ pub(crate) async fn join(
         Hello { version: VERSION, rank: me.0, world: world.get(), epoch: epoch.0, port, host: host_id() };
 
     let (door, mut newcomers) = mpsc::channel(world.len());
-    tokio::spawn(keep_the_door(endpoint.clone(), identity.clone(), hello.clone(), door));
+    let (certified, mine) = (identity.clone(), hello.clone());
+    tokio::spawn(door::keep(endpoint.clone(), move |connection| {
+        tokio::spawn(hear(connection, certified.clone(), mine.clone(), door.clone()));
+    }));
     let mut peers: Vec<Option<Acquaintance>> = (0..world.get()).map(|_| None).collect();
 
     // Ranks that will come to this one; of the others' table, rank 0 knows more.
@@ -195,7 +204,7 @@ pub(crate) async fn join(
                 return Err(JoinError::Refused { by: Peer(0), here: me, reason });
             }
             Ok(Ok(_)) => {
-                return Err(JoinError::Lost { peer: Peer(0), reason: "it answered nonsense".to_owned() });
+                return Err(JoinError::Lost { peer: Peer(0), reason: NONSENSE.to_owned() });
             }
             Ok(Err(reason)) => return Err(JoinError::Lost { peer: Peer(0), reason }),
             Err(_) => {
@@ -232,9 +241,14 @@ pub(crate) async fn join(
         match newcomer {
             Newcomer::Fine(newcomer) => {
                 let rank = newcomer.hello.rank;
-                if let Some(at) = expected.iter().position(|expected| *expected == rank) {
-                    expected.swap_remove(at);
-                    peers[rank as usize] = Some(*newcomer);
+                let place = &mut peers[rank as usize];
+                // It may have lost its connection, and come again.
+                let gone = rank > me.0
+                    && place.as_ref().is_some_and(|first| first.connection.close_reason().is_some());
+                let at = expected.iter().position(|expected| *expected == rank);
+                if at.is_some() || gone {
+                    at.map(|at| expected.swap_remove(at));
+                    *place = Some(*newcomer);
                 } else {
                     let reason =
                         format!("{} has come twice; give every process a rank of its own", Peer(rank));
@@ -289,7 +303,7 @@ async fn refuse_all(peers: &mut [Option<Acquaintance>], reason: &str) {
     }
 }
 
-/// Connects to a peer and says hello, again and again until it answers.
+/// Connects to a peer and says hello, again and again until it is heard.
 #[allow(clippy::too_many_arguments, reason = "each is one fact, and it is called twice")]
 async fn connect(
     endpoint: &Endpoint,
@@ -302,26 +316,37 @@ async fn connect(
     waited: Duration,
 ) -> Result<Acquaintance, JoinError> {
     let mut last = "no answer".to_owned();
+    let mut patience = RETRY;
     while Instant::now() < deadline {
         let attempt = async {
             let connecting =
                 endpoint.connect(address, &identity.name_of(peer)).map_err(|error| error.to_string())?;
-            let connection = connecting.await.map_err(|error| error.to_string())?;
-            let (mut to, from) = connection.open_bi().await.map_err(|error| error.to_string())?;
+            let connection = timeout(patience, connecting).await.map_err(|_| "no answer".to_owned())?;
+            let connection = connection.map_err(|error| error.to_string())?;
+            let (mut to, mut from) = connection.open_bi().await.map_err(|error| error.to_string())?;
             write(&mut to, hello).await?;
-            Ok(Acquaintance { connection, to, from, hello: hello.clone() })
+            // Only now is it known that the peer has let this process in: it may have had no place for it, or found its certificate wrong.
+            let answer = read(&mut from).await?;
+            Ok::<_, String>((Acquaintance { connection, to, from, hello: hello.clone() }, answer))
         };
-        match timeout(RETRY, attempt).await {
-            Ok(Ok(there)) => return Ok(there),
+        match timeout_at(deadline, attempt).await {
+            Ok(Ok((there, Answer::Heard))) => return Ok(there),
+            Ok(Ok((_, Answer::Refused(reason)))) => {
+                return Err(JoinError::Refused { by: peer, here, reason });
+            }
+            Ok(Ok(_)) => return Err(JoinError::Lost { peer, reason: NONSENSE.to_owned() }),
             Ok(Err(reason)) => {
                 last = reason;
                 tokio::time::sleep(Duration::from_millis(100)).await;
             }
             Err(_) => {}
         }
+        patience = (2 * patience).min(LONGEST_RETRY);
     }
-    Err(JoinError::Unreachable { here, address, waited, last })
+    Err(JoinError::Unreachable { here, peer, address, waited, last })
 }
+
+const NONSENSE: &str = "it answered nonsense";
 
 /// Somebody who showed a certificate of this cluster.
 enum Newcomer {
@@ -330,44 +355,27 @@ enum Newcomer {
     Misfit(u32, String),
 }
 
-/// Answers whoever connects, for as long as the endpoint lives. Once nobody listens at the other end of `door`, the group is complete.
-async fn keep_the_door(
-    endpoint: Endpoint,
-    identity: Arc<Identity>,
-    mine: Hello,
-    door: mpsc::Sender<Newcomer>,
-) {
-    let room = Arc::new(Semaphore::new(AT_THE_DOOR));
-    while let Some(incoming) = endpoint.accept().await {
-        let Ok(place) = room.clone().try_acquire_owned() else {
-            incoming.refuse();
-            continue;
-        };
-        let (identity, mine, door) = (identity.clone(), mine.clone(), door.clone());
-        tokio::spawn(async move {
-            let _place = place;
-            let from = incoming.remote_address();
-            match timeout(PATIENCE, receive(incoming, &identity, &mine)).await {
-                Ok(Ok(newcomer)) => {
-                    if let Err(mpsc::error::SendError(Newcomer::Fine(late))) = door.send(newcomer).await {
-                        tracing::warn!(%from, rank = late.hello.rank, "refused a process: the group is complete");
-                        refuse(*late, "the group is complete and running").await;
-                    }
-                }
-                Ok(Err(reason)) => tracing::warn!(%from, reason, "refused a stranger"),
-                Err(_) => tracing::warn!(%from, "refused a stranger that said nothing"),
+/// Hears what somebody of the cluster has to say. Once nobody listens at the other end of `door`, the group is complete.
+async fn hear(connection: Connection, identity: Arc<Identity>, mine: Hello, door: mpsc::Sender<Newcomer>) {
+    let from = connection.remote_address();
+    match timeout(PATIENCE, receive(connection, &identity, &mine)).await {
+        Ok(Ok(newcomer)) => {
+            if let Err(mpsc::error::SendError(Newcomer::Fine(late))) = door.send(newcomer).await {
+                tracing::warn!(%from, rank = late.hello.rank, "refused a process: the group is complete");
+                refuse(*late, "the group is complete and running").await;
             }
-        });
+        }
+        Ok(Err(reason)) => tracing::warn!(%from, reason, "refused a process"),
+        Err(_) => tracing::warn!(%from, "refused a process that said nothing"),
     }
 }
 
-/// One newcomer's handshake and hello.
-async fn receive(incoming: quinn::Incoming, identity: &Identity, mine: &Hello) -> Result<Newcomer, String> {
-    let connection = incoming.await.map_err(|error| error.to_string())?;
+/// One newcomer's hello.
+async fn receive(connection: Connection, identity: &Identity, mine: &Hello) -> Result<Newcomer, String> {
     let (to, mut from) = connection.accept_bi().await.map_err(|error| error.to_string())?;
     let hello: Hello = read(&mut from).await?;
     let rank = hello.rank;
-    let known = Acquaintance { connection, to, from, hello };
+    let mut known = Acquaintance { connection, to, from, hello };
     if !identity.is_certified(&known.connection, Peer(rank)) {
         refuse(known, "the certificate is not for this rank").await;
         return Err(format!("its certificate is not for rank {rank}"));
@@ -395,7 +403,10 @@ async fn receive(incoming: quinn::Incoming, identity: &Identity, mine: &Hello) -
         None
     };
     match misfit {
-        None => Ok(Newcomer::Fine(Box::new(known))),
+        None => {
+            write(&mut known.to, &Answer::Heard).await?;
+            Ok(Newcomer::Fine(Box::new(known)))
+        }
         Some(reason) => {
             refuse(known, &reason).await;
             Ok(Newcomer::Misfit(rank, reason))
@@ -447,16 +458,16 @@ pub(crate) fn widen(socket: &UdpSocket) -> usize {
 /// Bytes that are asked for.
 pub(crate) const BUFFER: usize = 8 << 20;
 
-/// Windows and limits for links that carry long vectors.
-fn transport() -> quinn::TransportConfig {
+/// Limits for connections of all kinds. A link that carries data asks for more; strangers never get there, and a handshake costs little memory.
+pub(crate) fn transport() -> quinn::TransportConfig {
     let mut transport = quinn::TransportConfig::default();
     transport
-        .max_concurrent_uni_streams(4096u32.into())
+        .max_concurrent_uni_streams(0u32.into())
         .max_concurrent_bidi_streams(4u32.into())
-        // More than about a thousand gaps on one stream would end the connection, so a stream's window stays small, and there are many streams.
-        .stream_receive_window((1u32 << 20).into())
-        .receive_window((256u32 << 20).into())
-        .send_window(256 << 20)
+        .stream_receive_window(link::STREAM_WINDOW)
+        .receive_window(link::STREAM_WINDOW)
+        .send_window(link::CONNECTION_WINDOW.into_inner())
+        .datagram_receive_buffer_size(None)
         // Who waits for others to join, for longer than that, is still there.
         .keep_alive_interval(Some(Duration::from_secs(3)))
         // A first packet that finds nobody listening yet is soon sent again.

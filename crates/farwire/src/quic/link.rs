@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::{Bytes, BytesMut};
 use farwire_proto::{FAULT_LEN, FrameKind, HEADER_LEN, Header, Lane, Peer};
-use quinn::{Connection, RecvStream, SendStream};
+use quinn::{Connection, RecvStream, SendStream, VarInt};
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
 
@@ -16,6 +16,30 @@ use crate::shm::bell::Bell;
 
 /// Frames of one lane that wait here to be sent, and that wait here to be taken.
 const WINDOW: usize = 8;
+
+// What a peer can make this process hold, whether by mistake or by malice. With the default segments, whose frames have up to 128 KiB:
+//
+//   CONNECTION_WINDOW            256 MiB  in streams, unread
+//   STREAMS × one frame          128 MiB  the heads of lanes
+//   SPARE_FRAMES × one frame      64 MiB  what is read beyond the head
+//
+// Frames for an operation that this rank has not submitted stay where they are, so what a peer sends for operations that are wanted must not have to wait behind them:
+//
+// - Each lane may always read one frame, whatever the others hold: only further ones are counted against SPARE_FRAMES.
+// - A stream holds STREAM_WINDOW at most, so it takes CONNECTION_WINDOW / STREAM_WINDOW = 256 operations in flight, each with more than that for this rank and none of
+//   them submitted here, to fill the connection; and STREAMS operations of any size to use up the streams.
+//
+// Beyond these numbers, ranks that submit operations in different orders can wait for each other until the operations' deadline. Ranks that submit in the same order,
+// as collectives must be, can only if one is so many operations ahead of the other.
+
+/// Streams of a peer that may be open: operations in flight from it to this rank.
+const STREAMS: VarInt = VarInt::from_u32(1024);
+/// Bytes of one stream that are unread. More than about a thousand gaps on one stream would end the connection, so this stays small, and there are many streams.
+pub(crate) const STREAM_WINDOW: VarInt = VarInt::from_u32(1 << 20);
+/// Bytes of all streams of a connection that are unread.
+pub(crate) const CONNECTION_WINDOW: VarInt = VarInt::from_u32(256 << 20);
+/// Frames of all lanes that were read and wait here, but for the first of each.
+const SPARE_FRAMES: usize = 512;
 
 /// The driver's end. The other ends are tasks, one per stream.
 #[derive(Debug)]
@@ -46,14 +70,15 @@ struct Shared {
     reading: AtomicUsize,
     /// Streams of this side that are not finished.
     writing: AtomicUsize,
+    spare: Arc<Semaphore>,
 }
 
 #[derive(Debug)]
 struct Frame {
     header: Header,
     body: Vec<u8>,
-    /// Room in its lane, given back when it is dropped.
-    _room: OwnedSemaphorePermit,
+    /// Room in its lane, and among the spare frames unless it was the only one of its lane; given back when it is dropped.
+    _room: (OwnedSemaphorePermit, Option<OwnedSemaphorePermit>),
 }
 
 impl Shared {
@@ -82,7 +107,10 @@ impl QuicLink {
             accepted: AtomicU64::new(0),
             reading: AtomicUsize::new(0),
             writing: AtomicUsize::new(0),
+            spare: Arc::new(Semaphore::new(SPARE_FRAMES)),
         });
+        connection.set_receive_window(CONNECTION_WINDOW);
+        connection.set_max_concurrent_uni_streams(STREAMS);
         runtime.spawn(accept_streams(connection.clone(), shared.clone()));
         Self {
             connection,
@@ -245,7 +273,19 @@ async fn accept_streams(connection: Connection, shared: Arc<Shared>) {
 async fn read_stream(mut stream: RecvStream, shared: &Shared) -> Result<(), Broken> {
     let window = Arc::new(Semaphore::new(WINDOW));
     loop {
-        let room = window.clone().acquire_owned().await.map_err(|_| Broken("the window is closed"))?;
+        let closed = |_| Broken("the window is closed");
+        let mut room = window.clone().acquire_owned().await.map_err(closed)?;
+        let mut spare = None;
+        if window.available_permits() < WINDOW - 1 {
+            // Not the only frame of its lane: it is read when there is room to spare, or when it has become the only one.
+            tokio::select! {
+                taken = shared.spare.clone().acquire_owned() => spare = Some(taken.map_err(closed)?),
+                all = window.clone().acquire_many_owned(WINDOW as u32 - 1) => {
+                    room.merge(all.map_err(closed)?);
+                    drop(room.split(WINDOW - 1));
+                }
+            }
+        }
         let mut header = [0; HEADER_LEN];
         match stream.read_exact(&mut header).await {
             Ok(()) => {}
@@ -261,6 +301,124 @@ async fn read_stream(mut stream: RecvStream, shared: &Shared) -> Result<(), Brok
         if stream.read_exact(&mut body).await.is_err() {
             return Ok(());
         }
-        shared.arrive(Ok(Frame { header, body, _room: room }));
+        shared.arrive(Ok(Frame { header, body, _room: (room, spare) }));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::SocketAddr;
+    use std::time::Duration;
+
+    use farwire_proto::{Call, CommId, Config, Engine, Epoch, OpSeq, Options, Time, WorldSize};
+    use quinn::Endpoint;
+    use tokio::runtime::Runtime;
+
+    use super::*;
+    use crate::join::identity::Identity;
+    use crate::join::rendezvous::transport;
+    use crate::token::Token;
+
+    const LONGEST: usize = 1000;
+
+    /// A link, and the other end of its connection.
+    struct Ends {
+        runtime: Runtime,
+        link: QuicLink,
+        bell: Bell,
+        peer: Connection,
+        _endpoints: [Endpoint; 2],
+    }
+
+    fn ends() -> Ends {
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+        let token = Token::generate();
+        let endpoint = |rank| {
+            let identity = Identity::new(&token, Peer(rank), Epoch(0)).unwrap();
+            let (mut server, mut client) =
+                (identity.server_config().unwrap(), identity.client_config().unwrap());
+            server.transport_config(Arc::new(transport()));
+            client.transport_config(Arc::new(transport()));
+            let mut endpoint = Endpoint::server(server, SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+            endpoint.set_default_client_config(client);
+            (endpoint, identity)
+        };
+        let (connection, peer, endpoints) = runtime.block_on(async {
+            let ((here, identity), (there, _)) = (endpoint(0), endpoint(1));
+            let connecting = there.connect(here.local_addr().unwrap(), &identity.name_of(Peer(0))).unwrap();
+            let accepting = async { here.accept().await.unwrap().await.unwrap() };
+            let (connection, peer) = tokio::join!(accepting, connecting);
+            (connection, peer.unwrap(), [here, there])
+        });
+        let bell = Bell::new().unwrap();
+        let health = Health::new(bell.clone());
+        let handle = runtime.handle().clone();
+        let link = QuicLink::new(connection, Peer(1), LONGEST, bell.clone(), health, handle);
+        Ends { runtime, link, bell, peer, _endpoints: endpoints }
+    }
+
+    /// What arrives next.
+    fn next(link: &mut QuicLink, bell: &Bell) -> Result<Arrival, Broken> {
+        loop {
+            let count = bell.count();
+            if let Some(arrival) = link.poll_arrived()? {
+                return Ok(arrival);
+            }
+            bell.sleep(count, Duration::from_millis(100));
+        }
+    }
+
+    fn header(payload: usize) -> Header {
+        let mut engine = Engine::new(Peer(1), WorldSize::new(2).unwrap(), Config::default());
+        let plan = engine.plan(CommId::WORLD, &Call::Barrier, &Options::default()).unwrap();
+        engine.submit(Time::ZERO, plan).unwrap();
+        Header { payload: payload as u32, ..engine.poll_transmit().unwrap().header }
+    }
+
+    /// Writes frames of one operation for as long as there is room for them.
+    async fn write_frames(peer: Connection, seq: u64, frames: usize) {
+        let header = Header { seq: OpSeq::Collective(seq), ..header(LONGEST) };
+        let frame = [&header.encode()[..], &[7; LONGEST]].concat();
+        let mut stream = peer.open_uni().await.unwrap();
+        for _ in 0..frames {
+            stream.write_all(&frame).await.unwrap();
+        }
+        stream.finish().unwrap();
+        stream.stopped().await.unwrap();
+    }
+
+    #[test]
+    fn a_frame_with_a_huge_length_breaks_the_link_and_allocates_nothing() {
+        for payload in [LONGEST + 1, u32::MAX as usize] {
+            let Ends { runtime, mut link, bell, peer, _endpoints } = ends();
+            runtime.block_on(async {
+                let mut stream = peer.open_uni().await.unwrap();
+                stream.write_all(&header(payload).encode()).await.unwrap();
+            });
+            assert_eq!(next(&mut link, &bell).unwrap_err(), Broken("a frame is longer than agreed"));
+        }
+    }
+
+    #[test]
+    fn what_nobody_wants_yet_is_bounded_and_holds_up_nothing_that_is_wanted() {
+        const EARLY: usize = 200;
+        const WANTED: u64 = 9999;
+        let Ends { runtime, mut link, bell, peer, _endpoints } = ends();
+        let held = |link: &QuicLink| link.incoming.values().map(VecDeque::len).sum::<usize>();
+        for seq in 0..EARLY {
+            runtime.spawn(write_frames(peer.clone(), seq as u64, 2 * WINDOW));
+        }
+        while held(&link) < EARLY + SPARE_FRAMES {
+            assert!(matches!(next(&mut link, &bell), Ok(Arrival::Frame(_))));
+        }
+        let frames = 100;
+        runtime.spawn(write_frames(peer, WANTED, frames));
+        for _ in 0..frames {
+            let Ok(Arrival::Frame(lane)) = next(&mut link, &bell) else { panic!("only frames are sent") };
+            assert_eq!(lane.seq, OpSeq::Collective(WANTED), "there is no room for others");
+            link.pop(&lane);
+        }
+        assert_eq!(held(&link), EARLY + SPARE_FRAMES);
     }
 }

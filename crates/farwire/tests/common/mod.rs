@@ -2,9 +2,12 @@
 
 #![allow(dead_code, reason = "each test file uses its own share of this")]
 
+pub(crate) mod relay;
+pub(crate) mod stranger;
+
 use std::process::{Child, Command, Stdio};
 
-use farwire::{Algorithm, Communicator, Element, Options, ReduceOp};
+use farwire::{Algorithm, Communicator, Element, Options, ReduceOp, Token};
 use farwire_proto::{Call, Counts, Kind, Rank};
 use farwire_sim::oracle;
 use half::{bf16, f16};
@@ -157,7 +160,7 @@ pub(crate) fn assert_succeeds(child: Child, who: &str) -> String {
 
 /// The children, in the parent. In a child, which has run `rank`, none.
 pub(crate) fn start_processes(test: &str, n: usize, link: &str, rank: impl Fn(Communicator)) -> Vec<Child> {
-    start_processes_with(test, n, link, &[("FARWIRE_FLIGHT_DIR", "")], rank)
+    start_processes_with(test, n, link, &[], rank)
 }
 
 /// [`start_processes`], with more in the environment.
@@ -168,7 +171,27 @@ pub(crate) fn start_processes_with(
     settings: &[(&str, &str)],
     rank: impl Fn(Communicator),
 ) -> Vec<Child> {
+    let port = free_port();
+    start_processes_at(test, &vec![port; n], &Token::generate(), link, settings, rank)
+}
+
+/// A UDP port of loopback that nobody uses right now.
+pub(crate) fn free_port() -> u16 {
+    let socket = std::net::UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
+    socket.expect("a free port").port()
+}
+
+/// The same for a job whose token and ports, one for each rank to find rank 0 at, the test knows. A child's input ends when the test drops its end of it.
+pub(crate) fn start_processes_at(
+    test: &str,
+    ports: &[u16],
+    token: &Token,
+    link: &str,
+    settings: &[(&str, &str)],
+    rank: impl Fn(Communicator),
+) -> Vec<Child> {
     const MARK: &str = "FARWIRE_TEST_CASE";
+    let n = ports.len();
     let case = format!("{test} {n} {link}");
     if let Ok(mark) = std::env::var(MARK) {
         if mark == case {
@@ -176,10 +199,7 @@ pub(crate) fn start_processes_with(
         } // else it is another case of the same test
         return Vec::new();
     }
-    let socket = std::net::UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
-    let port = socket.expect("a free port").port();
-    let token = farwire::Token::generate().reveal();
-    let start = |rank: usize| {
+    let start = |(rank, port): (usize, &u16)| {
         Command::new(std::env::current_exe().expect("tests know where they are"))
             .args([test, "--exact", "--nocapture"])
             .env(MARK, &case)
@@ -187,13 +207,22 @@ pub(crate) fn start_processes_with(
             .env("WORLD_SIZE", n.to_string())
             .env("MASTER_ADDR", "127.0.0.1")
             .env("MASTER_PORT", port.to_string())
-            .env("FARWIRE_TOKEN", &token)
+            .env("FARWIRE_TOKEN", token.reveal())
             .env("FARWIRE_LINK", link)
+            .env("FARWIRE_FLIGHT_DIR", "")
             .envs(settings.iter().copied())
+            .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
             .expect("a test can start itself")
     };
-    (0..n).map(start).collect()
+    ports.iter().enumerate().map(start).collect()
+}
+
+/// Megabytes of this process that are in memory.
+pub(crate) fn resident_megabytes() -> usize {
+    let pages = std::fs::read_to_string("/proc/self/statm").expect("Linux says how large a process is");
+    let pages = pages.split(' ').nth(1).and_then(|pages| pages.parse::<usize>().ok());
+    pages.expect("the second number is what is in memory") * rustix::param::page_size() >> 20
 }

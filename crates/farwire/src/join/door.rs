@@ -1,0 +1,176 @@
+//! The door: from a stranger's first packet to a connection with somebody of the cluster.
+//!
+//! 1. Who has not shown that packets reach the address it claims is asked to ([`Incoming::retry`](quinn::Incoming::retry)). That costs one packet and no memory, so a forged
+//!    address gets no further.
+//! 2. Who has is given one of a fixed number of places for the length of its handshake, which ends by certificate or by timeout.
+//! 3. When all places are taken, whoever has waited longest at the most crowded address goes. A rank needs its place for a few round trips and asks again when it has lost it;
+//!    a stranger who only holds places loses them to those who use them, and its own address's first.
+
+use std::collections::{HashMap, VecDeque};
+use std::net::{IpAddr, Ipv6Addr};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use quinn::{Connection, Endpoint};
+use tokio::task::AbortHandle;
+use tokio::time::timeout;
+
+/// How long one handshake may take.
+const HANDSHAKE: Duration = Duration::from_secs(10);
+/// Handshakes that may be in the middle at once.
+const PLACES: usize = 256;
+/// What is said in the log about strangers: one line in this time.
+const QUIET: Duration = Duration::from_secs(1);
+
+/// Bounds on what waits for [`keep`] to look at it, which it does at once.
+pub(crate) fn limit_incoming(server: &mut quinn::ServerConfig) {
+    server.max_incoming(1024).incoming_buffer_size(64 << 10).incoming_buffer_size_total(4 << 20);
+}
+
+/// Answers whoever connects, for as long as the endpoint lives, and passes on those who have proven that they are of the cluster.
+pub(crate) async fn keep(endpoint: Endpoint, pass: impl Fn(Connection) + Send + Sync + 'static) {
+    let (pass, porch) = (Arc::new(pass), Arc::new(Porch::default()));
+    while let Some(incoming) = endpoint.accept().await {
+        if !incoming.remote_address_validated() {
+            let _ = incoming.retry(); // cannot fail for an address that is not validated
+            continue;
+        }
+        let from = incoming.remote_address();
+        let connecting = match incoming.accept() {
+            Ok(connecting) => connecting,
+            Err(error) => {
+                porch.say(&format!("refused a stranger from {from}: {error}"));
+                continue;
+            }
+        };
+        let mut places = porch.places();
+        let id = places.next_id();
+        let (pass, door) = (pass.clone(), porch.clone());
+        let handshake = tokio::spawn(async move {
+            let outcome = timeout(HANDSHAKE, connecting).await;
+            door.places().leave(id);
+            match outcome {
+                Ok(Ok(connection)) => pass(connection),
+                Ok(Err(error)) => door.say(&format!("refused a stranger from {from}: {error}")),
+                Err(_) => door.say(&format!("refused a stranger from {from} that did not go on")),
+            }
+        });
+        if let Some(oldest) = places.enter(id, neighbourhood(from.ip()), handshake.abort_handle()) {
+            drop(places);
+            oldest.abort(); // which closes its connection
+            porch.say("too many handshakes at once; the oldest of the most crowded address were refused");
+        }
+    }
+}
+
+/// What counts as one address: whoever has one of IPv6 has at least 2⁶⁴ of them.
+fn neighbourhood(address: IpAddr) -> IpAddr {
+    match address.to_canonical() {
+        IpAddr::V6(address) => IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX))),
+        v4 => v4,
+    }
+}
+
+/// Where handshakes wait.
+#[derive(Debug, Default)]
+struct Porch {
+    places: Mutex<Places<AbortHandle>>,
+    said: Mutex<Said>,
+}
+
+impl Porch {
+    fn places(&self) -> std::sync::MutexGuard<'_, Places<AbortHandle>> {
+        self.places.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Says so in the log, unless something was said a moment ago: strangers do not get to fill it.
+    fn say(&self, what: &str) {
+        let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+        if said.at.is_some_and(|at| at.elapsed() < QUIET) {
+            said.unsaid += 1;
+            return;
+        }
+        let unsaid = std::mem::take(&mut said.unsaid);
+        said.at = Some(Instant::now());
+        tracing::warn!(unsaid, "{what}");
+    }
+}
+
+#[derive(Debug, Default)]
+struct Said {
+    at: Option<Instant>,
+    unsaid: u64,
+}
+
+/// Who is in the middle of a handshake, oldest first.
+#[derive(Debug)]
+struct Places<T> {
+    next: u64,
+    taken: VecDeque<(u64, IpAddr, T)>,
+}
+
+impl<T> Default for Places<T> {
+    fn default() -> Self {
+        Self { next: 0, taken: VecDeque::new() }
+    }
+}
+
+impl<T> Places<T> {
+    fn next_id(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+
+    /// Takes a place. If there was none, returns who has to go for it.
+    fn enter(&mut self, id: u64, address: IpAddr, task: T) -> Option<T> {
+        let evicted = if self.taken.len() < PLACES { None } else { self.evict() };
+        self.taken.push_back((id, address, task));
+        evicted
+    }
+
+    fn leave(&mut self, id: u64) {
+        self.taken.retain(|(taken, ..)| *taken != id);
+    }
+
+    /// The oldest of the most crowded address.
+    fn evict(&mut self) -> Option<T> {
+        let mut crowds: HashMap<IpAddr, usize> = HashMap::new();
+        for (_, address, _) in &self.taken {
+            *crowds.entry(*address).or_default() += 1;
+        }
+        let most = crowds.values().copied().max()?;
+        let oldest = self.taken.iter().position(|(_, address, _)| crowds.get(address) == Some(&most))?;
+        self.taken.remove(oldest).map(|(_, _, task)| task)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_crowd_at_one_address_pushes_out_its_own() {
+        let mut places = Places::default();
+        let [crowd, rank] = [1, 2].map(|last| IpAddr::from([10, 0, 0, last]));
+        assert_eq!(places.enter(0, rank, 0), None);
+        for id in 1..PLACES as u64 {
+            assert_eq!(places.enter(id, crowd, id), None);
+        }
+        for id in PLACES as u64..3 * PLACES as u64 {
+            assert_eq!(places.enter(id, crowd, id), Some(id + 1 - PLACES as u64));
+        }
+        assert_eq!(places.taken.len(), PLACES);
+        assert_eq!(places.taken.front(), Some(&(0, rank, 0)), "who came from elsewhere keeps its place");
+        places.leave(0);
+        assert_eq!(places.enter(9999, rank, 9999), None, "a place that was left is free");
+    }
+
+    #[test]
+    fn one_network_of_ipv6_is_one_address() {
+        let [a, b, c] = ["2001:db8::1", "2001:db8::ffff:1", "2001:db8:0:1::1"].map(|a| a.parse().unwrap());
+        assert_eq!(neighbourhood(a), neighbourhood(b));
+        assert_ne!(neighbourhood(a), neighbourhood(c));
+        let mapped = neighbourhood("::ffff:10.0.0.1".parse().unwrap());
+        assert_eq!(mapped, IpAddr::from([10, 0, 0, 1]));
+    }
+}
