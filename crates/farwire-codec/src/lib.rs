@@ -12,6 +12,7 @@ mod cast;
 pub mod custom;
 mod dense;
 mod error;
+pub mod exchange;
 mod feedback;
 mod identity;
 mod index;

@@ -37,4 +37,4 @@ mod sim;
 pub use bound::lower_bound;
 pub use network::{Link, Network, Trouble};
 pub use report::{Hang, JobEnd, JobReport, RankStats, Report};
-pub use sim::{JobId, Progress, Sim, Start, Submission};
+pub use sim::{Coded, JobId, Progress, Sim, Start, Submission};

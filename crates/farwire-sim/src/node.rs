@@ -2,8 +2,10 @@
 
 use std::collections::{HashMap, VecDeque};
 
+use farwire_codec::exchange::Exchange;
 use farwire_proto::{
-    Action, Config, Engine, Gate, Lane, OpId, Outcome, Peer, Plan, Rank, Workspace, WorldSize,
+    Action, Config, Engine, Gate, Lane, OpId, Outcome, Parcels, Peer, Plan, Rank, Source, Workspace,
+    WorldSize,
 };
 
 use crate::sim::{FlightId, JobId};
@@ -36,19 +38,63 @@ pub(crate) struct Outbox {
 pub(crate) struct Job {
     pub(crate) id: JobId,
     pub(crate) outcome: Outcome,
-    /// Absent when the simulation carries lengths only.
-    pub(crate) memory: Option<Memory>,
+    /// This process's rank in the operation's communicator, and the communicator's size.
+    pub(crate) me: Rank,
+    pub(crate) world: WorldSize,
+    pub(crate) memory: Memory,
     upstream: Option<Rank>,
     /// The longest chain of frames behind the first n folds, and behind the first n frames from upstream.
     folded: Vec<u32>,
     received: Vec<u32>,
 }
 
+/// The bytes of an operation.
 #[derive(Debug)]
-pub(crate) struct Memory {
-    pub(crate) work: Workspace,
-    pub(crate) input: Vec<u8>,
-    pub(crate) output: Vec<u8>,
+pub(crate) enum Memory {
+    /// Only lengths are carried.
+    None,
+    /// Frames were laid out beforehand.
+    Laid { work: Workspace, input: Vec<u8>, output: Vec<u8> },
+    /// A message in one parcel, from this rank if there is one.
+    Message { parcels: Parcels, from: Option<Rank>, input: Vec<u8> },
+    /// Rounds of parcels that a codec makes.
+    Coded { parcels: Parcels, exchange: Box<Exchange> },
+    /// Rounds of parcels of which only the lengths are known: by round, and by rank.
+    Lengths(Vec<Vec<usize>>),
+}
+
+impl Memory {
+    /// What a frame carries, unless only lengths are.
+    pub(crate) fn payload(&mut self, source: &Source) -> Option<&[u8]> {
+        match (self, source) {
+            (Self::None | Self::Lengths(_), _) => None,
+            (Self::Laid { work, input, output }, source) => Some(work.payload(source, input, output)),
+            (Self::Message { parcels, .. } | Self::Coded { parcels, .. }, Source::Parcel(part)) => {
+                Some(parcels.payload(part))
+            }
+            _ => unreachable!("parcels come in parts"),
+        }
+    }
+
+    fn apply(&mut self, action: &Action, body: &[u8]) {
+        match (self, action) {
+            (Self::None | Self::Lengths(_), _) => {}
+            (Self::Laid { work, input, output }, action) => work.apply(action, body, input, output),
+            (Self::Message { parcels, .. } | Self::Coded { parcels, .. }, Action::Collect(part)) => {
+                parcels.collect(part, body);
+            }
+            _ => unreachable!("parcels come in parts"),
+        }
+    }
+
+    /// What went in, as it was.
+    pub(crate) fn into_input(self) -> Vec<u8> {
+        match self {
+            Self::None | Self::Lengths(_) => Vec::new(),
+            Self::Laid { input, .. } | Self::Message { input, .. } => input,
+            Self::Coded { exchange, .. } => exchange.abandon().into_bytes(),
+        }
+    }
 }
 
 impl Node {
@@ -66,10 +112,12 @@ impl Node {
 }
 
 impl Job {
-    pub(crate) fn new(id: JobId, plan: &Plan, memory: Option<Memory>) -> Self {
+    pub(crate) fn new(id: JobId, plan: &Plan, memory: Memory) -> Self {
         Self {
             id,
             outcome: plan.outcome(),
+            me: plan.me(),
+            world: plan.world(),
             memory,
             upstream: plan.upstream(),
             folded: Vec::new(),
@@ -79,8 +127,8 @@ impl Job {
 
     /// Puts a frame's payload where it belongs, and remembers how long a chain of frames led to it.
     pub(crate) fn take(&mut self, from: Option<Rank>, action: &Action, body: Option<&[u8]>, depth: u32) {
-        if let (Some(memory), Some(body)) = (&mut self.memory, body) {
-            memory.work.apply(action, body, &memory.input, &mut memory.output);
+        if let Some(body) = body {
+            self.memory.apply(action, body);
         }
         let longest = |chain: &Vec<u32>| chain.last().copied().unwrap_or(0).max(depth);
         if matches!(action, Action::Fold(_)) {

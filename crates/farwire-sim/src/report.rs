@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use farwire_codec::exchange::ExchangeError;
 use farwire_proto::{CallError, OpError, Peer, Time, Wait};
 
 use crate::sim::JobId;
@@ -19,6 +20,11 @@ pub struct Report {
 }
 
 impl Report {
+    /// Every job, in the order of submission.
+    pub fn jobs(&self) -> &[JobReport] {
+        &self.jobs
+    }
+
     /// What became of a job.
     pub fn job(&self, id: JobId) -> &JobReport {
         &self.jobs[id.0]
@@ -110,6 +116,13 @@ pub enum JobEnd {
     Failed {
         /// Why.
         error: Box<OpError>,
+        /// As it was submitted.
+        input: Vec<u8>,
+    },
+    /// All data moved, and could not be encoded: somebody's input was not finite.
+    NotEncodable {
+        /// Why.
+        error: ExchangeError,
         /// As it was submitted.
         input: Vec<u8>,
     },

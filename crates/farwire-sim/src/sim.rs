@@ -4,9 +4,10 @@ use std::cmp::Ordering;
 use std::collections::{BinaryHeap, HashMap, HashSet};
 use std::time::Duration;
 
+use farwire_codec::exchange::Exchange;
 use farwire_proto::{
-    Call, CommId, Config, Event, FrameKind, HEADER_LEN, Header, Lane, OpenError, Options, Outcome, Payload,
-    Peer, Time, Transmit, Verdict, Workspace,
+    Call, CommId, Config, Event, FrameKind, HEADER_LEN, Header, Lane, OpId, OpenError, Options, Outcome,
+    Parcels, Payload, Peer, Rank, Time, Transmit, Verdict, Workspace,
 };
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
@@ -20,7 +21,7 @@ use crate::report::{Hang, JobEnd, JobReport, RankStats, Report};
 pub struct JobId(pub(crate) usize);
 
 /// A call for a process to make.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Submission {
     /// On which communicator.
     pub comm: CommId,
@@ -30,14 +31,32 @@ pub struct Submission {
     pub options: Options,
     /// The input's bytes; ignored where only lengths are carried.
     pub input: Vec<u8>,
+    /// What makes its parcels, if it travels through a codec.
+    pub coded: Option<Coded>,
     /// When.
     pub start: Start,
 }
 
+/// The parcels of a coded call.
+#[derive(Debug)]
+pub enum Coded {
+    /// Real ones.
+    Exchange(Box<Exchange>),
+    /// Only their lengths, by round and by the rank they go to: for vectors that would not fit in memory.
+    Lengths(Vec<Vec<usize>>),
+}
+
 impl Submission {
+    /// A coded call on the world communicator, at the beginning. Its result is in f32.
+    pub fn coded(exchange: Exchange) -> Self {
+        let call = exchange.call().clone();
+        Self { coded: Some(Coded::Exchange(Box::new(exchange))), ..Self::new(call, Vec::new()) }
+    }
+
     /// A call on the world communicator, at the beginning.
     pub fn new(call: Call, input: Vec<u8>) -> Self {
-        Self { comm: CommId::WORLD, call, options: Options::default(), input, start: Start::At(Time::ZERO) }
+        let (comm, options) = (CommId::WORLD, Options::default());
+        Self { comm, call, options, input, coded: None, start: Start::At(Time::ZERO) }
     }
 }
 
@@ -365,13 +384,15 @@ impl Sim {
         if !self.takes_step(peer) {
             return;
         }
-        let Some(Submission { comm, call, options, input, .. }) = self.submissions[id.0].take() else {
+        let Some(Submission { comm, call, options, input, coded, .. }) = self.submissions[id.0].take() else {
             return;
         };
         self.report.jobs[id.0].submitted = Some(self.now);
         let node = &mut self.nodes[peer.index()];
         let checked = node.engine.plan(comm, &call, &options).and_then(|plan| {
-            if self.carry_bytes {
+            let is_laid =
+                !matches!(call, Call::SendParcel { .. } | Call::RecvParcel { .. } | Call::Coded { .. });
+            if self.carry_bytes && is_laid {
                 plan.check_buffers(input.len(), plan.output_bytes())?;
             }
             Ok(plan)
@@ -380,23 +401,77 @@ impl Sim {
             Ok(plan) => plan,
             Err(error) => return self.end(id, JobEnd::Refused(error)),
         };
-        let memory = self.carry_bytes.then(|| {
-            let mut memory =
-                Memory { work: Workspace::new(&plan), input, output: vec![0; plan.output_bytes()] };
-            memory.work.begin(&memory.input, &mut memory.output);
-            memory
-        });
+        let memory = match (coded, &call) {
+            (Some(Coded::Exchange(exchange)), _) => Memory::Coded { parcels: Parcels::default(), exchange },
+            (Some(Coded::Lengths(lengths)), _) => Memory::Lengths(lengths),
+            (None, Call::SendParcel { to, .. }) => {
+                let mut parcels = Parcels::default();
+                parcels.put(*to, 0, input.clone().into());
+                Memory::Message { parcels, from: None, input }
+            }
+            (None, Call::RecvParcel { from, .. }) => {
+                Memory::Message { parcels: Parcels::default(), from: Some(*from), input }
+            }
+            (None, Call::Coded { .. }) => panic!("a coded call comes with what makes its parcels"),
+            (None, _) if !self.carry_bytes => Memory::None,
+            (None, _) => {
+                let (mut work, mut output) = (Workspace::new(&plan), vec![0; plan.output_bytes()]);
+                work.begin(&input, &mut output);
+                Memory::Laid { work, input, output }
+            }
+        };
         let job = Job::new(id, &plan, memory);
         match node.engine.submit(self.now, plan) {
             Ok(op) => {
                 node.jobs.insert(op, job);
+                if let Call::SendParcel { to, len, .. } = call {
+                    node.engine.supply(op, to, len);
+                }
+                self.make_parcels(peer, op);
             }
             Err(error) => {
-                let input = job.memory.map(|memory| memory.input).unwrap_or_default();
-                return self.end(id, JobEnd::Failed { error, input });
+                return self.end(id, JobEnd::Failed { error, input: job.memory.into_input() });
             }
         }
         self.settle(peer);
+    }
+
+    /// Supplies the parcels that a codec can make now.
+    fn make_parcels(&mut self, peer: Peer, op: OpId) {
+        let Node { engine, jobs, .. } = &mut self.nodes[peer.index()];
+        let Some(job) = jobs.get_mut(&op) else { return };
+        match &mut job.memory {
+            Memory::Lengths(lengths) => {
+                let round = if lengths.is_empty() { return } else { lengths.remove(0) };
+                for to in job.world.others(job.me) {
+                    assert!(engine.supply(op, to, round[to.index()]), "lengths keep to the call's limits");
+                }
+            }
+            Memory::Coded { parcels, exchange } => {
+                while let Some(made) = exchange.next_parcels() {
+                    let round = exchange.made() - 1;
+                    for (to, parcel) in made.into_iter().enumerate().filter(|(to, _)| *to != job.me.index()) {
+                        let (to, len) = (Rank(to as u32), parcel.len());
+                        parcels.put(to, round, parcel);
+                        assert!(engine.supply(op, to, len), "a codec keeps to its limits");
+                    }
+                    if job.world.get() == 1 {
+                        exchange.came(round, &[Vec::new()]).expect("a codec understands itself");
+                    }
+                }
+            }
+            Memory::None | Memory::Laid { .. } | Memory::Message { .. } => {}
+        }
+    }
+
+    /// A round of parcels has come.
+    fn round_came(&mut self, peer: Peer, op: OpId, round: u32) {
+        let Some(job) = self.nodes[peer.index()].jobs.get_mut(&op) else { return };
+        if let Memory::Coded { parcels, exchange } = &mut job.memory {
+            let came: Vec<_> = job.world.ranks().map(|from| parcels.take(from, round)).collect();
+            exchange.came(round, &came).expect("codecs understand each other");
+        }
+        self.make_parcels(peer, op);
     }
 
     /// Does all that an engine asks for.
@@ -463,20 +538,33 @@ impl Sim {
     fn ended(&mut self, peer: Peer, event: Event) {
         let node = &mut self.nodes[peer.index()];
         match event {
-            Event::CommFailed { .. } | Event::Round(..) => {}
+            Event::CommFailed { .. } => {}
+            Event::Round(op, round) => self.round_came(peer, op, round),
             Event::Done(op) => {
                 let job = node.jobs.remove(&op).expect("an operation ends once");
-                let result = job.memory.map(|memory| match job.outcome {
-                    Outcome::Output => memory.output,
-                    Outcome::Input => memory.input,
-                    Outcome::Nothing => Vec::new(),
-                });
-                self.end(job.id, JobEnd::Done(result.unwrap_or_default()));
+                let result = match job.memory {
+                    Memory::None | Memory::Lengths(_) => Vec::new(),
+                    Memory::Laid { input, output, .. } => match job.outcome {
+                        Outcome::Output => output,
+                        Outcome::Input => input,
+                        Outcome::Nothing => Vec::new(),
+                    },
+                    Memory::Message { mut parcels, from, .. } => {
+                        from.map_or_else(Vec::new, |from| parcels.take(from, 0))
+                    }
+                    Memory::Coded { exchange, .. } => match exchange.finish() {
+                        Ok(finished) => bytemuck::cast_slice(&finished.output).to_vec(),
+                        Err((error, input)) => {
+                            return self
+                                .end(job.id, JobEnd::NotEncodable { error, input: input.into_bytes() });
+                        }
+                    },
+                };
+                self.end(job.id, JobEnd::Done(result));
             }
             Event::Failed { op, error, .. } => {
                 let job = node.jobs.remove(&op).expect("an operation ends once");
-                let input = job.memory.map(|memory| memory.input).unwrap_or_default();
-                self.end(job.id, JobEnd::Failed { error, input });
+                self.end(job.id, JobEnd::Failed { error, input: job.memory.into_input() });
             }
         }
     }
@@ -585,17 +673,13 @@ impl Sim {
                 // The bytes are read at the last moment that the engine's contract allows.
                 match node.jobs.get_mut(op) {
                     None => return, // failed meanwhile: the frame is never finished
-                    Some(Job { memory: Some(memory), .. }) => {
-                        let Memory { work, input, output } = memory;
-                        let bytes = work.payload(source, input, output);
-                        assert_eq!(
-                            bytes.len(),
-                            flight.header.payload as usize,
-                            "the header tells the length"
-                        );
-                        flight.body = Some(bytes.to_vec());
+                    Some(job) => {
+                        if let Some(bytes) = job.memory.payload(source) {
+                            let told = flight.header.payload as usize;
+                            assert_eq!(bytes.len(), told, "the header tells the length");
+                            flight.body = Some(bytes.to_vec());
+                        }
                     }
-                    Some(_) => {}
                 }
                 if !self.takes_step(peer) {
                     return;

@@ -66,7 +66,7 @@ fn pairs(n: u32) -> impl Iterator<Item = (Rank, Rank)> {
 fn stays_inside(plan: &Plan, source: &Source) -> bool {
     let size = plan.dtype().size();
     match source {
-        Source::Nothing | Source::Partial { .. } => true,
+        Source::Nothing | Source::Partial { .. } | Source::Parcel(_) => true,
         Source::Input(span) | Source::InputAsPartial(span) => span.end() * size <= plan.input_bytes(),
         Source::Output(span) => span.end() * size <= plan.output_bytes(),
     }
@@ -199,7 +199,7 @@ mod symbolic {
             // Whoever frees slots by sending is whoever partial results go to.
             self.progress.sent += usize::from(self.plan.downstream() == Some(to));
             match source {
-                Source::Nothing => Vec::new(),
+                Source::Nothing | Source::Parcel(_) => Vec::new(),
                 Source::Input(span) | Source::InputAsPartial(span) => vec![self.own; span.len],
                 Source::Output(span) => self.output[span.start..span.end()].to_vec(),
                 Source::Partial { slot, len } => {
@@ -219,7 +219,7 @@ mod symbolic {
             self.taken[from.index()] += 1;
             self.progress.received += usize::from(self.plan.upstream() == Some(from));
             match action {
-                Action::Nothing => {}
+                Action::Nothing | Action::Collect(_) => {}
                 Action::Store(span) => self.output[span.start..span.end()].copy_from_slice(&payload),
                 Action::Fold(fold) => {
                     self.progress.folded += 1;

@@ -23,7 +23,7 @@ fn every_collective_equals_the_oracle_over_every_link() {
                 }
                 every_collective::<f32>(&comm, 65_537, ReduceOp::Sum);
                 if [2, 3].contains(&n) {
-                    [2_097_153, 3_145_729].map(|len| long_collectives(&comm, len));
+                    [2_097_153, 3_145_729].iter().for_each(|len| long_collectives(&comm, *len));
                 }
                 comm.shutdown().unwrap();
             });

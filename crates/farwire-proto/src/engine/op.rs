@@ -164,7 +164,7 @@ impl Op {
         let Some((limits, progress)) = self.plan.parcels().zip(self.moving.parcels.get_mut(lane)) else {
             return false;
         };
-        if !progress.supply(len, limits) {
+        if to == self.plan.me() || !progress.supply(len, limits) {
             return false;
         }
         let state = &mut self.moving.lanes[lane];

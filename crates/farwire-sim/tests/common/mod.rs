@@ -121,6 +121,7 @@ impl Case {
                     call: self.calls[rank].clone(),
                     options: self.options,
                     input: self.inputs[rank].clone(),
+                    coded: None,
                     start: start(rank),
                 };
                 sim.submit(members[rank], submission)

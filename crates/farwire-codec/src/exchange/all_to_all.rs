@@ -1,0 +1,94 @@
+//! Everybody's message to everybody: the all-reduce of codecs of which nothing is known but that they decode, and the all-gather of all.
+//!
+//! One round. Every rank adds the messages in rank order, its own among them. Bytes per rank: (N−1) times the coded vector.
+
+use std::ops::Range;
+
+use super::{Common, Kind, Made, Nonsense, Trouble, residual, scale};
+use crate::job::{Encoded, Job, Partitioned, Place, Role};
+
+#[derive(Debug)]
+pub(super) struct AllToAll {
+    codec: Box<dyn Partitioned>,
+    what: What,
+    own: Vec<u8>,
+}
+
+#[derive(Debug)]
+enum What {
+    /// All vectors are added up.
+    Sum { count: usize, mean: bool },
+    /// Each rank's has its place in the result.
+    Gather(Vec<Range<usize>>),
+}
+
+impl AllToAll {
+    pub(super) fn sum(codec: Box<dyn Partitioned>, count: usize, mean: bool) -> Self {
+        Self { codec, what: What::Sum { count, mean }, own: Vec::new() }
+    }
+
+    pub(super) fn gather(codec: Box<dyn Partitioned>, blocks: Vec<Range<usize>>) -> Self {
+        Self { codec, what: What::Gather(blocks), own: Vec::new() }
+    }
+
+    pub(super) fn longest(&self) -> usize {
+        let longest = match &self.what {
+            What::Sum { count, .. } => *count,
+            What::Gather(blocks) => blocks.iter().map(ExactSizeIterator::len).max().unwrap_or(0),
+        };
+        self.codec.max_message_len(longest)
+    }
+
+    pub(super) fn next(&mut self, round: u32, common: &mut Common) -> Option<Result<Made, Trouble>> {
+        let len = common.input.len();
+        let whole = 0..len;
+        let owed = common.owed(whole.clone());
+        let mut encoded = Encoded { residual: common.buffer(), ..Encoded::default() };
+        let job = Job {
+            values: common.input.values(0..len),
+            residual: residual(owed.as_ref()),
+            place: Place::whole(common.context, len),
+            role: Role::Worker,
+            rank: common.rank.0,
+            shards: std::slice::from_ref(&whole),
+            threads: common.threads,
+        };
+        Some(match self.codec.encode(&job, &mut encoded) {
+            Err(error) => Err(common.stumbles(round, error, Kind::Input, 0)),
+            Ok(()) => {
+                if let Some(feedback) = &mut common.feedback {
+                    feedback.set_worker(0, encoded.residual);
+                }
+                self.own = encoded.messages.swap_remove(0);
+                Ok(Made::Same(self.own.clone()))
+            }
+        })
+    }
+
+    pub(super) fn came(
+        &mut self,
+        round: u32,
+        messages: &[&[u8]],
+        common: &mut Common,
+    ) -> Result<(), Nonsense> {
+        let (me, world) = (common.rank, common.world);
+        common.clear_output(match &self.what {
+            What::Sum { count, .. } => *count,
+            What::Gather(blocks) => blocks.last().map_or(0, |last| last.end),
+        });
+        for from in world.ranks() {
+            let message = if from == me { &self.own[..] } else { messages[from.index()] };
+            let out = match &self.what {
+                What::Sum { .. } => &mut common.output[..],
+                What::Gather(blocks) => &mut common.output[blocks[from.index()].clone()],
+            };
+            let place = Place::whole(common.context, out.len());
+            let added = self.codec.add_decoded_into(message, &place, out);
+            added.map_err(|why| Nonsense { from, round, why })?;
+        }
+        if let What::Sum { mean, .. } = self.what {
+            scale(&mut common.output, mean, world);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,589 @@
+//! A collective through a codec, as rounds of parcels.
+//!
+//! Each round, every rank makes one parcel for every other and gets one from each. An [`Exchange`] is one rank's part in it, without a network: whoever drives it (the runtime,
+//! the simulator) carries the parcels.
+//!
+//! | codec | all-reduce | rounds |
+//! |---|---|---|
+//! | partitioned | shards to their owners; the owners' sums to everybody ([`two_phase`]) | 2 per chunk |
+//! | low rank | P summed, then Q, each as above ([`low_rank`]) | 4 |
+//! | a user's own | everybody's message to everybody ([`all_to_all`]) | 1 |
+//!
+//! Sums are made in rank order at one place, and everyone, the owner included, decodes the same bytes: so every rank ends with the same bits, whatever arrives first. A reduce-scatter
+//! is the first round of an all-reduce, an all-gather its second.
+//!
+//! A parcel starts with a byte that says whether its sender could make it. A rank whose input holds a NaN says so instead of sending a message, and still takes part in the rounds: so all
+//! ranks end with the same error, and none has changed its residuals.
+
+mod all_to_all;
+mod low_rank;
+mod two_phase;
+
+use std::num::{NonZeroU32, NonZeroUsize};
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use farwire_proto::{Call, Counts, DType, Partition, Rank, ReduceOp, WorldSize};
+use half::{bf16, f16};
+
+use crate::custom::{Codec, Opaque};
+use crate::error::{DecodeError, EncodeError};
+use crate::feedback::{Owed, Transaction};
+use crate::job::{Context, Residual, Values};
+use crate::powersgd::Shape;
+use crate::spec::{CodecSpec, Plan};
+
+/// What to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Collective {
+    /// Everyone gets the sum or mean of everyone's vector.
+    AllReduce(ReduceOp),
+    /// Each rank gets its block of the sum or mean.
+    ReduceScatter(ReduceOp),
+    /// Everyone gets everyone's vector, of these lengths.
+    AllGather(Counts),
+}
+
+/// Through what: a codec of this crate, or one of your own.
+#[derive(Clone, Debug)]
+pub enum Through {
+    /// By name.
+    Spec(CodecSpec),
+    /// Your own.
+    Own(Arc<dyn Codec>),
+}
+
+impl Through {
+    /// 32 bits by which ranks compare their codecs.
+    pub fn id(&self) -> NonZeroU32 {
+        let id = match self {
+            Self::Spec(spec) => spec.id(),
+            Self::Own(codec) => Opaque(codec.clone()).id(),
+        };
+        NonZeroU32::new(id).unwrap_or(NonZeroU32::MIN)
+    }
+
+    /// Its name.
+    pub fn name(&self) -> String {
+        match self {
+            Self::Spec(spec) => spec.to_string(),
+            Self::Own(codec) => codec.name(),
+        }
+    }
+}
+
+/// A vector of any float type.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Floats {
+    /// 32-bit floats.
+    F32(Vec<f32>),
+    /// 64-bit floats.
+    F64(Vec<f64>),
+    /// IEEE binary16.
+    F16(Vec<f16>),
+    /// bfloat16.
+    Bf16(Vec<bf16>),
+}
+
+impl Floats {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::F32(values) => values.len(),
+            Self::F64(values) => values.len(),
+            Self::F16(values) => values.len(),
+            Self::Bf16(values) => values.len(),
+        }
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        match self {
+            Self::F32(_) => DType::F32,
+            Self::F64(_) => DType::F64,
+            Self::F16(_) => DType::F16,
+            Self::Bf16(_) => DType::Bf16,
+        }
+    }
+
+    /// Their bytes.
+    pub fn into_bytes(self) -> Vec<u8> {
+        match self {
+            Self::F32(values) => bytemuck::cast_slice(&values).to_vec(),
+            Self::F64(values) => bytemuck::cast_slice(&values).to_vec(),
+            Self::F16(values) => bytemuck::cast_slice(&values).to_vec(),
+            Self::Bf16(values) => bytemuck::cast_slice(&values).to_vec(),
+        }
+    }
+
+    /// Some of the elements.
+    fn values(&self, range: Range<usize>) -> Values<'_> {
+        match self {
+            Self::F32(values) => Values::F32(&values[range]),
+            Self::F64(values) => Values::F64(&values[range]),
+            Self::F16(values) => Values::F16(&values[range]),
+            Self::Bf16(values) => Values::Bf16(&values[range]),
+        }
+    }
+}
+
+/// Everything about an operation that one rank knows.
+#[derive(Debug)]
+pub struct Order {
+    /// What to do.
+    pub collective: Collective,
+    /// Through which codec.
+    pub through: Through,
+    /// This rank.
+    pub rank: Rank,
+    /// How many there are.
+    pub world: WorldSize,
+    /// This rank's vector.
+    pub input: Floats,
+    /// The dimensions of the tensor, where they are known: PowerSGD wants a matrix.
+    pub dimensions: Option<Vec<usize>>,
+    /// The tensor's name, for errors.
+    pub tensor: String,
+    /// The residuals, unless there is no error feedback.
+    pub feedback: Option<Transaction>,
+    /// The key to random numbers: the same on all ranks.
+    pub context: Context,
+    /// Threads that may work on it.
+    pub threads: NonZeroUsize,
+    /// A buffer to write the result to, with anything in it.
+    pub output: Vec<f32>,
+}
+
+/// Why a coded operation has no result, the same on all ranks.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum ExchangeError {
+    /// A NaN or an infinity in somebody's input.
+    #[error(
+        "rank {rank}'s input of tensor `{tensor}` holds a NaN or an infinity (gradient plus residual, element {element}); \
+         skip this step on all ranks or clip the gradient: residuals are unchanged"
+    )]
+    NotFinite {
+        /// Whose.
+        rank: usize,
+        /// Of which tensor.
+        tensor: String,
+        /// The first such element.
+        element: u64,
+    },
+    /// A sum that does not fit.
+    #[error(
+        "the sum of tensor `{tensor}` at rank {rank} is not finite (element {element}); use the mean of smaller values, or skip this step on all ranks: \
+         residuals are unchanged"
+    )]
+    Overflow {
+        /// Which rank added.
+        rank: usize,
+        /// Of which tensor.
+        tensor: String,
+        /// The first such element.
+        element: u64,
+    },
+    /// A codec of the user's own that is wrong.
+    #[error(
+        "the codec cannot decode, on rank {rank}, what it encoded of tensor `{tensor}`; see that `add_decoded_into` takes what `encode` makes: \
+         residuals are unchanged"
+    )]
+    Codec {
+        /// Where it was found.
+        rank: usize,
+        /// With which tensor.
+        tensor: String,
+    },
+}
+
+/// Why an operation cannot be started.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum OrderError {
+    /// A vector whose length is not its count.
+    #[error("this rank's vector has {given} elements where the list of counts says {need}")]
+    Length {
+        /// What the list says.
+        need: usize,
+        /// What it has.
+        given: usize,
+    },
+    /// More elements than a codec can count.
+    #[error("{codec} counts elements in 32 bits; {given} are too many for one vector: cut it in two")]
+    TooLong {
+        /// The codec.
+        codec: String,
+        /// How many were given.
+        given: usize,
+    },
+    /// A codec that makes sums only.
+    #[error("{codec} sums matrices and cannot gather; use another codec for all_gather")]
+    CannotGather {
+        /// The codec.
+        codec: String,
+    },
+}
+
+/// A peer's parcel is not what any encoder makes: a bug there, or a hostile peer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("rank {from}'s parcel in round {round} makes no sense: {why}")]
+pub struct Nonsense {
+    /// Who sent it.
+    pub from: Rank,
+    /// When.
+    pub round: u32,
+    /// How so.
+    pub why: DecodeError,
+}
+
+/// One rank's part in a collective through a codec.
+///
+/// Call [`next_parcels`](Self::next_parcels) until it has nothing more to say, hand each round of parcels that has come whole to [`came`](Self::came), in order, and ask again; after the last,
+/// [`finish`](Self::finish).
+#[derive(Debug)]
+pub struct Exchange {
+    call: Call,
+    script: Script,
+    common: Common,
+    /// Rounds that parcels were made for.
+    made: u32,
+}
+
+/// What all scripts work on.
+#[derive(Debug)]
+struct Common {
+    rank: Rank,
+    world: WorldSize,
+    input: Floats,
+    tensor: String,
+    feedback: Option<Transaction>,
+    context: Context,
+    threads: NonZeroUsize,
+    output: Vec<f32>,
+    /// The first thing that went wrong, in an order that all ranks agree on.
+    trouble: Option<Trouble>,
+}
+
+/// The closed set of ways to move coded data.
+#[derive(Debug)]
+enum Script {
+    TwoPhase(two_phase::TwoPhase),
+    AllToAll(all_to_all::AllToAll),
+    LowRank(low_rank::LowRank),
+}
+
+/// What a rank gives the others in a round.
+#[derive(Debug)]
+enum Made {
+    /// One message per rank.
+    Each(Vec<Vec<u8>>),
+    /// The same to everyone.
+    Same(Vec<u8>),
+}
+
+/// Something that cannot be encoded. Of several, the least counts: all ranks hear of the same ones, if not at the same time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Trouble {
+    round: u32,
+    rank: Rank,
+    kind: Kind,
+    element: u64,
+}
+
+/// What cannot be encoded. Its number is the first byte of a parcel; zero says that all is well.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(u8)]
+enum Kind {
+    /// This rank's input.
+    Input = 1,
+    /// The sum of its shard.
+    Sum = 2,
+    /// Anything at all: the codec is wrong.
+    Codec = 3,
+}
+
+const FINE: u8 = 0;
+
+impl Exchange {
+    /// This rank's part in `order`.
+    pub fn new(order: Order) -> Result<Self, OrderError> {
+        let Order {
+            collective,
+            through,
+            rank,
+            world,
+            input,
+            dimensions,
+            tensor,
+            feedback,
+            context,
+            threads,
+            output,
+        } = order;
+        let (count, dtype) = (input.len(), input.dtype());
+        let (plain, ranges, op) = match collective {
+            Collective::AllReduce(op) => (Call::AllReduce { count, dtype, op }, even(count, world), Some(op)),
+            Collective::ReduceScatter(op) => {
+                (Call::ReduceScatter { count, dtype, op }, even(count, world), Some(op))
+            }
+            Collective::AllGather(ref counts) => {
+                let need = counts.of(rank);
+                if need != count {
+                    return Err(OrderError::Length { need, given: count });
+                }
+                (Call::AllGather { counts: counts.clone(), dtype }, blocks(counts, world), None)
+            }
+        };
+        let mean = op == Some(ReduceOp::Mean);
+        let local = matches!(&through, Through::Spec(spec) if is_local(spec));
+        if !local && u32::try_from(count).is_err() {
+            return Err(OrderError::TooLong { codec: through.name(), given: count });
+        }
+        let script = match (&through, &collective) {
+            (Through::Own(codec), Collective::AllReduce(_)) => {
+                Script::AllToAll(all_to_all::AllToAll::sum(Box::new(Opaque(codec.clone())), count, mean))
+            }
+            (through, Collective::AllGather(_)) => {
+                Script::AllToAll(all_to_all::AllToAll::gather(through.partitioned()?, ranges))
+            }
+            (Through::Spec(spec), collective) => match spec.plan() {
+                Plan::LowRank(codec) => {
+                    let shape = Shape::of(
+                        &dimensions.filter(|d| d.iter().product::<usize>() == count).unwrap_or(vec![count]),
+                    );
+                    let only = matches!(collective, Collective::ReduceScatter(_))
+                        .then(|| ranges[rank.index()].clone());
+                    Script::LowRank(low_rank::LowRank::new(codec, shape, world, mean, only))
+                }
+                Plan::Partitioned(codec) => {
+                    let chunked = is_local(spec);
+                    let gather = matches!(collective, Collective::AllReduce(_));
+                    Script::TwoPhase(two_phase::TwoPhase::new(codec, count, world, gather, chunked, mean))
+                }
+            },
+            (through, Collective::ReduceScatter(_)) => {
+                let codec = through.partitioned()?;
+                Script::TwoPhase(two_phase::TwoPhase::new(codec, count, world, false, false, mean))
+            }
+        };
+        let common = Common { rank, world, input, tensor, feedback, context, threads, output, trouble: None };
+        // A byte for how it went, or nine if it went badly.
+        let max = 9 + script.longest();
+        let call = Call::Coded { call: Box::new(plain), codec: through.id(), rounds: script.rounds(), max };
+        Ok(Self { call, script, common, made: 0 })
+    }
+
+    /// The call to plan: its rounds, and how long a parcel can be.
+    pub fn call(&self) -> &Call {
+        &self.call
+    }
+
+    /// Rounds that parcels were made for.
+    pub fn made(&self) -> u32 {
+        self.made
+    }
+
+    /// How many rounds there are.
+    pub fn rounds(&self) -> u32 {
+        self.script.rounds()
+    }
+
+    /// The parcels of the next round, one for each rank in order (this rank's own is empty), if they can be made with what has come.
+    pub fn next_parcels(&mut self) -> Option<Vec<Bytes>> {
+        let Self { script, common, made, .. } = self;
+        if *made == script.rounds() {
+            return None;
+        }
+        let world = common.world.len();
+        let message = match script {
+            Script::TwoPhase(script) => script.next(*made, common),
+            Script::AllToAll(script) => script.next(*made, common),
+            Script::LowRank(script) => script.next(*made, common),
+        }?;
+        *made += 1;
+        let fine = |message: &[u8]| Bytes::from([&[FINE], message].concat());
+        let mut parcels = match (message, common.trouble) {
+            (Err(Trouble { kind, element, .. }), _) => {
+                vec![Bytes::from([&[kind as u8], &element.to_le_bytes()[..]].concat()); world]
+            }
+            // Everyone knows; there is nothing more to say.
+            (Ok(_), Some(_)) => vec![fine(&[]); world],
+            (Ok(Made::Same(message)), None) => vec![fine(&message); world],
+            (Ok(Made::Each(messages)), None) => messages.iter().map(|message| fine(message)).collect(),
+        };
+        parcels[common.rank.index()].clear();
+        Some(parcels)
+    }
+
+    /// A round of parcels has come, one from each rank in order; this rank's own does not count.
+    pub fn came(&mut self, round: u32, parcels: &[Vec<u8>]) -> Result<(), Nonsense> {
+        let Self { script, common, .. } = self;
+        let mut messages = vec![&[][..]; common.world.len()];
+        for from in common.world.others(common.rank) {
+            let nonsense = |why| Nonsense { from, round, why };
+            let parcel = &parcels[from.index()];
+            let Some((kind, message)) = parcel.split_first() else {
+                return Err(nonsense(DecodeError::Length { need: 1, given: 0 }));
+            };
+            let kind = match *kind {
+                FINE => {
+                    messages[from.index()] = message;
+                    continue;
+                }
+                1 => Kind::Input,
+                2 => Kind::Sum,
+                3 => Kind::Codec,
+                _ => return Err(nonsense(DecodeError::Field("status"))),
+            };
+            let element = <[u8; 8]>::try_from(message).map(u64::from_le_bytes);
+            let element =
+                element.map_err(|_| nonsense(DecodeError::Length { need: 9, given: parcel.len() }))?;
+            let theirs = Trouble { round, rank: from, kind, element };
+            common.trouble = Some(common.trouble.map_or(theirs, |known| known.min(theirs)));
+        }
+        if common.trouble.is_some() {
+            return Ok(());
+        }
+        match script {
+            Script::TwoPhase(script) => script.came(round, &messages, common),
+            Script::AllToAll(script) => script.came(round, &messages, common),
+            Script::LowRank(script) => script.came(round, &messages, common),
+        }
+    }
+
+    /// The result, in f32; residuals are committed. Call it after the last round has come.
+    pub fn finish(self) -> Result<Finished, (ExchangeError, Floats)> {
+        let Common { tensor, feedback, output, input, trouble, .. } = self.common;
+        match trouble {
+            Some(Trouble { rank, kind, element, .. }) => {
+                let rank = rank.index();
+                let error = match kind {
+                    Kind::Input => ExchangeError::NotFinite { rank, tensor, element },
+                    Kind::Sum => ExchangeError::Overflow { rank, tensor, element },
+                    Kind::Codec => ExchangeError::Codec { rank, tensor },
+                };
+                Err((error, input))
+            }
+            None => {
+                if let Some(feedback) = feedback {
+                    feedback.commit();
+                }
+                Ok(Finished { output, input })
+            }
+        }
+    }
+
+    /// Gives it up: residuals are as they were.
+    pub fn abandon(self) -> Floats {
+        self.common.input
+    }
+}
+
+/// What an [`Exchange`] leaves.
+#[derive(Debug)]
+pub struct Finished {
+    /// The result.
+    pub output: Vec<f32>,
+    /// What went in.
+    pub input: Floats,
+}
+
+impl Through {
+    /// As what goes in messages.
+    fn partitioned(&self) -> Result<Box<dyn crate::Partitioned>, OrderError> {
+        match self {
+            Self::Own(codec) => Ok(Box::new(Opaque(codec.clone()))),
+            Self::Spec(spec) => match spec.plan() {
+                Plan::Partitioned(codec) => Ok(codec),
+                Plan::LowRank(_) => Err(OrderError::CannotGather { codec: self.name() }),
+            },
+        }
+    }
+}
+
+impl Script {
+    fn rounds(&self) -> u32 {
+        match self {
+            Self::TwoPhase(script) => script.rounds(),
+            Self::AllToAll(_) => 1,
+            Self::LowRank(_) => low_rank::ROUNDS,
+        }
+    }
+
+    /// Bytes of the longest message.
+    fn longest(&self) -> usize {
+        match self {
+            Self::TwoPhase(script) => script.longest(),
+            Self::AllToAll(script) => script.longest(),
+            Self::LowRank(script) => script.longest(),
+        }
+    }
+}
+
+impl Common {
+    /// What this rank owes for some elements, as a worker.
+    fn owed(&self, range: Range<usize>) -> Option<Owed> {
+        self.feedback.as_ref().map(|feedback| feedback.worker(range))
+    }
+
+    /// A buffer for a residual.
+    fn buffer(&mut self) -> Vec<f32> {
+        self.feedback.as_mut().map(Transaction::buffer).unwrap_or_default()
+    }
+
+    /// This rank could not encode what it had to in a round, counted from element `first`.
+    fn stumbles(&mut self, round: u32, error: EncodeError, kind: Kind, first: usize) -> Trouble {
+        let (kind, element) = match error {
+            EncodeError::NotFinite { index } => (kind, (first + index) as u64),
+            EncodeError::TooLong { .. } | EncodeError::OwnMessage(_) => (Kind::Codec, 0),
+        };
+        let mine = Trouble { round, rank: self.rank, kind, element };
+        self.trouble = Some(self.trouble.map_or(mine, |known| known.min(mine)));
+        mine
+    }
+
+    /// Zeros for `len` elements of result.
+    fn clear_output(&mut self, len: usize) {
+        self.output.clear();
+        self.output.resize(len, 0.0);
+    }
+}
+
+/// What an encoder takes: nothing owed is not the same as no error feedback.
+fn residual(owed: Option<&Owed>) -> Residual<'_> {
+    owed.map_or(Residual::Off, Owed::residual)
+}
+
+/// The shards of a vector, as evenly cut as possible.
+fn even(len: usize, world: WorldSize) -> Vec<Range<usize>> {
+    ranges(&Partition::even(len, world, NonZeroUsize::MAX), world)
+}
+
+fn blocks(counts: &Counts, world: WorldSize) -> Vec<Range<usize>> {
+    ranges(&Partition::of_counts(counts, world, NonZeroUsize::MAX), world)
+}
+
+fn ranges(partition: &Partition, world: WorldSize) -> Vec<Range<usize>> {
+    let block = |rank| partition.block(rank);
+    world.ranks().map(|rank| block(rank).start..block(rank).end()).collect()
+}
+
+/// Whether a codec treats elements one by one or in small blocks, so that a vector may be cut anywhere.
+fn is_local(spec: &CodecSpec) -> bool {
+    matches!(spec, CodecSpec::None | CodecSpec::Cast(_) | CodecSpec::Block(_) | CodecSpec::Sign)
+}
+
+/// Divides by the number of ranks, if that is what was asked.
+fn scale(values: &mut [f32], mean: bool, world: WorldSize) {
+    if mean && world.get() > 1 {
+        let ranks = world.get() as f32;
+        values.iter_mut().for_each(|value| *value /= ranks);
+    }
+}
