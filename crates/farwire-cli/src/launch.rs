@@ -2,14 +2,16 @@
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
+use std::io;
 use std::net::UdpSocket;
+use std::os::unix::process::CommandExt;
 use std::process::{ExitCode, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use farwire::Token;
-use rustix::process::{Pid, Signal};
-use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncWriteExt, BufReader};
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, WaitIdStatus};
+use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader};
 use tokio::process::{Child, Command};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::JoinSet;
@@ -20,6 +22,8 @@ const GRACE: Duration = Duration::from_secs(5);
 const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Lines of a failed rank that are shown again at the end.
 const LAST_LINES: usize = 10;
+/// Longer lines are cut into pieces of this many bytes.
+const LONGEST_LINE: u64 = 64 << 10;
 
 /// Start a command once per rank, and end all when one fails.
 ///
@@ -63,9 +67,9 @@ pub(crate) enum LaunchError {
     )]
     NoToken(u32),
     #[error("could not start {command:?}: {source}")]
-    Start { command: OsString, source: std::io::Error },
+    Start { command: OsString, source: io::Error },
     #[error("{what}: {source}")]
-    System { what: &'static str, source: std::io::Error },
+    System { what: &'static str, source: io::Error },
 }
 
 fn master(text: &str) -> Result<(String, u16), String> {
@@ -144,8 +148,11 @@ impl Job {
         let mut terminated =
             signal(SignalKind::terminate()).map_err(system("could not watch for signals"))?;
         let mut hung_up = signal(SignalKind::hangup()).map_err(system("could not watch for signals"))?;
+        let output = Arc::new(tokio::sync::Mutex::new(tokio::io::stdout()));
+        let errors = Arc::new(tokio::sync::Mutex::new(tokio::io::stderr()));
         let mut running = JoinSet::new();
-        let mut pids = Vec::new();
+        // Who has ended is reaped when all have: until then its number is not given to another process, and signals go where they should.
+        let (mut children, mut pids) = (Vec::new(), Vec::new());
         for local_rank in 0..self.ranks {
             let rank = self.first_rank + local_rank;
             let mut child = match self.start(rank, local_rank) {
@@ -155,17 +162,18 @@ impl Job {
                     return Err(LaunchError::Start { command: self.command[0].clone(), source });
                 }
             };
-            pids.extend(child.id().and_then(|id| Pid::from_raw(id as i32)));
+            let pid = child.id().and_then(|id| Pid::from_raw(id as i32)).expect("it has not been waited for");
             let last = Arc::new(Mutex::new(VecDeque::new()));
             let prefix = if self.prefix { format!("[{rank}] ") } else { String::new() };
-            let output =
-                tokio::spawn(pass_on(child.stdout.take(), tokio::io::stdout(), prefix.clone(), last.clone()));
-            let errors =
-                tokio::spawn(pass_on(child.stderr.take(), tokio::io::stderr(), prefix, last.clone()));
+            let said =
+                tokio::spawn(pass_on(child.stdout.take(), output.clone(), prefix.clone(), last.clone()));
+            let complained = tokio::spawn(pass_on(child.stderr.take(), errors.clone(), prefix, last.clone()));
+            pids.push(pid);
+            children.push(child);
             running.spawn(async move {
-                let status = child.wait().await;
+                let status = ended(pid).await;
                 // What it has said is still to be read; but something it started may hold its output open for ever.
-                let _ = tokio::time::timeout(LAST_WORDS, async { (output.await, errors.await) }).await;
+                let _ = tokio::time::timeout(LAST_WORDS, async { (said.await, complained.await) }).await;
                 (rank, status, last)
             });
         }
@@ -197,8 +205,8 @@ impl Job {
             let Some(ended) = ended else { break };
             let Ok((rank, status, last)) = ended else { continue };
             let status = status.map_err(system("could not wait for a rank"))?;
-            if !status.success() && first_failure.is_none() {
-                first_failure = Some((rank, status, last));
+            if status.exit_status() != Some(0) && first_failure.is_none() {
+                first_failure = Some((rank, last));
                 // The others find out by themselves and say what they were doing; after that they are ended.
                 if !asked_to_end {
                     tokio::time::sleep(Duration::from_millis(200)).await;
@@ -206,24 +214,30 @@ impl Job {
                 tell(&pids, Signal::TERM);
             }
         }
-        Ok(match first_failure {
-            None => ExitCode::SUCCESS,
-            Some((rank, status, last)) => {
-                if !asked_to_end {
-                    eprintln!("farwire launch: rank {rank} failed first ({status}); its last lines were:");
-                    for line in last.lock().unwrap_or_else(PoisonError::into_inner).iter() {
-                        eprintln!("  {line}");
-                    }
-                }
-                ExitCode::from(code(status))
+        let mut statuses = Vec::new();
+        for mut child in children {
+            statuses.push(child.wait().await.map_err(system("could not wait for a rank"))?);
+        }
+        let Some((rank, last)) = first_failure else { return Ok(ExitCode::SUCCESS) };
+        let status = statuses[(rank - self.first_rank) as usize];
+        if !asked_to_end {
+            eprintln!("farwire launch: rank {rank} failed first ({status}); its last lines were:");
+            for line in last.lock().unwrap_or_else(PoisonError::into_inner).iter() {
+                eprintln!("  {line}");
             }
-        })
+        }
+        Ok(ExitCode::from(code(status)))
     }
 
-    fn start(&self, rank: u32, local_rank: u32) -> std::io::Result<Child> {
-        let mut command = Command::new(&self.command[0]);
+    fn start(&self, rank: u32, local_rank: u32) -> io::Result<Child> {
+        // By way of this program, which ties it to the launcher's life: see `become_rank`.
+        let mut command = Command::new("/proc/self/exe");
         command
-            .args(&self.command[1..])
+            .arg0("farwire")
+            .arg("become-rank")
+            .arg(std::process::id().to_string())
+            .arg("--")
+            .args(&self.command)
             .env("RANK", rank.to_string())
             .env("LOCAL_RANK", local_rank.to_string())
             .env("WORLD_SIZE", self.world.to_string())
@@ -257,24 +271,39 @@ fn tell(pids: &[Pid], signal: Signal) {
     }
 }
 
+/// Waits until a process has ended, and leaves it to be reaped.
+async fn ended(pid: Pid) -> io::Result<WaitIdStatus> {
+    let mut some_child_ended = signal(SignalKind::child())?;
+    loop {
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+        if let Some(status) = rustix::process::waitid(WaitId::Pid(pid), options)? {
+            return Ok(status);
+        }
+        some_child_ended.recv().await;
+    }
+}
+
 /// Copies lines, each with the prefix, and remembers the last ones.
 async fn pass_on(
     from: Option<impl AsyncRead + Unpin>,
-    mut to: impl tokio::io::AsyncWrite + Unpin,
+    to: Arc<tokio::sync::Mutex<impl AsyncWrite + Unpin>>,
     prefix: String,
     last: Arc<Mutex<VecDeque<String>>>,
 ) {
     let Some(from) = from else { return };
     let mut from = BufReader::new(from);
     let mut line = Vec::new();
-    while matches!(from.read_until(b'\n', &mut line).await, Ok(1..)) {
+    while matches!((&mut from).take(LONGEST_LINE).read_until(b'\n', &mut line).await, Ok(1..)) {
         if line.last() != Some(&b'\n') {
             line.push(b'\n');
         }
         let text = [prefix.as_bytes(), &line].concat();
-        // One write, so that lines of several ranks do not mix. If nobody reads any more, the rank still runs to its end.
-        let _ = to.write_all(&text).await;
-        let _ = to.flush().await;
+        {
+            // To the end before another may write, so that lines of several ranks do not mix. If nobody reads any more, the rank still runs to its end.
+            let mut to = to.lock().await;
+            let _ = to.write_all(&text).await;
+            let _ = to.flush().await;
+        }
         let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
         if last.len() == LAST_LINES {
             last.pop_front();
@@ -282,4 +311,28 @@ async fn pass_on(
         last.push_back(String::from_utf8_lossy(&line).trim_end().to_owned());
         line.clear();
     }
+}
+
+/// Become a rank's command: what `farwire launch` starts.
+#[derive(Debug, clap::Args)]
+pub(crate) struct BecomeArgs {
+    /// The process that this one belongs to.
+    launcher: i32,
+    #[arg(last = true, required = true)]
+    command: Vec<OsString>,
+}
+
+/// Has the system end this process when the launcher dies, however it dies, and becomes the command, which stays so bound. (Processes that the command starts are its own affair.)
+pub(crate) fn become_rank(args: &BecomeArgs) -> Result<ExitCode, LaunchError> {
+    let system = |source: rustix::io::Errno| LaunchError::System {
+        what: "could not tie a rank to its launcher",
+        source: source.into(),
+    };
+    rustix::process::set_parent_process_death_signal(Some(Signal::KILL)).map_err(system)?;
+    // The launcher may have died before that.
+    if rustix::process::getppid().map(Pid::as_raw_nonzero).map(i32::from) != Some(args.launcher) {
+        return Ok(ExitCode::FAILURE);
+    }
+    let source = std::process::Command::new(&args.command[0]).args(&args.command[1..]).exec();
+    Err(LaunchError::Start { command: args.command[0].clone(), source })
 }

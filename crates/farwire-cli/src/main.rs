@@ -25,6 +25,8 @@ struct Cli {
 enum Command {
     Bench(bench::Args),
     Launch(launch::Args),
+    #[command(hide = true)]
+    BecomeRank(launch::BecomeArgs),
     Sim(sim::Args),
     /// Print a new cluster token: the only secret of a cluster, for FARWIRE_TOKEN.
     Token,
@@ -40,6 +42,7 @@ fn main() -> ExitCode {
     let result: Result<ExitCode, Box<dyn Error>> = match Cli::parse().command {
         Command::Bench(args) => bench::run(&args).map_err(Into::into),
         Command::Launch(args) => launch::run(&args).map_err(Into::into),
+        Command::BecomeRank(args) => launch::become_rank(&args).map_err(Into::into),
         Command::Sim(args) => sim::run(&args).map(|()| ExitCode::SUCCESS).map_err(Into::into),
         Command::Token => {
             println!("{}", farwire::Token::generate().reveal());

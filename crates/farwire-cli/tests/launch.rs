@@ -2,8 +2,9 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
+use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 
@@ -39,6 +40,44 @@ fn one_ranks_failure_ends_the_rest_with_its_code_and_last_lines() {
     assert_eq!(output.status.code(), Some(7));
     let said = text(&output.stderr);
     assert!(said.contains("rank 1 failed first") && said.contains("about to fail"), "{said}");
+}
+
+/// Nothing that ranks say can make the launcher remember much, and what they say at once stays apart.
+#[test]
+fn long_lines_come_in_pieces_and_do_not_mix() {
+    let script =
+        "i=0; while [ $i -lt 20 ]; do head -c 200000 /dev/zero | tr '\\0' $RANK; echo; i=$((i+1)); done";
+    let said = succeeds(&["launch", "-n", "4", "--", "sh", "-c", script]);
+    let mut bytes = [0; 4];
+    for line in said.lines() {
+        let rank = line[1..].chars().next().unwrap();
+        let text = line.strip_prefix(&format!("[{rank}] ")).unwrap();
+        assert!(text.len() <= 64 << 10);
+        assert!(text.chars().all(|digit| digit == rank), "lines of two ranks have mixed");
+        bytes[rank.to_digit(10).unwrap() as usize] += text.len();
+    }
+    assert_eq!(bytes, [20 * 200_000; 4], "nothing is lost");
+}
+
+#[test]
+fn ranks_do_not_outlive_a_killed_launcher() {
+    let mut launcher = Command::new(env!("CARGO_BIN_EXE_farwire"))
+        .args(["launch", "-n", "3", "--", "sh", "-c", "echo $$; exec sleep 600"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let lines = BufReader::new(launcher.stdout.take().unwrap()).lines().take(3);
+    let pids: Vec<String> =
+        lines.map(|line| line.unwrap().split_whitespace().nth(1).unwrap().to_owned()).collect();
+    launcher.kill().unwrap();
+    launcher.wait().unwrap();
+    for pid in pids {
+        // Gone, or dead and not yet reaped by whoever inherited it.
+        let state = || std::fs::read_to_string(format!("/proc/{pid}/stat"));
+        while state().is_ok_and(|state| !state.contains(") Z ")) {
+            std::thread::yield_now();
+        }
+    }
 }
 
 /// What a rank started and left behind neither hides its end nor outlives the job.
