@@ -1,10 +1,12 @@
 //! Vectors whose element type is known at run time, and a pool of them.
 
+use std::fmt;
+
 use farwire_proto::DType;
 use half::{bf16, f16};
 
 /// A vector of any element type. What collectives own from submit to completion.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, PartialEq)]
 #[non_exhaustive]
 pub enum Buffer {
     /// 32-bit floats.
@@ -27,6 +29,13 @@ pub enum Buffer {
     U32(Vec<u32>),
     /// 64-bit unsigned integers.
     U64(Vec<u64>),
+}
+
+/// Type and length: an error that holds a long input, shown by a `main` that returns it, has to fit a screen.
+impl fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Buffer({:?}; {})", self.dtype(), self.bytes().len() / self.dtype().size())
+    }
 }
 
 /// A type that vectors can be made of.

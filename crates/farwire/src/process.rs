@@ -350,11 +350,14 @@ async fn negotiate(
         };
         let talk = Talk::Offer { name: offer.name.clone(), word: offer.word.clone() };
         rendezvous::write(&mut known.to, &talk).await?;
-        let meeting = tokio::task::spawn_blocking(move || offer.meet(peer, payload, &bell));
+        let meeting = tokio::spawn(offer.meet(peer, payload, bell));
         // If the other side could not, there is nobody to wait for.
         let theirs = read_result(&mut known).await?;
         let attempt = match theirs {
-            Err(reason) => Err(reason),
+            Err(reason) => {
+                meeting.abort();
+                Err(reason)
+            }
             Ok(()) => meeting.await.map_err(|error| error.to_string())?.map_err(|error| error.to_string()),
         };
         let mine = attempt.as_ref().map(|_| ()).map_err(Clone::clone);

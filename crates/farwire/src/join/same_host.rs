@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use farwire_proto::Peer;
 use rustix::net::{
@@ -21,8 +21,8 @@ use rustix::net::{
 use crate::shm::bell::Bell;
 use crate::shm::ring::{self, Receiver, Sender};
 
-/// How long the exchange may take.
-const PATIENCE: Duration = Duration::from_secs(5);
+/// How long the exchange may take. Long, because ranks may outnumber cores by far; that a peer is lost or cannot share memory is found out by other means.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// What the two ends of an exchange give each other.
 #[derive(Debug)]
@@ -58,43 +58,47 @@ impl Offer {
     }
 
     /// Waits for the peer, gives it two rings and this process's bell, and takes its bell.
-    pub(crate) fn meet(self, peer: Peer, payload: usize, bell: &Bell) -> io::Result<Shared> {
-        let deadline = Instant::now() + PATIENCE;
-        let mut stream = loop {
-            match self.listener.accept() {
-                Ok((stream, _)) => {
-                    // Whoever does not know the word is not the peer.
-                    if let Ok(stream) = self.checked(stream) {
-                        break stream;
-                    }
-                }
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock && Instant::now() < deadline => {
-                    std::thread::sleep(Duration::from_millis(1));
-                }
-                Err(error) => return Err(error),
+    pub(crate) async fn meet(self, peer: Peer, payload: usize, bell: Bell) -> io::Result<Shared> {
+        let listener = tokio::net::UnixListener::from_std(self.listener)?;
+        let deadline = tokio::time::Instant::now() + PATIENCE;
+        loop {
+            let (stream, _) = tokio::time::timeout_at(deadline, listener.accept()).await??;
+            let (stream, word, bell) = (stream.into_std()?, self.word.clone(), bell.clone());
+            let exchange = move || exchange(stream, &word, peer, payload, &bell);
+            // Whoever does not know the word is not the peer.
+            if let Some(shared) = tokio::task::spawn_blocking(exchange).await?? {
+                return Ok(shared);
             }
-        };
-        let there = ring::region(payload)?;
-        let back = ring::region(payload)?;
-        send_files(&mut stream, &[there.file(), back.file(), bell.file()])?;
-        let [theirs] = receive_files(&mut stream)?;
-        stream.set_nonblocking(true)?;
-        Ok(Shared {
-            sender: Sender::new(Arc::new(there), payload),
-            receiver: Receiver::new(Arc::new(back), payload, peer),
-            bell: Bell::from_file(theirs)?,
-            lifeline: stream,
-        })
+        }
     }
+}
 
-    fn checked(&self, mut stream: UnixStream) -> io::Result<UnixStream> {
-        stream.set_nonblocking(false)?;
-        stream.set_read_timeout(Some(PATIENCE))?;
-        stream.set_write_timeout(Some(PATIENCE))?;
-        let mut word = vec![0; self.word.len()];
-        stream.read_exact(&mut word)?;
-        if word == self.word.as_bytes() { Ok(stream) } else { Err(io::ErrorKind::PermissionDenied.into()) }
+/// The side that made the offer. None if the other does not know the word.
+fn exchange(
+    mut stream: UnixStream,
+    word: &str,
+    peer: Peer,
+    payload: usize,
+    bell: &Bell,
+) -> io::Result<Option<Shared>> {
+    stream.set_nonblocking(false)?;
+    stream.set_read_timeout(Some(PATIENCE))?;
+    stream.set_write_timeout(Some(PATIENCE))?;
+    let mut said = vec![0; word.len()];
+    if stream.read_exact(&mut said).is_err() || said != word.as_bytes() {
+        return Ok(None);
     }
+    let there = ring::region(payload)?;
+    let back = ring::region(payload)?;
+    send_files(&mut stream, &[there.file(), back.file(), bell.file()])?;
+    let [theirs] = receive_files(&mut stream)?;
+    stream.set_nonblocking(true)?;
+    Ok(Some(Shared {
+        sender: Sender::new(Arc::new(there), payload),
+        receiver: Receiver::new(Arc::new(back), payload, peer),
+        bell: Bell::from_file(theirs)?,
+        lifeline: stream,
+    }))
 }
 
 /// Takes up a peer's offer.
@@ -162,7 +166,10 @@ mod tests {
         let (name, word) = (offer.name.clone(), offer.word.clone());
         let payload = 1000;
         let (mut here, mut there) = std::thread::scope(|scope| {
-            let meet = scope.spawn(|| offer.meet(Peer(1), payload, &mine));
+            let meet = scope.spawn(|| {
+                let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+                runtime.block_on(offer.meet(Peer(1), payload, mine))
+            });
             // A stranger on the same host who does not know the word is passed over.
             let stranger = accept(&name, &"0".repeat(word.len()), Peer(0), payload, &theirs);
             assert!(stranger.is_err());

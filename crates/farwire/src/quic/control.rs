@@ -13,9 +13,10 @@ use tokio::time::{Instant, MissedTickBehavior, interval};
 
 use crate::shm::bell::Bell;
 
-/// How often to ask, and how long to wait for an answer.
+/// How often to look at the clock, and how long to wait for an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Beats {
+    /// Every other time, the peer is asked: with many ranks on one host, questions and answers are what keeps it busy.
     pub(crate) every: Duration,
     pub(crate) lost_after: Duration,
 }
@@ -93,17 +94,20 @@ pub(crate) async fn watch(
     tokio::spawn(listen(from, heard));
     let mut tick = interval(beats.every);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let mut answered = Instant::now();
-    let mut asked = 0u64;
+    let (mut looked, mut silence) = (Instant::now(), Duration::ZERO);
+    let mut ticks = 0u64;
     let reason = loop {
         let message = tokio::select! {
             _ = tick.tick() => {
+                // Time in which this process itself did not run is not the peer's silence: its answer may be here, unread.
+                silence += looked.elapsed().min(2 * beats.every);
+                looked = Instant::now();
                 // Who has said goodbye answers no more.
-                if health.goodbye().is_none() && answered.elapsed() > beats.lost_after {
-                    break Some(format!("no answer to heartbeats for {:?}", answered.elapsed()));
+                if health.goodbye().is_none() && silence > beats.lost_after {
+                    break Some(format!("no answer to heartbeats for {silence:?}"));
                 }
-                asked += 1;
-                Some((PING, asked))
+                ticks += 1;
+                (ticks % 2 == 1).then_some((PING, ticks))
             }
             () = health.leaving.notified() => {
                 if health.loss().is_none() {
@@ -117,7 +121,8 @@ pub(crate) async fn watch(
             message = messages.recv() => match message {
                 Some((PING, number)) => Some((PONG, number)),
                 Some((PONG, _)) => {
-                    answered = Instant::now();
+                    silence = Duration::ZERO;
+                    looked = Instant::now();
                     None
                 }
                 Some((BYE, streams)) => {
