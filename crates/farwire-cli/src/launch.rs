@@ -15,8 +15,11 @@ use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWrite
 use tokio::process::{Child, Command};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 
-/// How long the others have to end by themselves once one has failed.
+/// How long the others have to find out by themselves that one has failed, and to say what they were doing; as long as heartbeats take.
+const FIND_OUT: Duration = Duration::from_millis(2500);
+/// How long they have to end once they were asked to.
 const GRACE: Duration = Duration::from_secs(5);
 /// How long a rank's output is read after its end.
 const LAST_WORDS: Duration = Duration::from_secs(1);
@@ -179,26 +182,32 @@ impl Job {
         }
         let mut first_failure = None;
         let mut asked_to_end = false;
+        let mut next: Option<(Instant, Signal)> = None;
         loop {
+            let due = next.map_or_else(Instant::now, |(due, _)| due);
             let ended = tokio::select! {
                 ended = running.join_next() => ended,
                 _ = interrupted.recv() => {
                     tell(&pids, Signal::INT);
                     asked_to_end = true;
+                    next = Some((Instant::now() + GRACE, Signal::KILL));
                     continue;
                 }
                 _ = terminated.recv() => {
                     tell(&pids, Signal::TERM);
                     asked_to_end = true;
+                    next = Some((Instant::now() + GRACE, Signal::KILL));
                     continue;
                 }
                 _ = hung_up.recv() => {
                     tell(&pids, Signal::HUP);
                     asked_to_end = true;
+                    next = Some((Instant::now() + GRACE, Signal::KILL));
                     continue;
                 }
-                () = tokio::time::sleep(GRACE), if first_failure.is_some() || asked_to_end => {
-                    tell(&pids, Signal::KILL);
+                () = tokio::time::sleep_until(due), if next.is_some() => {
+                    tell(&pids, next.map_or(Signal::KILL, |(_, signal)| signal));
+                    next = Some((Instant::now() + GRACE, Signal::KILL));
                     continue;
                 }
             };
@@ -207,11 +216,7 @@ impl Job {
             let status = status.map_err(system("could not wait for a rank"))?;
             if status.exit_status() != Some(0) && first_failure.is_none() {
                 first_failure = Some((rank, last));
-                // The others find out by themselves and say what they were doing; after that they are ended.
-                if !asked_to_end {
-                    tokio::time::sleep(Duration::from_millis(200)).await;
-                }
-                tell(&pids, Signal::TERM);
+                next = next.or(Some((Instant::now() + FIND_OUT, Signal::TERM)));
             }
         }
         let mut statuses = Vec::new();

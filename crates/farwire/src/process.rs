@@ -29,7 +29,7 @@ use crate::token::Token;
 /// Settings that fit a situation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Preset {
-    /// One room or one data centre: a silent peer is lost after 2 s.
+    /// One room or one data centre: a silent peer is lost after 2 s. (Where ranks outnumber a host's cores by more than four, those on it get more time in proportion.)
     #[default]
     Lan,
     /// Far apart: a silent peer is lost after 10 s.
@@ -245,6 +245,12 @@ impl Settings {
         let (endpoint, peers) =
             rendezvous::join(&self.place, master, self.port, epoch, identity, self.patience).await?;
 
+        let crowds: Vec<_> = peers.iter().map(|peer| crowd(peer.as_ref(), &peers)).collect();
+        let busiest_here = crowds
+            .iter()
+            .zip(&peers)
+            .filter(|(_, peer)| peer.as_ref().is_some_and(|peer| rendezvous::is_this_host(&peer.hello)));
+        let crowd_here = busiest_here.map(|(crowd, _)| *crowd).max().unwrap_or(1);
         // Each pair on its own: who waits for one peer must not keep another waiting.
         let me = self.place.rank;
         let payload = longest_payload(&self.config);
@@ -253,7 +259,8 @@ impl Settings {
             .into_iter()
             .enumerate()
             .map(|(index, peer)| {
-                let (bell, beats) = (bell.clone(), self.preset.beats());
+                let (bell, mut beats) = (bell.clone(), self.preset.beats());
+                beats.lost_after *= crowds[index].max(crowd_here);
                 let peer = peer.map(|peer| (Peer(index as u32), peer));
                 peer.map(|(rank, peer)| tokio::spawn(acquaint(me, rank, peer, choice, payload, bell, beats)))
             })
@@ -301,6 +308,15 @@ impl Settings {
             ))),
         }
     }
+}
+
+/// How many times more time than on an idle host a peer should be given to answer: a thread that has its turn after eight others is not lost.
+fn crowd(peer: Option<&Acquaintance>, all: &[Option<Acquaintance>]) -> u32 {
+    let Some(peer) = peer else { return 1 };
+    let there = all.iter().flatten().filter(|other| other.hello.host == peer.hello.host).count();
+    // This process is not among `all`, and each has a thread that computes and one for the network.
+    let threads = 2 * (there + usize::from(rendezvous::is_this_host(&peer.hello)));
+    (threads as u32).div_ceil(8 * peer.hello.cores.max(1)).max(1)
 }
 
 /// The longest payload of a frame: partial results of 16-bit types travel in 32 bits, and news of a failure must fit, too.

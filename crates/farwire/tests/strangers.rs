@@ -127,13 +127,12 @@ fn a_running_job_does_not_notice_strangers() {
     }
     for rank in &mut ranks {
         // Byte by byte, so that what comes later is left for whoever reads then.
-        let said = rank.stdout.as_mut().unwrap().bytes().map_while(Result::ok);
-        let mut line = Vec::new();
-        let ready = said.into_iter().any(|byte| {
-            line.push(byte);
-            line.ends_with(b"ready\n")
-        });
-        assert!(ready, "{}", String::from_utf8_lossy(&line));
+        let (mut said, mut byte) = (Vec::new(), [0]);
+        while !said.ends_with(b"ready\n") {
+            let read = rank.stdout.as_mut().unwrap().read_exact(&mut byte);
+            assert!(read.is_ok(), "a rank has ended: {}", String::from_utf8_lossy(&said));
+            said.extend(byte);
+        }
     }
     let server = ([127, 0, 0, 1], port).into();
 

@@ -51,6 +51,8 @@ pub(crate) struct Hello {
     port: u16,
     /// Differs between hosts. (Equal ones are only a reason to try shared memory.)
     pub(crate) host: String,
+    /// Processors of that host that it may use.
+    pub(crate) cores: u32,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -182,8 +184,9 @@ pub(crate) async fn join(
     client.transport_config(Arc::new(transport()));
     endpoint.set_default_client_config(client);
     let port = endpoint.local_addr().map_err(|source| JoinError::Listen { address, source })?.port();
-    let hello =
-        Hello { version: VERSION, rank: me.0, world: world.get(), epoch: epoch.0, port, host: host_id() };
+    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
+    let (version, host) = (VERSION, host_id());
+    let hello = Hello { version, rank: me.0, world: world.get(), epoch: epoch.0, port, host, cores };
 
     let (door, mut newcomers) = mpsc::channel(world.len());
     let (certified, mine) = (identity.clone(), hello.clone());

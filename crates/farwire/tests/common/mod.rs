@@ -224,5 +224,5 @@ pub(crate) fn start_processes_at(
 pub(crate) fn resident_megabytes() -> usize {
     let pages = std::fs::read_to_string("/proc/self/statm").expect("Linux says how large a process is");
     let pages = pages.split(' ').nth(1).and_then(|pages| pages.parse::<usize>().ok());
-    pages.expect("the second number is what is in memory") * rustix::param::page_size() >> 20
+    pages.expect("the second number is what is in memory") * rustix::param::page_size() / (1 << 20)
 }
