@@ -154,6 +154,9 @@ impl TopK {
     }
 }
 
+/// An accumulator of this many elements stays in a cache near enough that asking for lines ahead costs more than it gains.
+const CACHED: usize = 1 << 21;
+
 /// Adds a message of kept elements.
 pub(crate) fn decode(
     level: Level,
@@ -179,7 +182,9 @@ pub(crate) fn decode(
         if taken > 0 {
             let (indices, values) = &mut *ahead;
             let used = index::decode(level, bytes, taken, next, range, indices)?;
-            simd::prefetch(acc, &indices[..taken]);
+            if acc.len() > CACHED {
+                simd::prefetch(acc, &indices[..taken]);
+            }
             bytes = &bytes[used..];
             let (coded, rest) = bytes
                 .split_at_checked(coding.len(taken))

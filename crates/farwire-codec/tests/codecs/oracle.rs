@@ -244,11 +244,11 @@ fn stochastic_rounding_is_right_in_the_mean_and_differs_between_ranks() {
         "int4,rotate=on,rounding=stochastic",
     ] {
         let codec = partitioned(name).unwrap();
-        let steps = 3000;
+        let (steps, shards) = (3000, cut(512, 1));
         let mut mean = vec![0.0f64; 512];
         for step in 0..steps {
             let place = Place::whole(Context { seed: 1, step, tensor: 3 }, 512);
-            let job = Job::worker(&values, Residual::Off, &place, &[0..512]);
+            let job = Job::worker(&values, Residual::Off, &place, &shards);
             let outcome = run(&*codec, &job);
             mean.iter_mut().zip(&outcome.decoded).for_each(|(mean, x)| *mean += f64::from(*x) / steps as f64);
             if step == 0 {
@@ -318,7 +318,7 @@ fn huge_and_tiny_values_stay_finite() {
     for (name, codec) in all_partitioned() {
         for x in [f32::MAX, 1e35, 1e-38, 1e-44] {
             let values: Vec<f32> = (0..600).map(|i| if i % 3 == 0 { x } else { -x / 2.0 }).collect();
-            let outcome = run(&*codec, &Job::worker(&values, Residual::Zero, &place(600), &[0..600]));
+            let outcome = run(&*codec, &Job::worker(&values, Residual::Zero, &place(600), &cut(600, 1)));
             let finite = outcome.decoded.iter().chain(&outcome.residual).all(|x| x.is_finite());
             assert!(finite, "{name}: {x}");
         }
