@@ -24,7 +24,7 @@ use crate::index::{self, BLOCK};
 use crate::job::{Encoded, Fused, Job, Partitioned, Place, Role, Sparse};
 use crate::kept::ValueCoding;
 use crate::rng::mix32;
-use crate::simd::{self, Found, Level, TILE};
+use crate::simd::{self, Found, Level, Stream, TILE};
 use crate::threads;
 
 /// Keeps the largest elements.
@@ -140,6 +140,8 @@ impl TopK {
         let mut next = 0;
         let mut within = [0; BLOCK];
         for (indices, values) in indices.chunks(BLOCK).zip(values.chunks_mut(BLOCK)) {
+            // What rounding leaves is written when the block is coded: by then its lines should be here.
+            simd::prefetch(residual, indices);
             let within = &mut within[..indices.len()];
             for (within, index) in within.iter_mut().zip(indices) {
                 *within = index - start as u32;
@@ -228,10 +230,14 @@ fn select(level: Level, job: &Job<'_>, keep: Option<usize>, out: &mut Encoded) -
     let results = threads::in_order(job.threads, tasks.collect(), |(range, own, candidates)| {
         candidates.clear();
         let (mut fused, mut found) = (Fused::new(level, job), Found::new());
-        for (k, tile) in own.chunks_mut(TILE).enumerate() {
+        let mut stream = Stream::new(level, job.values.len(), TILE);
+        for (k, own) in own.chunks_mut(TILE).enumerate() {
             let start = range.start + k * TILE;
-            fused.read(start, tile)?;
-            simd::compress(level, tile, start as u32, floor, &mut found);
+            stream.write(own, |tile| {
+                fused.read(start, tile)?;
+                simd::compress(level, tile, start as u32, floor, &mut found);
+                Ok(())
+            })?;
             let (indices, values) = found.get();
             candidates.extend(indices, values);
         }
@@ -347,16 +353,28 @@ fn take_largest(candidates: &[Sparse], keep: usize, selected: &mut Sparse) {
         candidates.iter().for_each(|list| selected.extend(&list.indices, &list.values));
         return;
     }
-    let (threshold, mut ties) = threshold(candidates, keep);
-    for (index, value) in candidates.iter().flat_map(Sparse::iter) {
+    let (threshold, ties) = threshold(candidates, keep);
+    candidates.iter().fold(ties, |ties, list| take_above(list, threshold, ties, selected));
+}
+
+/// Appends the candidates above the threshold, and the first `ties` of those at it. Returns how many more of them may come.
+fn take_above(candidates: &Sparse, threshold: u32, mut ties: usize, selected: &mut Sparse) -> usize {
+    let start = selected.len();
+    selected.indices.resize(start + candidates.len(), 0);
+    selected.values.resize(start + candidates.len(), 0.0);
+    // Whether one is taken cannot be predicted, so each is written and the next may replace it.
+    let mut end = start;
+    for (index, value) in candidates.iter() {
         let m = magnitude(value);
-        if m > threshold {
-            selected.push(index, value);
-        } else if m == threshold && ties > 0 {
-            ties -= 1;
-            selected.push(index, value);
-        }
+        let tie = m == threshold && ties > 0;
+        ties -= usize::from(tie);
+        selected.indices[end] = index;
+        selected.values[end] = value;
+        end += usize::from(m > threshold || tie);
     }
+    selected.indices.truncate(end);
+    selected.values.truncate(end);
+    ties
 }
 
 /// Adds the first zeros of `values` to `selected`, which holds everything else, until there are `keep`.
@@ -468,14 +486,6 @@ fn take_largest_of_few(candidates: &Sparse, keep: usize, selected: &mut Sparse) 
     let mut magnitudes: Vec<u32> = candidates.values.iter().map(|value| magnitude(*value)).collect();
     let (above, threshold, _) = magnitudes.select_nth_unstable_by(keep - 1, |a, b| b.cmp(a));
     let threshold = *threshold;
-    let mut ties = keep - above.iter().filter(|m| **m > threshold).count();
-    for (index, value) in candidates.iter() {
-        let m = magnitude(value);
-        if m > threshold {
-            selected.push(index, value);
-        } else if m == threshold && ties > 0 {
-            ties -= 1;
-            selected.push(index, value);
-        }
-    }
+    let ties = keep - above.iter().filter(|m| **m > threshold).count();
+    take_above(candidates, threshold, ties, selected);
 }
