@@ -82,6 +82,20 @@ kernel! {
 }
 
 kernel! {
+    /// Sum of the products of the elements that both have.
+    fn dot(a: &[f32], b: &[f32]) -> f32 {
+        let len = a.len().min(b.len());
+        let ((a, a_rest), (b, b_rest)) = (a[..len].as_chunks::<16>(), b[..len].as_chunks::<16>());
+        let mut lanes = [0.0; 16];
+        for (a, b) in a.iter().zip(b) {
+            lanes.iter_mut().zip(a).zip(b).for_each(|((lane, a), b)| *lane += a * b);
+        }
+        lanes.iter_mut().zip(a_rest).zip(b_rest).for_each(|((lane, a), b)| *lane += a * b);
+        lanes_sum(lanes)
+    }
+}
+
+kernel! {
     /// `values = values · factor`.
     fn scale(values: &mut [f32], factor: f32) {
         for value in values {
@@ -263,12 +277,23 @@ kernel! {
 kernel! {
     /// `acc = acc + unit`, or `− unit` where the bit is set.
     fn add_signs(bytes: &[u8], unit: f32, acc: &mut [f32]) {
-        for (acc, byte) in acc.chunks_mut(8).zip(bytes) {
-            for (i, acc) in (0u32..).zip(acc) {
-                *acc += f32::from_bits(unit.to_bits() ^ (u32::from(*byte) >> i & 1) << 31);
-            }
+        let (rows, rest) = acc.as_chunks_mut::<16>();
+        let (pairs, bytes_rest) = bytes[..].as_chunks::<2>();
+        for (row, pair) in rows.iter_mut().zip(pairs) {
+            let bits = u32::from(u16::from_le_bytes(*pair));
+            *row = std::array::from_fn(|i| row[i] + signed(unit, bits & 1 << i != 0));
+        }
+        let tail = pairs.get(rows.len()).map_or(bytes_rest, |pair| pair);
+        for (i, acc) in rest.iter_mut().enumerate() {
+            *acc += signed(unit, tail[i / 8] & 1 << (i % 8) != 0);
         }
     }
+}
+
+/// `unit`, or `−unit`.
+#[inline(always)]
+fn signed(unit: f32, negative: bool) -> f32 {
+    f32::from_bits(unit.to_bits() ^ if negative { 0x8000_0000 } else { 0 })
 }
 
 /// The nearest bfloat16, ties to even, and the largest finite one for what lies beyond.
@@ -406,6 +431,7 @@ mod tests {
             same(|level| largest(level, &values).to_bits());
             same(|level| sum_abs(level, &values).to_bits());
             same(|level| sum_squares(level, &values, inverse).to_bits());
+            same(|level| dot(level, &values, &values[n / 3..]).to_bits());
             same(|level| { let mut v = values.clone(); flip(level, &mut v, key, start); bits(&v) });
             same(|level| { let mut v = values.clone(); sub_scaled(level, &mut v, &values, inverse); bits(&v) });
             same(|level| { let mut v = values.clone(); add_scaled(level, &mut v, &values, inverse); bits(&v) });

@@ -135,7 +135,7 @@ fn train(problem: &impl Problem, mut world: World, ranks: usize, steps: usize, r
     problem.loss(&weights)
 }
 
-const CODECS: [&str; 5] = ["topk:0.01", "randk:0.01", "int8", "sign", "int4"];
+const CODECS: [&str; 5] = ["topk:0.01", "randk:0.01", "int8", "sign", "powersgd:1"];
 
 fn compare(name: &str, problem: &impl Problem, ranks: usize, steps: usize, rate: f32, tolerance: f64) {
     let n = problem.parameters();

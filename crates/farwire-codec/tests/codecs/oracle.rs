@@ -324,3 +324,53 @@ fn huge_and_tiny_values_stay_finite() {
         }
     }
 }
+
+#[test]
+fn powersgd_is_exact_for_matrices_of_its_rank() {
+    let (rows, columns, ranks) = (30, 20, 3);
+    let mut random = Random(17);
+    let (a, b) = (random.normals(2 * rows), random.normals(2 * columns));
+    let entry = |i: usize| a[i / columns] * b[i % columns] + a[rows + i / columns] * b[columns + i % columns];
+    let gradients: Vec<Vec<f32>> = (0..ranks)
+        .map(|rank| (0..rows * columns).map(|i| entry(i) * (rank as f32 + 1.0)).collect())
+        .collect();
+    let (shape, codec) = (Shape::of(&[rows, columns]), PowerSgd { rank: 2 });
+    let sum = |parts: Vec<&[f32]>| {
+        (0..parts[0].len()).map(|i| parts.iter().map(|part| part[i]).sum()).collect::<Vec<f32>>()
+    };
+    let begin = |g: &Vec<f32>| {
+        codec.begin(g.as_slice().into(), Residual::Zero, None, shape, Context::default()).unwrap()
+    };
+    let waiting: Vec<_> = gradients.iter().map(begin).collect();
+    let p = sum(waiting.iter().map(PowerP::p).collect());
+    let waiting: Vec<_> = waiting.into_iter().map(|rank| rank.with_sum(p.clone()).unwrap()).collect();
+    let q = sum(waiting.iter().map(PowerQ::q).collect());
+    assert_eq!((p.len(), q.len()), codec.factor_lens(shape));
+    for rank in waiting {
+        let mut result = vec![0.0; rows * columns];
+        let state = rank.with_sum(q.clone(), &mut result).unwrap();
+        for (i, x) in result.iter().enumerate() {
+            assert!((x - 6.0 * entry(i)).abs() < 1e-4, "{x} for {}", 6.0 * entry(i));
+        }
+        assert!(state.residual.iter().all(|left| left.abs() < 1e-4));
+    }
+}
+
+#[test]
+fn powersgd_recovers_from_a_gradient_of_zeros() {
+    let codec = PowerSgd { rank: 1 };
+    let begin = |g: &[f32], warm: Option<&[f32]>| {
+        codec.begin(g.into(), Residual::Zero, warm, Shape::of(&[2, 2]), Context::default())
+    };
+    let step = |g: &[f32], warm: Option<&[f32]>, acc: &mut [f32]| {
+        let waiting = begin(g, warm).unwrap();
+        let p = waiting.p().to_vec();
+        let waiting = waiting.with_sum(p).unwrap();
+        let q = waiting.q().to_vec();
+        waiting.with_sum(q, acc).unwrap()
+    };
+    let state = step(&[0.0; 4], None, &mut [0.0; 4]);
+    let mut result = [0.0; 4];
+    step(&[1.0, 2.0, 2.0, 4.0], Some(&state.warm), &mut result);
+    assert!(result.iter().zip([1.0, 2.0, 2.0, 4.0]).all(|(x, want)| (x - want).abs() < 1e-5), "{result:?}");
+}
