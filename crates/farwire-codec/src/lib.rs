@@ -1,7 +1,7 @@
 //! Gradient compressors, error feedback, and the wire coding of sparse and quantised vectors.
 //!
-//! This crate turns vectors into bytes and adds bytes to vectors. It does no IO but to save error feedback, reads no clock, and uses no threads but those a
-//! call asks for. The collectives that move the bytes are built on top of it.
+//! This crate turns vectors into bytes and adds bytes to vectors. It does no IO but to save error feedback, reads no clock, and uses no
+//! threads but those a call asks for. The collectives that move the bytes are built on top of it.
 //!
 //! The path of a gradient through the crate:
 //!

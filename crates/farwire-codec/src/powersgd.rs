@@ -4,8 +4,8 @@
 //!
 //! 1. Pᵢ = Mᵢ·Q. The ranks sum P (m × r), and make its columns orthonormal: P̂, the same on every rank.
 //! 2. Qᵢ = Mᵢᵀ·P̂. The ranks sum Q (n × r).
-//! 3. The result is P̂·Qᵀ. What rank i has not sent is Mᵢ − P̂·Qᵢᵀ: that is its residual, and the results and residuals add up to the inputs.
-//!    Q is kept for the next step.
+//! 3. The result is P̂·Qᵀ. What rank i has not sent is Mᵢ − P̂·Qᵢᵀ: that is its residual, and the results and residuals add up to the
+//!    inputs. Q is kept for the next step.
 //!
 //! A tensor of two or more dimensions is a matrix of its first by the rest; any other is cut into rows of ⌈√len⌉ elements, the last
 //! one filled up with zeros. Small tensors are better left dense.

@@ -255,7 +255,7 @@ fn select(level: Level, job: &Job<'_>, keep: Option<usize>, out: &mut Encoded) -
     if floor > 1 && total(&scratch.candidates) < keep {
         let floor = histogram_floor(residual, keep);
         for (range, candidates) in ranges.iter().zip(&mut scratch.candidates) {
-            collect(level, residual, range.clone(), floor, candidates);
+            collect(level, residual, range.clone(), floor, &mut Found::new(), candidates);
         }
     }
     take_largest(&scratch.candidates, keep, &mut scratch.selected);
@@ -266,11 +266,17 @@ fn select(level: Level, job: &Job<'_>, keep: Option<usize>, out: &mut Encoded) -
 }
 
 /// Collects what reaches the floor within a range of values that are already fused.
-fn collect(level: Level, values: &[f32], range: Range<usize>, floor: u32, candidates: &mut Sparse) {
+fn collect(
+    level: Level,
+    values: &[f32],
+    range: Range<usize>,
+    floor: u32,
+    found: &mut Found,
+    candidates: &mut Sparse,
+) {
     candidates.clear();
-    let mut found = Found::new();
     for (k, tile) in values[range.clone()].chunks(TILE).enumerate() {
-        simd::compress(level, tile, (range.start + k * TILE) as u32, floor, &mut found);
+        simd::compress(level, tile, (range.start + k * TILE) as u32, floor, found);
         let (indices, values) = found.get();
         candidates.extend(indices, values);
     }
@@ -417,26 +423,13 @@ fn select_per_chunk(
     });
     let results = threads::in_order(job.threads, tasks.collect(), |(range, own, kept)| {
         kept.clear();
-        let mut fused = Fused::new(level, job);
-        let mut candidates = Sparse::default();
-        let (mut start, mut floor) = (range.start, 1);
-        let mut rest = own;
+        let mut selector = ChunkSelector::new(level, job);
+        let (mut start, mut rest) = (range.start, own);
         while !rest.is_empty() {
             let end = (start / chunk + 1).saturating_mul(chunk).min(range.end);
             let (values, later) = std::mem::take(&mut rest).split_at_mut(end - start);
-            rest = later;
-            let due = proportion(keep, values.len(), chunk);
-            floor = largest_of_chunk(
-                &mut fused,
-                level,
-                values,
-                start - first,
-                due,
-                floor,
-                &mut candidates,
-                kept,
-            )?;
-            start = end;
+            selector.select(start - first, proportion(keep, values.len(), chunk), values, kept)?;
+            (start, rest) = (end, later);
         }
         Ok(())
     });
@@ -447,35 +440,52 @@ fn select_per_chunk(
     Ok(())
 }
 
-/// Fuses one chunk and selects from it. Returns a floor to try on the next one.
-#[allow(clippy::too_many_arguments, reason = "the state of the loop over chunks")]
-fn largest_of_chunk(
-    fused: &mut Fused<'_>,
+/// Selects from one chunk after the other.
+struct ChunkSelector<'a> {
     level: Level,
-    values: &mut [f32],
-    start: usize,
-    keep: usize,
+    fused: Fused<'a>,
+    found: Found,
+    candidates: Sparse,
+    /// What probably enough elements of the next chunk reach.
     floor: u32,
-    candidates: &mut Sparse,
-    kept: &mut Sparse,
-) -> Result<u32, EncodeError> {
-    for (k, tile) in values.chunks_mut(TILE).enumerate() {
-        fused.read(start + k * TILE, tile)?;
+}
+
+impl<'a> ChunkSelector<'a> {
+    fn new(level: Level, job: &Job<'a>) -> Self {
+        let (fused, candidates) = (Fused::new(level, job), Sparse::default());
+        Self { level, fused, found: Found::new(), candidates, floor: 1 }
     }
-    let all = 0..values.len();
-    collect(level, values, all.clone(), floor, candidates);
-    if candidates.len() < keep && floor > 1 {
-        collect(level, values, all, histogram_floor(values, keep), candidates);
+
+    /// Fuses the chunk that starts at `start` of the job into `values`, and appends the `keep` largest to `kept`.
+    fn select(
+        &mut self,
+        start: usize,
+        keep: usize,
+        values: &mut [f32],
+        kept: &mut Sparse,
+    ) -> Result<(), EncodeError> {
+        for (k, tile) in values.chunks_mut(TILE).enumerate() {
+            self.fused.read(start + k * TILE, tile)?;
+        }
+        self.collect(values, self.floor);
+        if self.candidates.len() < keep && self.floor > 1 {
+            self.collect(values, histogram_floor(values, keep));
+        }
+        if self.candidates.len() < keep {
+            fill_with_zeros(values, keep, &mut self.candidates);
+        }
+        let before = kept.len();
+        take_largest_of_few(&self.candidates, keep, kept);
+        kept.indices[before..].iter_mut().for_each(|index| *index += start as u32);
+        let least = kept.values[before..].iter().map(|value| magnitude(*value)).min().unwrap_or(1);
+        // An eighth of an octave lower: chunks of one tensor differ by less than that, mostly.
+        self.floor = least.saturating_sub(1 << 20).max(1);
+        Ok(())
     }
-    if candidates.len() < keep {
-        fill_with_zeros(values, keep, candidates);
+
+    fn collect(&mut self, values: &[f32], floor: u32) {
+        collect(self.level, values, 0..values.len(), floor, &mut self.found, &mut self.candidates);
     }
-    let before = kept.len();
-    take_largest_of_few(candidates, keep, kept);
-    kept.indices[before..].iter_mut().for_each(|index| *index += start as u32);
-    let least = kept.values[before..].iter().map(|value| magnitude(*value)).min().unwrap_or(1);
-    // An eighth of an octave lower: chunks of one tensor differ by less than that, mostly.
-    Ok(least.saturating_sub(1 << 20).max(1))
 }
 
 /// [`take_largest`] for a few hundred candidates, where sorting beats counting.

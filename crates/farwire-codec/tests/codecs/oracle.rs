@@ -194,6 +194,31 @@ fn top_k_of_a_large_vector_is_a_full_sort_whatever_the_sample_says() {
     }
 }
 
+/// Vectors of more than 2²¹ elements are written past the caches: another path to the same bits.
+#[test]
+fn long_vectors_come_out_the_same_for_any_number_of_threads() {
+    let n = (1 << 21) + 4999;
+    let mut random = Random(23);
+    let values: Vec<f32> = (0..n).map(|_| random.uniform() as f32 - 0.5).collect();
+    let (place, shards) = (place(n), cut(n, 3));
+    for name in ["topk:0.01", "topk:64/4096", "randk:0.01", "int8", "sign"] {
+        let codec = partitioned(name).unwrap();
+        let one = run(&*codec, &Job::worker(&values, Residual::Zero, &place, &shards));
+        for i in 0..n {
+            assert_eq!((values[i] - one.decoded[i]) + 0.0, one.residual[i] + 0.0, "{name}: element {i}");
+        }
+        let threads = NonZeroUsize::new(3).unwrap();
+        let three = run(&*codec, &Job { threads, ..Job::worker(&values, Residual::Zero, &place, &shards) });
+        assert!(one.messages == three.messages && bits(&one.residual) == bits(&three.residual), "{name}");
+        // A part that is encoded in place, of the same blocks, gives the same bytes.
+        if matches!(name, "int8" | "sign") {
+            let part = place.part(shards[0].clone());
+            let short = run(&*codec, &Job::owner(&values[shards[0].clone()], Residual::Zero, &part));
+            assert!(short.messages[0] == one.messages[0], "{name}");
+        }
+    }
+}
+
 #[test]
 fn random_k_sends_the_same_elements_on_every_rank_and_others_each_step() {
     let n = 10_000;
