@@ -127,7 +127,8 @@ impl Partitioned for RandomK {
             if !add(level, bytes, values) {
                 return Err(DecodeError::Field("value"));
             }
-            for (one, value) in drawn.by_ref().zip(values) {
+            // Values first: zip must not draw one more than there are.
+            for (value, one) in values.iter().zip(drawn.by_ref()) {
                 acc[one.index - range.start] += *value;
             }
         }

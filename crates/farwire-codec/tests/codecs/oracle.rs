@@ -201,7 +201,20 @@ fn long_vectors_come_out_the_same_for_any_number_of_threads() {
     let mut random = Random(23);
     let values: Vec<f32> = (0..n).map(|_| random.uniform() as f32 - 0.5).collect();
     let (place, shards) = (place(n), cut(n, 3));
-    for name in ["topk:0.01", "topk:64/4096", "randk:0.01", "int8", "sign"] {
+    for name in [
+        "none",
+        "f16",
+        "topk:0.01",
+        "topk:0.4,values=int8",
+        "topk:64/4096",
+        "topk:300/10000,values=int8",
+        "randk:0.01",
+        "randk:0.5,values=f32",
+        "int8",
+        "int4,block=8192,rotate=on",
+        "fp8,block=65536,rounding=stochastic",
+        "sign",
+    ] {
         let codec = partitioned(name).unwrap();
         let one = run(&*codec, &Job::worker(&values, Residual::Zero, &place, &shards));
         for i in 0..n {
