@@ -1,8 +1,8 @@
 //! A codec of your own.
 //!
 //! Write how a vector becomes bytes and how bytes are added to a vector. The rest is done for you: error feedback (what a codec has
-//! not transmitted is its input minus what it decodes from its own message), checks for NaN, and an allreduce in which every rank sends its message to
-//! every other and all of them add the messages in rank order.
+//! not transmitted is its input minus what it decodes from its own message) and checks for NaN. In an allreduce every rank sends its
+//! message to every other, and all of them add the messages in rank order.
 //!
 //! ```
 //! use std::sync::Arc;

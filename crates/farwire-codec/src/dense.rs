@@ -15,7 +15,7 @@ use std::ops::Range;
 use crate::error::{DecodeError, EncodeError};
 use crate::job::{Encoded, Fused, Job, Place};
 use crate::rng::{Counter, Purpose};
-use crate::simd::Level;
+use crate::simd::{Level, Stream};
 use crate::threads;
 
 /// A codec for one tile.
@@ -80,12 +80,16 @@ pub(crate) fn encode(codec: &impl Tiles, job: &Job<'_>, out: &mut Encoded) -> Re
     let level = Level::detect();
     let results = threads::in_order(job.threads, tasks, |(range, own, mut bytes)| {
         let mut fused = Fused::new(level, job);
-        for (k, values) in own.chunks_mut(codec.tile()).enumerate() {
+        let mut stream = Stream::new(level, job.values.len(), codec.tile());
+        for (k, own) in own.chunks_mut(codec.tile()).enumerate() {
             let start = range.start + k * codec.tile();
-            fused.read(start - first, values)?;
-            let (coded, rest) = bytes.split_at_mut(codec.coded_len(values.len()));
+            let (coded, rest) = bytes.split_at_mut(codec.coded_len(own.len()));
             bytes = rest;
-            codec.encode(level, &Noise::new(&job.place, job.rank, start), values, coded);
+            stream.write(own, |values| {
+                fused.read(start - first, values)?;
+                codec.encode(level, &Noise::new(&job.place, job.rank, start), values, coded);
+                Ok(())
+            })?;
         }
         Ok(())
     });

@@ -72,8 +72,9 @@ pub(crate) fn encode(indices: &[u32], next: u32, out: &mut Vec<u8>) {
 
 /// The number of low bits that takes fewest bits, among those the mean gap suggests and zero.
 fn best_low(gaps: &[u32], passed: u64) -> u32 {
+    // The high parts add up to less than the elements passed, so to less than 2³².
     let bits = |low: u32| {
-        gaps.iter().map(|gap| u64::from(gap >> low)).sum::<u64>() + (u64::from(low) + 1) * gaps.len() as u64
+        u64::from(gaps.iter().map(|gap| gap >> low).sum::<u32>()) + u64::from(low + 1) * gaps.len() as u64
     };
     // A geometric distribution's best is near log₂ of ln 2 times its mean.
     let guess = (passed * 45_426 / 65_536 / gaps.len() as u64).max(1).ilog2().min(MAX_LOW);

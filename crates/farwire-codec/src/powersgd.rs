@@ -4,8 +4,8 @@
 //!
 //! 1. Pᵢ = Mᵢ·Q. The ranks sum P (m × r), and make its columns orthonormal: P̂, the same on every rank.
 //! 2. Qᵢ = Mᵢᵀ·P̂. The ranks sum Q (n × r).
-//! 3. The result is P̂·Qᵀ. What rank i has not sent is Mᵢ − P̂·Qᵢᵀ: that is its residual, and the results and residuals add up to the inputs.
-//!    Q is kept for the next step.
+//! 3. The result is P̂·Qᵀ. What rank i has not sent is Mᵢ − P̂·Qᵢᵀ: that is its residual, and the results and residuals add up to the
+//!    inputs. Q is kept for the next step.
 //!
 //! A tensor of two or more dimensions is a matrix of its first by the rest; any other is cut into rows of ⌈√len⌉ elements, the last
 //! one filled up with zeros. Small tensors are better left dense.
@@ -15,7 +15,7 @@
 use crate::error::EncodeError;
 use crate::job::{Context, Fused, Job, Place, Residual, Role, Values};
 use crate::rng::{Counter, Purpose};
-use crate::simd::Level;
+use crate::simd::{self, Level};
 
 /// Sends matrices of a given rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -75,7 +75,8 @@ impl PowerSgd {
             shards: &[],
             threads: std::num::NonZeroUsize::MIN,
         };
-        Fused::new(Level::detect(), &job).read(0, &mut matrix)?;
+        let level = Level::detect();
+        Fused::new(level, &job).read(0, &mut matrix)?;
 
         let mut q = match warm {
             Some(warm) if warm.len() == shape.columns * rank => warm.to_vec(),
@@ -83,19 +84,16 @@ impl PowerSgd {
         };
         // A column of zeros, at the start or after a gradient of zeros, would stay zero for ever.
         let counter = Counter::new(context, Purpose::WarmStart);
-        for column in 0..rank {
-            if q.iter().skip(column).step_by(rank).all(|value| *value == 0.0) {
-                q.iter_mut()
-                    .enumerate()
-                    .skip(column)
-                    .step_by(rank)
-                    .for_each(|(i, value)| *value = counter.normal(i as u64));
+        for (k, column) in q.chunks_mut(shape.columns.max(1)).enumerate() {
+            if column.iter().all(|value| *value == 0.0) {
+                let start = (k * shape.columns) as u64;
+                column.iter_mut().zip(start..).for_each(|(value, i)| *value = counter.normal(i));
             }
         }
         let mut p = vec![0.0; shape.rows * rank];
         for (row, p) in matrix.chunks(shape.columns.max(1)).zip(p.chunks_mut(rank.max(1))) {
-            for (value, q) in row.iter().zip(q.chunks(rank.max(1))) {
-                add_multiple(p, *value, q);
+            for (p, column) in p.iter_mut().zip(q.chunks(shape.columns)) {
+                *p = simd::dot(level, row, column);
             }
         }
         check_finite(&p)?;
@@ -131,10 +129,11 @@ impl PowerP {
         check_finite(&p)?;
         orthonormalise(&mut p, self.rank);
         let Self { matrix, shape, rank, keep, .. } = self;
+        let level = Level::detect();
         let mut q = vec![0.0; shape.columns * rank];
         for (row, p) in matrix.chunks(shape.columns.max(1)).zip(p.chunks(rank.max(1))) {
-            for (value, q) in row.iter().zip(q.chunks_mut(rank.max(1))) {
-                add_multiple(q, *value, p);
+            for (p, column) in p.iter().zip(q.chunks_mut(shape.columns)) {
+                simd::add_scaled(level, column, row, *p);
             }
         }
         check_finite(&q)?;
@@ -154,7 +153,7 @@ pub struct PowerQ {
 }
 
 impl PowerQ {
-    /// This rank's Q, row by row.
+    /// This rank's Q, column by column: so the inner loops run along rows of the matrix.
     pub fn q(&self) -> &[f32] {
         &self.q
     }
@@ -165,12 +164,14 @@ impl PowerQ {
         assert_eq!(acc.len(), self.matrix.len(), "one element for each of the tensor");
         check_finite(&q)?;
         let Self { mut matrix, shape, rank, p, q: own, keep } = self;
-        let (columns, rank) = (shape.columns.max(1), rank.max(1));
+        let (level, columns, rank) = (Level::detect(), shape.columns.max(1), rank.max(1));
         for (row, p) in acc.chunks_mut(columns).zip(p.chunks(rank)) {
-            row.iter_mut().zip(q.chunks(rank)).for_each(|(value, q)| *value += dot(p, q));
+            p.iter().zip(q.chunks(columns)).for_each(|(p, column)| simd::add_scaled(level, row, column, *p));
         }
         for (row, p) in matrix.chunks_mut(columns).zip(p.chunks(rank)) {
-            row.iter_mut().zip(own.chunks(rank)).for_each(|(value, q)| *value -= dot(p, q));
+            p.iter()
+                .zip(own.chunks(columns))
+                .for_each(|(p, column)| simd::sub_scaled(level, row, column, *p));
         }
         Ok(PowerState { residual: if keep { matrix } else { Vec::new() }, warm: q })
     }
@@ -183,14 +184,6 @@ pub struct PowerState {
     pub residual: Vec<f32>,
     /// Where the next step starts: the same on every rank.
     pub warm: Vec<f32>,
-}
-
-fn add_multiple(acc: &mut [f32], factor: f32, values: &[f32]) {
-    acc.iter_mut().zip(values).for_each(|(acc, value)| *acc += factor * value);
-}
-
-fn dot(a: &[f32], b: &[f32]) -> f32 {
-    a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
 fn check_finite(values: &[f32]) -> Result<(), EncodeError> {
@@ -248,6 +241,7 @@ mod tests {
         let mut matrix: Vec<f32> =
             (0..6).flat_map(|i| [i as f32, (i * i) as f32 - 3.0, (i * i + i) as f32 - 3.0, 0.0]).collect();
         orthonormalise(&mut matrix, 4);
+        let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>();
         let column = |c: usize| matrix.iter().skip(c).step_by(4).copied().collect::<Vec<_>>();
         assert!((dot(&column(0), &column(0)) - 1.0).abs() < 1e-6);
         assert!((dot(&column(1), &column(1)) - 1.0).abs() < 1e-6);

@@ -17,7 +17,7 @@ use crate::dense::sections;
 use crate::error::{DecodeError, EncodeError};
 use crate::job::{Encoded, Fused, Job, Partitioned, Place, Residual, Role};
 use crate::rng::{Counter, Purpose};
-use crate::simd::{self, Level, TILE, from_bf16_bits, to_bf16_bits};
+use crate::simd::{self, Level, Stream, TILE, from_bf16_bits, to_bf16_bits};
 use crate::threads;
 use crate::topk::Share;
 
@@ -82,14 +82,18 @@ impl Partitioned for RandomK {
             bytes.clear();
             let mut fused = Fused::new(level, job);
             let mut drawn = strata.within(range.clone()).peekable();
-            for (k, tile) in own.chunks_mut(TILE).enumerate() {
+            let mut stream = Stream::new(level, job.values.len(), TILE);
+            for (k, own) in own.chunks_mut(TILE).enumerate() {
                 let start = range.start + k * TILE;
-                fused.read(start - job.place.range.start, tile)?;
-                while let Some(one) = drawn.next_if(|one| one.index < start + tile.len()) {
-                    let value = &mut tile[one.index - start];
-                    let sent = if boost { *value * one.of as f32 } else { *value };
-                    *value -= self.put(sent, &mut bytes);
-                }
+                stream.write(own, |tile| {
+                    fused.read(start - job.place.range.start, tile)?;
+                    while let Some(one) = drawn.next_if(|one| one.index < start + tile.len()) {
+                        let value = &mut tile[one.index - start];
+                        let sent = if boost { *value * one.of as f32 } else { *value };
+                        *value -= self.put(sent, &mut bytes);
+                    }
+                    Ok(())
+                })?;
             }
             Ok((range.start, bytes))
         });
@@ -123,7 +127,8 @@ impl Partitioned for RandomK {
             if !add(level, bytes, values) {
                 return Err(DecodeError::Field("value"));
             }
-            for (one, value) in drawn.by_ref().zip(values) {
+            // Values first: zip must not draw one more than there are.
+            for (value, one) in values.iter().zip(drawn.by_ref()) {
                 acc[one.index - range.start] += *value;
             }
         }

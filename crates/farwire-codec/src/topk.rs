@@ -24,7 +24,7 @@ use crate::index::{self, BLOCK};
 use crate::job::{Encoded, Fused, Job, Partitioned, Place, Role, Sparse};
 use crate::kept::ValueCoding;
 use crate::rng::mix32;
-use crate::simd::{self, Found, Level, TILE};
+use crate::simd::{self, Found, Level, Stream, TILE};
 use crate::threads;
 
 /// Keeps the largest elements.
@@ -140,6 +140,8 @@ impl TopK {
         let mut next = 0;
         let mut within = [0; BLOCK];
         for (indices, values) in indices.chunks(BLOCK).zip(values.chunks_mut(BLOCK)) {
+            // What rounding leaves is written when the block is coded: by then its lines should be here.
+            simd::prefetch(residual, indices);
             let within = &mut within[..indices.len()];
             for (within, index) in within.iter_mut().zip(indices) {
                 *within = index - start as u32;
@@ -153,6 +155,9 @@ impl TopK {
         }
     }
 }
+
+/// An accumulator of this many elements stays in a cache near enough that asking for lines ahead costs more than it gains.
+const CACHED: usize = 1 << 21;
 
 /// Adds a message of kept elements.
 pub(crate) fn decode(
@@ -179,7 +184,9 @@ pub(crate) fn decode(
         if taken > 0 {
             let (indices, values) = &mut *ahead;
             let used = index::decode(level, bytes, taken, next, range, indices)?;
-            simd::prefetch(acc, &indices[..taken]);
+            if acc.len() > CACHED {
+                simd::prefetch(acc, &indices[..taken]);
+            }
             bytes = &bytes[used..];
             let (coded, rest) = bytes
                 .split_at_checked(coding.len(taken))
@@ -223,10 +230,14 @@ fn select(level: Level, job: &Job<'_>, keep: Option<usize>, out: &mut Encoded) -
     let results = threads::in_order(job.threads, tasks.collect(), |(range, own, candidates)| {
         candidates.clear();
         let (mut fused, mut found) = (Fused::new(level, job), Found::new());
-        for (k, tile) in own.chunks_mut(TILE).enumerate() {
+        let mut stream = Stream::new(level, job.values.len(), TILE);
+        for (k, own) in own.chunks_mut(TILE).enumerate() {
             let start = range.start + k * TILE;
-            fused.read(start, tile)?;
-            simd::compress(level, tile, start as u32, floor, &mut found);
+            stream.write(own, |tile| {
+                fused.read(start, tile)?;
+                simd::compress(level, tile, start as u32, floor, &mut found);
+                Ok(())
+            })?;
             let (indices, values) = found.get();
             candidates.extend(indices, values);
         }
@@ -244,7 +255,7 @@ fn select(level: Level, job: &Job<'_>, keep: Option<usize>, out: &mut Encoded) -
     if floor > 1 && total(&scratch.candidates) < keep {
         let floor = histogram_floor(residual, keep);
         for (range, candidates) in ranges.iter().zip(&mut scratch.candidates) {
-            collect(level, residual, range.clone(), floor, candidates);
+            collect(level, residual, range.clone(), floor, &mut Found::new(), candidates);
         }
     }
     take_largest(&scratch.candidates, keep, &mut scratch.selected);
@@ -255,11 +266,17 @@ fn select(level: Level, job: &Job<'_>, keep: Option<usize>, out: &mut Encoded) -
 }
 
 /// Collects what reaches the floor within a range of values that are already fused.
-fn collect(level: Level, values: &[f32], range: Range<usize>, floor: u32, candidates: &mut Sparse) {
+fn collect(
+    level: Level,
+    values: &[f32],
+    range: Range<usize>,
+    floor: u32,
+    found: &mut Found,
+    candidates: &mut Sparse,
+) {
     candidates.clear();
-    let mut found = Found::new();
     for (k, tile) in values[range.clone()].chunks(TILE).enumerate() {
-        simd::compress(level, tile, (range.start + k * TILE) as u32, floor, &mut found);
+        simd::compress(level, tile, (range.start + k * TILE) as u32, floor, found);
         let (indices, values) = found.get();
         candidates.extend(indices, values);
     }
@@ -342,16 +359,28 @@ fn take_largest(candidates: &[Sparse], keep: usize, selected: &mut Sparse) {
         candidates.iter().for_each(|list| selected.extend(&list.indices, &list.values));
         return;
     }
-    let (threshold, mut ties) = threshold(candidates, keep);
-    for (index, value) in candidates.iter().flat_map(Sparse::iter) {
+    let (threshold, ties) = threshold(candidates, keep);
+    candidates.iter().fold(ties, |ties, list| take_above(list, threshold, ties, selected));
+}
+
+/// Appends the candidates above the threshold, and the first `ties` of those at it. Returns how many more of them may come.
+fn take_above(candidates: &Sparse, threshold: u32, mut ties: usize, selected: &mut Sparse) -> usize {
+    let start = selected.len();
+    selected.indices.resize(start + candidates.len(), 0);
+    selected.values.resize(start + candidates.len(), 0.0);
+    // Whether one is taken cannot be predicted, so each is written and the next may replace it.
+    let mut end = start;
+    for (index, value) in candidates.iter() {
         let m = magnitude(value);
-        if m > threshold {
-            selected.push(index, value);
-        } else if m == threshold && ties > 0 {
-            ties -= 1;
-            selected.push(index, value);
-        }
+        let tie = m == threshold && ties > 0;
+        ties -= usize::from(tie);
+        selected.indices[end] = index;
+        selected.values[end] = value;
+        end += usize::from(m > threshold || tie);
     }
+    selected.indices.truncate(end);
+    selected.values.truncate(end);
+    ties
 }
 
 /// Adds the first zeros of `values` to `selected`, which holds everything else, until there are `keep`.
@@ -394,26 +423,13 @@ fn select_per_chunk(
     });
     let results = threads::in_order(job.threads, tasks.collect(), |(range, own, kept)| {
         kept.clear();
-        let mut fused = Fused::new(level, job);
-        let mut candidates = Sparse::default();
-        let (mut start, mut floor) = (range.start, 1);
-        let mut rest = own;
+        let mut selector = ChunkSelector::new(level, job);
+        let (mut start, mut rest) = (range.start, own);
         while !rest.is_empty() {
             let end = (start / chunk + 1).saturating_mul(chunk).min(range.end);
             let (values, later) = std::mem::take(&mut rest).split_at_mut(end - start);
-            rest = later;
-            let due = proportion(keep, values.len(), chunk);
-            floor = largest_of_chunk(
-                &mut fused,
-                level,
-                values,
-                start - first,
-                due,
-                floor,
-                &mut candidates,
-                kept,
-            )?;
-            start = end;
+            selector.select(start - first, proportion(keep, values.len(), chunk), values, kept)?;
+            (start, rest) = (end, later);
         }
         Ok(())
     });
@@ -424,35 +440,52 @@ fn select_per_chunk(
     Ok(())
 }
 
-/// Fuses one chunk and selects from it. Returns a floor to try on the next one.
-#[allow(clippy::too_many_arguments, reason = "the state of the loop over chunks")]
-fn largest_of_chunk(
-    fused: &mut Fused<'_>,
+/// Selects from one chunk after the other.
+struct ChunkSelector<'a> {
     level: Level,
-    values: &mut [f32],
-    start: usize,
-    keep: usize,
+    fused: Fused<'a>,
+    found: Found,
+    candidates: Sparse,
+    /// What probably enough elements of the next chunk reach.
     floor: u32,
-    candidates: &mut Sparse,
-    kept: &mut Sparse,
-) -> Result<u32, EncodeError> {
-    for (k, tile) in values.chunks_mut(TILE).enumerate() {
-        fused.read(start + k * TILE, tile)?;
+}
+
+impl<'a> ChunkSelector<'a> {
+    fn new(level: Level, job: &Job<'a>) -> Self {
+        let (fused, candidates) = (Fused::new(level, job), Sparse::default());
+        Self { level, fused, found: Found::new(), candidates, floor: 1 }
     }
-    let all = 0..values.len();
-    collect(level, values, all.clone(), floor, candidates);
-    if candidates.len() < keep && floor > 1 {
-        collect(level, values, all, histogram_floor(values, keep), candidates);
+
+    /// Fuses the chunk that starts at `start` of the job into `values`, and appends the `keep` largest to `kept`.
+    fn select(
+        &mut self,
+        start: usize,
+        keep: usize,
+        values: &mut [f32],
+        kept: &mut Sparse,
+    ) -> Result<(), EncodeError> {
+        for (k, tile) in values.chunks_mut(TILE).enumerate() {
+            self.fused.read(start + k * TILE, tile)?;
+        }
+        self.collect(values, self.floor);
+        if self.candidates.len() < keep && self.floor > 1 {
+            self.collect(values, histogram_floor(values, keep));
+        }
+        if self.candidates.len() < keep {
+            fill_with_zeros(values, keep, &mut self.candidates);
+        }
+        let before = kept.len();
+        take_largest_of_few(&self.candidates, keep, kept);
+        kept.indices[before..].iter_mut().for_each(|index| *index += start as u32);
+        let least = kept.values[before..].iter().map(|value| magnitude(*value)).min().unwrap_or(1);
+        // An eighth of an octave lower: chunks of one tensor differ by less than that, mostly.
+        self.floor = least.saturating_sub(1 << 20).max(1);
+        Ok(())
     }
-    if candidates.len() < keep {
-        fill_with_zeros(values, keep, candidates);
+
+    fn collect(&mut self, values: &[f32], floor: u32) {
+        collect(self.level, values, 0..values.len(), floor, &mut self.found, &mut self.candidates);
     }
-    let before = kept.len();
-    take_largest_of_few(candidates, keep, kept);
-    kept.indices[before..].iter_mut().for_each(|index| *index += start as u32);
-    let least = kept.values[before..].iter().map(|value| magnitude(*value)).min().unwrap_or(1);
-    // An eighth of an octave lower: chunks of one tensor differ by less than that, mostly.
-    Ok(least.saturating_sub(1 << 20).max(1))
 }
 
 /// [`take_largest`] for a few hundred candidates, where sorting beats counting.
@@ -463,14 +496,6 @@ fn take_largest_of_few(candidates: &Sparse, keep: usize, selected: &mut Sparse) 
     let mut magnitudes: Vec<u32> = candidates.values.iter().map(|value| magnitude(*value)).collect();
     let (above, threshold, _) = magnitudes.select_nth_unstable_by(keep - 1, |a, b| b.cmp(a));
     let threshold = *threshold;
-    let mut ties = keep - above.iter().filter(|m| **m > threshold).count();
-    for (index, value) in candidates.iter() {
-        let m = magnitude(value);
-        if m > threshold {
-            selected.push(index, value);
-        } else if m == threshold && ties > 0 {
-            ties -= 1;
-            selected.push(index, value);
-        }
-    }
+    let ties = keep - above.iter().filter(|m| **m > threshold).count();
+    take_above(candidates, threshold, ties, selected);
 }

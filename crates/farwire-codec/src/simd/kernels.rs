@@ -1,4 +1,4 @@
-//! Loops over floats. Each is one safe body that the compiler vectorises for each level.
+//! Loops over floats. Each is one body that the compiler vectorises for each level; all but one conversion is safe code.
 
 use super::kernel;
 use crate::rng::{mix32, unit32};
@@ -78,6 +78,20 @@ kernel! {
     /// Sum of the squares of `value · factor`.
     fn sum_squares(values: &[f32], factor: f32) -> f32 {
         sum_of(values, |value| (value * factor) * (value * factor))
+    }
+}
+
+kernel! {
+    /// Sum of the products of the elements that both have.
+    fn dot(a: &[f32], b: &[f32]) -> f32 {
+        let len = a.len().min(b.len());
+        let ((a, a_rest), (b, b_rest)) = (a[..len].as_chunks::<16>(), b[..len].as_chunks::<16>());
+        let mut lanes = [0.0; 16];
+        for (a, b) in a.iter().zip(b) {
+            lanes.iter_mut().zip(a).zip(b).for_each(|((lane, a), b)| *lane += a * b);
+        }
+        lanes.iter_mut().zip(a_rest).zip(b_rest).for_each(|((lane, a), b)| *lane += a * b);
+        lanes_sum(lanes)
     }
 }
 
@@ -204,7 +218,8 @@ fn e4m3(x: f32, dither: u32) -> u32 {
     let bits = x.to_bits();
     let normal = (bits.wrapping_add(dither) >> 20).wrapping_sub(120 << 3);
     // Below 2⁻⁶ the steps are 2⁻⁹, all equal. Scaled by 2⁹ and by 2²⁰, the same dither serves.
-    let fixed = (x.min(0.015625) * 536_870_912.0) as i32 as u32;
+    // SAFETY: the minimum of anything, NaN included, and 2⁻⁶ is at most that, and a magnitude is not negative: it fits.
+    let fixed = unsafe { (x.min(0.015625) * 536_870_912.0).to_int_unchecked::<i32>() } as u32;
     let small = fixed.wrapping_add(dither) >> 20;
     (if x < 0.015625 { small } else { normal }).min(0x7e)
 }
@@ -262,12 +277,23 @@ kernel! {
 kernel! {
     /// `acc = acc + unit`, or `− unit` where the bit is set.
     fn add_signs(bytes: &[u8], unit: f32, acc: &mut [f32]) {
-        for (acc, byte) in acc.chunks_mut(8).zip(bytes) {
-            for (i, acc) in (0u32..).zip(acc) {
-                *acc += f32::from_bits(unit.to_bits() ^ (u32::from(*byte) >> i & 1) << 31);
-            }
+        let (rows, rest) = acc.as_chunks_mut::<16>();
+        let (pairs, bytes_rest) = bytes[..].as_chunks::<2>();
+        for (row, pair) in rows.iter_mut().zip(pairs) {
+            let bits = u32::from(u16::from_le_bytes(*pair));
+            *row = std::array::from_fn(|i| row[i] + signed(unit, bits & 1 << i != 0));
+        }
+        let tail = pairs.get(rows.len()).map_or(bytes_rest, |pair| pair);
+        for (i, acc) in rest.iter_mut().enumerate() {
+            *acc += signed(unit, tail[i / 8] & 1 << (i % 8) != 0);
         }
     }
+}
+
+/// `unit`, or `−unit`.
+#[inline(always)]
+fn signed(unit: f32, negative: bool) -> f32 {
+    f32::from_bits(unit.to_bits() ^ if negative { 0x8000_0000 } else { 0 })
 }
 
 /// The nearest bfloat16, ties to even, and the largest finite one for what lies beyond.
@@ -331,10 +357,23 @@ kernel! {
     }
 }
 
+/// One round of the Hadamard transform within a row.
+#[inline(always)]
+fn butterfly<const HALF: usize>(row: [f32; 16]) -> [f32; 16] {
+    std::array::from_fn(|i| if i & HALF == 0 { row[i] + row[i ^ HALF] } else { row[i ^ HALF] - row[i] })
+}
+
 kernel! {
     /// The Walsh–Hadamard transform without its factor 1/√len; len is a power of two. Twice is `values · len`.
     fn hadamard(values: &mut [f32]) {
+        // The first four rounds stay within sixteen neighbours. Written as permutations of a row, they are vectorised too.
         let mut half = 1;
+        if values.len() >= 16 {
+            for row in values.as_chunks_mut::<16>().0 {
+                *row = butterfly::<8>(butterfly::<4>(butterfly::<2>(butterfly::<1>(*row))));
+            }
+            half = 16;
+        }
         while half < values.len() {
             for pair in values.chunks_exact_mut(2 * half) {
                 let (low, high) = pair.split_at_mut(half);
@@ -392,6 +431,7 @@ mod tests {
             same(|level| largest(level, &values).to_bits());
             same(|level| sum_abs(level, &values).to_bits());
             same(|level| sum_squares(level, &values, inverse).to_bits());
+            same(|level| dot(level, &values, &values[n / 3..]).to_bits());
             same(|level| { let mut v = values.clone(); flip(level, &mut v, key, start); bits(&v) });
             same(|level| { let mut v = values.clone(); sub_scaled(level, &mut v, &values, inverse); bits(&v) });
             same(|level| { let mut v = values.clone(); add_scaled(level, &mut v, &values, inverse); bits(&v) });

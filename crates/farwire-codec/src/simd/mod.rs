@@ -12,10 +12,12 @@
 mod kernels;
 mod rice;
 mod select;
+mod stream;
 
 pub(crate) use kernels::*;
 pub(crate) use rice::{decode_gaps, prefetch};
 pub(crate) use select::{Found, TILE, compress};
+pub(crate) use stream::Stream;
 
 /// The instructions to use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

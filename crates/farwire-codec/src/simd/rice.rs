@@ -23,8 +23,8 @@ pub(crate) fn decode_gaps(
         return Err(DecodeError::Length { need: low_len + 1, given: bytes.len() });
     }
     #[cfg(target_arch = "x86_64")]
-    if level == Level::Avx512 && bytes.len() >= low_len + 4 {
-        // SAFETY: the level is proof that the instructions are there; the length is what `avx512` asks for.
+    if level == Level::Avx512 && low <= 17 {
+        // SAFETY: the level is proof that the instructions are there.
         return unsafe { avx512(bytes, low_len, low, count, next, range, out) };
     }
     portable(level, bytes, low_len, low, count, next, range, out)
@@ -34,10 +34,10 @@ pub(crate) fn decode_gaps(
 pub(crate) fn prefetch(acc: &[f32], indices: &[u32]) {
     #[cfg(target_arch = "x86_64")]
     for index in indices {
-        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
         let line = acc.as_ptr().wrapping_add(*index as usize);
         // SAFETY: a prefetch may be given any address; it never faults.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(line.cast()) };
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(line.cast()) };
     }
     let _ = (acc, indices);
 }
@@ -80,32 +80,33 @@ kernel! {
         range: u32,
         out: &mut [u32; BLOCK],
     ) -> Result<(usize, u64), DecodeError> {
-        let (lows, unary) = bytes.split_at(low_len);
+        let unary = &bytes[low_len..];
         let (mut found, mut at) = (0, 0);
         while found < count {
             if at >= unary.len() || at as u64 * 8 > u64::from(range) {
                 return Err(runaway(at, unary, range));
             }
             let mut word = word(unary, at);
-            while word != 0 && found < count {
-                out[found] = (at * 8) as u32 + word.trailing_zeros();
-                word &= word - 1;
-                found += 1;
+            let ones = (word.count_ones() as usize).min(count - found);
+            for position in &mut out[found..found + ones] {
+                *position = (at * 8) as u32 + word.trailing_zeros();
+                word &= word.wrapping_sub(1);
             }
+            found += ones;
             at += 8;
         }
         let last = out[count - 1];
         let (mask, mut sum) = ((1u64 << low) - 1, 0u32);
         for (j, out) in out[..count].iter_mut().enumerate() {
             let bit = j * low as usize;
-            sum += (word(lows, bit / 8) >> (bit % 8) & mask) as u32;
+            sum += (word(bytes, bit / 8) >> (bit % 8) & mask) as u32;
             *out = next.wrapping_add(sum).wrapping_add((*out - j as u32) << low).wrapping_add(j as u32);
         }
         Ok(ends(low_len, low, count, next, sum, last))
     }
 }
 
-/// Needs at least four bytes after the low parts.
+/// For up to 17 low bits, which any two neighbouring 16-bit words hold.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi1,bmi2,popcnt,lzcnt")]
 fn avx512(
@@ -145,24 +146,29 @@ fn avx512(
     }
 
     // index = next + sum of low parts so far + (zeros so far << low) + j, where the zeros before the j-th one are position − j.
+    // The low parts of sixteen gaps are 2·low bytes, so each row starts at a byte. Lane j takes the two 16-bit words that hold its bits.
     let zero = _mm512_setzero_si512();
     let last_lane = _mm512_set1_epi32(15);
     let low_mask = _mm512_set1_epi32((1 << low) - 1);
     let shift = _mm_cvtsi32_si128(low as i32);
     let next_lanes = _mm512_set1_epi32(next as i32);
-    let mut bit = _mm512_mullo_epi32(iota, _mm512_set1_epi32(low as i32));
-    let bit_step = _mm512_set1_epi32(16 * low as i32);
+    let bit = _mm512_mullo_epi32(iota, _mm512_set1_epi32(low as i32));
+    let first = _mm512_srli_epi32::<4>(bit);
+    let second = _mm512_slli_epi32::<16>(_mm512_add_epi32(first, _mm512_set1_epi32(1)));
+    let words_of_lane = _mm512_or_si512(first, second);
+    let bit_of_word = _mm512_and_si512(bit, _mm512_set1_epi32(15));
     let mut j = iota;
     let mut sum = zero;
     for row in 0..count.div_ceil(16) {
-        let left = (count - 16 * row).min(16);
-        let live = (u32::MAX >> (32 - left)) as u16;
-        // SAFETY: lane j < count reads four bytes from byte j·low/8, which is below `low_len` (or 0); four bytes follow that.
-        let words = unsafe {
-            _mm512_mask_i32gather_epi32::<1>(zero, live, _mm512_srli_epi32::<3>(bit), bytes.as_ptr().cast())
-        };
-        let bits = _mm512_srlv_epi32(words, _mm512_and_si512(bit, _mm512_set1_epi32(7)));
-        let mut lows = _mm512_and_si512(bits, low_mask);
+        let lows = &bytes[2 * low as usize * row..low_len];
+        let there = u64::MAX >> (64 - lows.len().clamp(1, 64));
+        // SAFETY: only the bytes of `lows` are loaded; where it is empty `low` is zero, and the byte loaded instead is the first
+        // of the unary part, which the caller has seen.
+        let words = unsafe { _mm512_maskz_loadu_epi8(there, lows.as_ptr().cast()) };
+        let bits = _mm512_srlv_epi32(_mm512_permutexvar_epi16(words_of_lane, words), bit_of_word);
+        // Lanes past the last element count as zero, whatever fills up the last byte.
+        let live = (u32::MAX >> (32 - (count - 16 * row).min(16))) as u16;
+        let mut lows = _mm512_maskz_and_epi32(live, bits, low_mask);
         lows = _mm512_add_epi32(lows, _mm512_alignr_epi32::<15>(lows, zero));
         lows = _mm512_add_epi32(lows, _mm512_alignr_epi32::<14>(lows, zero));
         lows = _mm512_add_epi32(lows, _mm512_alignr_epi32::<12>(lows, zero));
@@ -176,10 +182,8 @@ fn avx512(
             let index = _mm512_add_epi32(_mm512_add_epi32(zeros, lows), _mm512_add_epi32(next_lanes, j));
             _mm512_storeu_si512(out.as_mut_ptr().add(16 * row).cast(), index);
         }
-        bit = _mm512_add_epi32(bit, bit_step);
         j = _mm512_add_epi32(j, sixteen);
     }
-    // Lanes past the last element read zero, so the last lane of the sum is the sum of all.
     let lows = _mm_cvtsi128_si32(_mm512_castsi512_si128(sum)) as u32;
     Ok(ends(low_len, low, count, next, lows, positions[count - 1]))
 }

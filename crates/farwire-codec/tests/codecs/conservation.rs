@@ -1,7 +1,9 @@
 //! Nothing is lost: results and residuals add up to the inputs.
 
+use farwire_codec::*;
+
 use crate::world::{End, World};
-use crate::{ALL, Random};
+use crate::{ALL, Random, all_partitioned};
 
 /// After `steps` steps, of which some are dropped: how far results plus residuals are from the inputs, relative to the inputs.
 fn imbalance(spec: &str, ranks: usize, steps: usize, drop_every: usize) -> f64 {
@@ -75,5 +77,25 @@ fn fewer_elements_than_ranks() {
             let gradients: Vec<_> = (0..7).map(|rank| vec![rank as f32; n]).collect();
             world.all_reduce(&gradients, End::Commit);
         }
+    }
+}
+
+#[test]
+fn a_gradient_with_a_nan_leaves_the_residual_as_it_was() {
+    let n = 3000;
+    for (name, codec) in all_partitioned() {
+        let mut world = World::new(name, 1, n);
+        world.all_reduce(&[Random(4).normals(n)], End::Commit);
+        let before = world.feedback[0].to_bytes();
+        let mut transaction = world.feedback[0].begin("w").unwrap();
+        let mut gradient = vec![1.0; n];
+        gradient[n - 1] = f32::NAN;
+        let (owed, place) = (transaction.worker(0..n), Place::whole(Context::default(), n));
+        let mut out = Encoded::default();
+        out.residual = transaction.buffer();
+        let job = Job::worker(&gradient, owed.residual(), &place, std::slice::from_ref(&place.range));
+        assert_eq!(codec.encode(&job, &mut out), Err(EncodeError::NotFinite { index: n - 1 }), "{name}");
+        drop(transaction);
+        assert_eq!(world.feedback[0].to_bytes(), before, "{name}");
     }
 }

@@ -1,5 +1,7 @@
 //! Every codec against plain references, in memory. `FARWIRE_LONG=1` runs the long forms.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
 mod budgets;
 mod conservation;
 mod convergence;

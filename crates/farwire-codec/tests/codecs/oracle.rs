@@ -194,6 +194,44 @@ fn top_k_of_a_large_vector_is_a_full_sort_whatever_the_sample_says() {
     }
 }
 
+/// Vectors of more than 2²¹ elements are written past the caches: another path to the same bits.
+#[test]
+fn long_vectors_come_out_the_same_for_any_number_of_threads() {
+    let n = (1 << 21) + 4999;
+    let mut random = Random(23);
+    let values: Vec<f32> = (0..n).map(|_| random.uniform() as f32 - 0.5).collect();
+    let (place, shards) = (place(n), cut(n, 3));
+    for name in [
+        "none",
+        "f16",
+        "topk:0.01",
+        "topk:0.4,values=int8",
+        "topk:64/4096",
+        "topk:300/10000,values=int8",
+        "randk:0.01",
+        "randk:0.5,values=f32",
+        "int8",
+        "int4,block=8192,rotate=on",
+        "fp8,block=65536,rounding=stochastic",
+        "sign",
+    ] {
+        let codec = partitioned(name).unwrap();
+        let one = run(&*codec, &Job::worker(&values, Residual::Zero, &place, &shards));
+        for i in 0..n {
+            assert_eq!((values[i] - one.decoded[i]) + 0.0, one.residual[i] + 0.0, "{name}: element {i}");
+        }
+        let threads = NonZeroUsize::new(3).unwrap();
+        let three = run(&*codec, &Job { threads, ..Job::worker(&values, Residual::Zero, &place, &shards) });
+        assert!(one.messages == three.messages && bits(&one.residual) == bits(&three.residual), "{name}");
+        // A part that is encoded in place, of the same blocks, gives the same bytes.
+        if matches!(name, "int8" | "sign") {
+            let part = place.part(shards[0].clone());
+            let short = run(&*codec, &Job::owner(&values[shards[0].clone()], Residual::Zero, &part));
+            assert!(short.messages[0] == one.messages[0], "{name}");
+        }
+    }
+}
+
 #[test]
 fn random_k_sends_the_same_elements_on_every_rank_and_others_each_step() {
     let n = 10_000;
@@ -244,11 +282,11 @@ fn stochastic_rounding_is_right_in_the_mean_and_differs_between_ranks() {
         "int4,rotate=on,rounding=stochastic",
     ] {
         let codec = partitioned(name).unwrap();
-        let steps = 3000;
+        let (steps, shards) = (3000, cut(512, 1));
         let mut mean = vec![0.0f64; 512];
         for step in 0..steps {
             let place = Place::whole(Context { seed: 1, step, tensor: 3 }, 512);
-            let job = Job::worker(&values, Residual::Off, &place, &[0..512]);
+            let job = Job::worker(&values, Residual::Off, &place, &shards);
             let outcome = run(&*codec, &job);
             mean.iter_mut().zip(&outcome.decoded).for_each(|(mean, x)| *mean += f64::from(*x) / steps as f64);
             if step == 0 {
@@ -318,9 +356,59 @@ fn huge_and_tiny_values_stay_finite() {
     for (name, codec) in all_partitioned() {
         for x in [f32::MAX, 1e35, 1e-38, 1e-44] {
             let values: Vec<f32> = (0..600).map(|i| if i % 3 == 0 { x } else { -x / 2.0 }).collect();
-            let outcome = run(&*codec, &Job::worker(&values, Residual::Zero, &place(600), &[0..600]));
+            let outcome = run(&*codec, &Job::worker(&values, Residual::Zero, &place(600), &cut(600, 1)));
             let finite = outcome.decoded.iter().chain(&outcome.residual).all(|x| x.is_finite());
             assert!(finite, "{name}: {x}");
         }
     }
+}
+
+#[test]
+fn powersgd_is_exact_for_matrices_of_its_rank() {
+    let (rows, columns, ranks) = (30, 20, 3);
+    let mut random = Random(17);
+    let (a, b) = (random.normals(2 * rows), random.normals(2 * columns));
+    let entry = |i: usize| a[i / columns] * b[i % columns] + a[rows + i / columns] * b[columns + i % columns];
+    let gradients: Vec<Vec<f32>> = (0..ranks)
+        .map(|rank| (0..rows * columns).map(|i| entry(i) * (rank as f32 + 1.0)).collect())
+        .collect();
+    let (shape, codec) = (Shape::of(&[rows, columns]), PowerSgd { rank: 2 });
+    let sum = |parts: Vec<&[f32]>| {
+        (0..parts[0].len()).map(|i| parts.iter().map(|part| part[i]).sum()).collect::<Vec<f32>>()
+    };
+    let begin = |g: &Vec<f32>| {
+        codec.begin(g.as_slice().into(), Residual::Zero, None, shape, Context::default()).unwrap()
+    };
+    let waiting: Vec<_> = gradients.iter().map(begin).collect();
+    let p = sum(waiting.iter().map(PowerP::p).collect());
+    let waiting: Vec<_> = waiting.into_iter().map(|rank| rank.with_sum(p.clone()).unwrap()).collect();
+    let q = sum(waiting.iter().map(PowerQ::q).collect());
+    assert_eq!((p.len(), q.len()), codec.factor_lens(shape));
+    for rank in waiting {
+        let mut result = vec![0.0; rows * columns];
+        let state = rank.with_sum(q.clone(), &mut result).unwrap();
+        for (i, x) in result.iter().enumerate() {
+            assert!((x - 6.0 * entry(i)).abs() < 1e-4, "{x} for {}", 6.0 * entry(i));
+        }
+        assert!(state.residual.iter().all(|left| left.abs() < 1e-4));
+    }
+}
+
+#[test]
+fn powersgd_recovers_from_a_gradient_of_zeros() {
+    let codec = PowerSgd { rank: 1 };
+    let begin = |g: &[f32], warm: Option<&[f32]>| {
+        codec.begin(g.into(), Residual::Zero, warm, Shape::of(&[2, 2]), Context::default())
+    };
+    let step = |g: &[f32], warm: Option<&[f32]>, acc: &mut [f32]| {
+        let waiting = begin(g, warm).unwrap();
+        let p = waiting.p().to_vec();
+        let waiting = waiting.with_sum(p).unwrap();
+        let q = waiting.q().to_vec();
+        waiting.with_sum(q, acc).unwrap()
+    };
+    let state = step(&[0.0; 4], None, &mut [0.0; 4]);
+    let mut result = [0.0; 4];
+    step(&[1.0, 2.0, 2.0, 4.0], Some(&state.warm), &mut result);
+    assert!(result.iter().zip([1.0, 2.0, 2.0, 4.0]).all(|(x, want)| (x - want).abs() < 1e-5), "{result:?}");
 }
