@@ -207,6 +207,11 @@ impl BlockQuantiser {
             self.quantise(level, units, inverse, noise, start, codes);
         } else {
             (scale, inverse) = self.scale(level, values);
+            if (self.format, self.rounding) == (Format::Int8, Rounding::Nearest) {
+                // The plain case, in one loop.
+                *scale_bytes = scale.to_le_bytes();
+                return simd::take_int8(level, values, inverse, scale, codes);
+            }
             self.quantise(level, values, inverse, noise, start, codes);
         }
         *scale_bytes = scale.to_le_bytes();

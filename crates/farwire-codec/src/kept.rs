@@ -60,10 +60,7 @@ impl ValueCoding {
                 let Some((scale_bytes, codes)) = out.split_first_chunk_mut::<4>() else { return };
                 let (scale, inverse) = block::scale_for(simd::largest(level, values), 127.0);
                 *scale_bytes = scale.to_le_bytes();
-                simd::to_int8(level, values, inverse, codes);
-                let mut units = [0.0; BLOCK];
-                simd::from_int8(level, codes, &mut units);
-                simd::sub_scaled(level, values, &units, scale);
+                simd::take_int8(level, values, inverse, scale, codes);
             }
         }
     }

@@ -118,18 +118,23 @@ impl Partitioned for RandomK {
         let range = place.range.clone();
         DecodeError::check_len(bytes, self.width() * strata.count_within(range.clone()))?;
         let level = Level::detect();
-        let mut values = [0.0; 512];
+        let (mut values, mut indices) = ([0.0; 512], [0; 512]);
         let mut drawn = strata.within(range.clone());
         for bytes in bytes.chunks(512 * self.width()) {
             let values = &mut values[..bytes.len() / self.width()];
+            let indices = &mut indices[..values.len()];
+            // Places first: zip must not draw one more than there are.
+            for (index, one) in indices.iter_mut().zip(drawn.by_ref()) {
+                *index = one.index - range.start;
+            }
+            simd::prefetch(acc, indices.iter().copied());
             values.fill(0.0);
             let add = if self.bf16 { simd::add_bf16 } else { simd::add_f32 };
             if !add(level, bytes, values) {
                 return Err(DecodeError::Field("value"));
             }
-            // Values first: zip must not draw one more than there are.
-            for (value, one) in values.iter().zip(drawn.by_ref()) {
-                acc[one.index - range.start] += *value;
+            for (index, value) in indices.iter().zip(values) {
+                acc[*index] += *value;
             }
         }
         Ok(())

@@ -141,7 +141,7 @@ impl TopK {
         let mut within = [0; BLOCK];
         for (indices, values) in indices.chunks(BLOCK).zip(values.chunks_mut(BLOCK)) {
             // What rounding leaves is written when the block is coded: by then its lines should be here.
-            simd::prefetch(residual, indices);
+            simd::prefetch(residual, indices.iter().map(|index| *index as usize));
             let within = &mut within[..indices.len()];
             for (within, index) in within.iter_mut().zip(indices) {
                 *within = index - start as u32;
@@ -185,7 +185,7 @@ pub(crate) fn decode(
             let (indices, values) = &mut *ahead;
             let used = index::decode(level, bytes, taken, next, range, indices)?;
             if acc.len() > CACHED {
-                simd::prefetch(acc, &indices[..taken]);
+                simd::prefetch(acc, indices[..taken].iter().map(|index| *index as usize));
             }
             bytes = &bytes[used..];
             let (coded, rest) = bytes

@@ -132,6 +132,17 @@ kernel! {
 }
 
 kernel! {
+    /// [`to_int8`], and takes what the codes stand for, `code · scale`, away from the values.
+    fn take_int8(values: &mut [f32], inverse: f32, scale: f32, out: &mut [u8]) {
+        for (out, value) in out.iter_mut().zip(values) {
+            let rounded = *value * inverse + ROUND;
+            *out = rounded.to_bits() as u8;
+            *value -= (rounded - ROUND) * scale;
+        }
+    }
+}
+
+kernel! {
     /// An integer next to `value · inverse` whose mean is that, as bytes.
     fn to_int8_stochastic(values: &[f32], inverse: f32, key: u32, start: u32, out: &mut [u8]) {
         for (i, (out, value)) in (0u32..).zip(out.iter_mut().zip(values)) {
@@ -437,6 +448,18 @@ mod tests {
             same(|level| { let mut v = values.clone(); add_scaled(level, &mut v, &values, inverse); bits(&v) });
             let codes = |f: &dyn Fn(Level, &mut [u8])| same(|level| { let mut out = vec![0; n]; f(level, &mut out); out });
             let int8 = codes(&|level, out| to_int8(level, &values, inverse, out));
+            same(|level| {
+                // Within the range of codes, as encoders keep them, the same as the two steps apart.
+                let mut left: Vec<f32> = values.iter().map(|value| value.clamp(-1.0, 1.0)).collect();
+                let (mut want, mut codes, mut units) = (left.clone(), vec![0; n], vec![0.0; n]);
+                to_int8(level, &want, 127.0, &mut codes);
+                from_int8(level, &codes, &mut units);
+                sub_scaled(level, &mut want, &units, 1.0 / 127.0);
+                let mut out = vec![0; n];
+                take_int8(level, &mut left, 127.0, 1.0 / 127.0, &mut out);
+                assert_eq!((bits(&left), out), (bits(&want), codes));
+                bits(&left)
+            });
             codes(&|level, out| to_int8_stochastic(level, &values, inverse, key, start, out));
             let levels = codes(&|level, out| to_levels(level, &values, inverse, out));
             let e4m3 = codes(&|level, out| to_e4m3(level, &values, inverse, out));

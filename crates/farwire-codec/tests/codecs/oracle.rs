@@ -217,8 +217,8 @@ fn long_vectors_come_out_the_same_for_any_number_of_threads() {
     ] {
         let codec = partitioned(name).unwrap();
         let one = run(&*codec, &Job::worker(&values, Residual::Zero, &place, &shards));
-        for i in 0..n {
-            assert_eq!((values[i] - one.decoded[i]) + 0.0, one.residual[i] + 0.0, "{name}: element {i}");
+        for ((value, decoded), left) in values.iter().zip(&one.decoded).zip(&one.residual) {
+            assert_eq!((value - decoded) + 0.0, left + 0.0, "{name}");
         }
         let threads = NonZeroUsize::new(3).unwrap();
         let three = run(&*codec, &Job { threads, ..Job::worker(&values, Residual::Zero, &place, &shards) });
