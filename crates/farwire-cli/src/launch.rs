@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use std::io;
 use std::net::UdpSocket;
 use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
 use std::process::{ExitCode, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -128,6 +129,12 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, LaunchError> {
     .run()
 }
 
+/// Where this job's ranks leave their flight records, unless the user has said.
+fn flight_directory() -> Option<PathBuf> {
+    let unsaid = std::env::var_os("FARWIRE_FLIGHT_DIR").is_none();
+    unsaid.then(|| std::env::temp_dir().join("farwire-flight").join(format!("job-{}", std::process::id())))
+}
+
 /// A UDP port of loopback that nobody uses right now.
 pub(crate) fn free_port() -> Result<u16, LaunchError> {
     let address = UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
@@ -230,6 +237,9 @@ impl Job {
             for line in last.lock().unwrap_or_else(PoisonError::into_inner).iter() {
                 eprintln!("  {line}");
             }
+            if let Some(directory) = flight_directory().filter(|directory| directory.exists()) {
+                eprintln!("farwire launch: who was missing? farwire doctor {}/*.json", directory.display());
+            }
         }
         Ok(ExitCode::from(code(status)))
     }
@@ -243,6 +253,7 @@ impl Job {
             .arg(std::process::id().to_string())
             .arg("--")
             .args(&self.command)
+            .envs(flight_directory().map(|directory| ("FARWIRE_FLIGHT_DIR", directory)))
             .env("RANK", rank.to_string())
             .env("LOCAL_RANK", local_rank.to_string())
             .env("WORLD_SIZE", self.world.to_string())

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use farwire_codec::exchange::Floats;
 use farwire_proto::DType;
 use half::{bf16, f16};
 
@@ -106,6 +107,17 @@ impl Buffer {
     /// Whether it has none.
     pub fn is_empty(&self) -> bool {
         self.bytes().is_empty()
+    }
+}
+
+impl From<Floats> for Buffer {
+    fn from(floats: Floats) -> Self {
+        match floats {
+            Floats::F32(elements) => Self::F32(elements),
+            Floats::F64(elements) => Self::F64(elements),
+            Floats::F16(elements) => Self::F16(elements),
+            Floats::Bf16(elements) => Self::Bf16(elements),
+        }
     }
 }
 

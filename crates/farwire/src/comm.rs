@@ -281,6 +281,18 @@ impl Communicator {
         Ok(())
     }
 
+    pub(crate) fn node(&self) -> &Arc<Membership> {
+        &self.node
+    }
+
+    pub(crate) fn id(&self) -> CommId {
+        self.group.id
+    }
+
+    pub(crate) fn options(&self) -> &Options {
+        &self.options
+    }
+
     fn world(&self) -> WorldSize {
         WorldSize::new(self.size() as u32).expect("this process is a member")
     }
@@ -321,7 +333,7 @@ fn rank(index: usize) -> Rank {
     Rank(u32::try_from(index).unwrap_or(u32::MAX))
 }
 
-fn unwrap<T: Element>(buffer: Buffer) -> Vec<T> {
+pub(crate) fn unwrap<T: Element>(buffer: Buffer) -> Vec<T> {
     T::unwrap(buffer).expect("a result has the type of its call")
 }
 

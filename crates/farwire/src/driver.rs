@@ -1,8 +1,11 @@
 //! Runs the engine over links: the one place where decisions meet bytes.
 
+mod coded;
+
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::num::NonZeroUsize;
 use std::sync::Arc;
+use std::sync::mpsc::Sender;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
@@ -17,6 +20,8 @@ use crate::link::{Arrival, Link};
 use crate::observe::Observer;
 use crate::observe::flight::{Flight, Ticket};
 use crate::pending::Completion;
+use coded::CodedJob;
+pub(crate) use coded::Coding;
 
 /// Bytes of the widest element.
 const WIDEST: usize = 8;
@@ -42,6 +47,8 @@ pub(crate) struct Driver {
     received: Vec<Traffic>,
     observer: Observer,
     afterwards: Afterwards,
+    /// Told of operations that want coding; absent until there is one.
+    coder: Option<Sender<OpId>>,
     /// When time zero was.
     origin: Instant,
 }
@@ -91,6 +98,8 @@ enum Work {
     Laid { work: Workspace, input: Buffer, output: Buffer, outcome: Outcome },
     /// A message in one parcel. It comes from this rank if there is one.
     Parcel { parcels: Parcels, from: Option<Rank> },
+    /// Rounds of parcels that a codec makes.
+    Coded(CodedJob),
 }
 
 impl Work {
@@ -100,8 +109,10 @@ impl Work {
             (Self::Laid { work, input, output, .. }, source) => {
                 work.payload(source, input.bytes(), output.bytes())
             }
-            (Self::Parcel { parcels, .. }, Source::Parcel(part)) => parcels.payload(part),
-            (Self::Parcel { .. }, _) => unreachable!("parcels come in parts"),
+            (Self::Parcel { parcels, .. } | Self::Coded(CodedJob { parcels, .. }), Source::Parcel(part)) => {
+                parcels.payload(part)
+            }
+            (Self::Parcel { .. } | Self::Coded(_), _) => unreachable!("parcels come in parts"),
         }
     }
 
@@ -111,8 +122,18 @@ impl Work {
             (Self::Laid { work, input, output, .. }, action) => {
                 work.apply(action, payload, input.bytes(), output.bytes_mut());
             }
-            (Self::Parcel { parcels, .. }, Action::Collect(part)) => parcels.collect(part, payload),
-            (Self::Parcel { .. }, _) => unreachable!("parcels come in parts"),
+            (Self::Parcel { parcels, .. } | Self::Coded(CodedJob { parcels, .. }), Action::Collect(part)) => {
+                parcels.collect(part, payload)
+            }
+            (Self::Parcel { .. } | Self::Coded(_), _) => unreachable!("parcels come in parts"),
+        }
+    }
+
+    /// The parcels, of those who have them.
+    fn parcels(&mut self) -> Option<&mut Parcels> {
+        match self {
+            Self::Laid { .. } => None,
+            Self::Parcel { parcels, .. } | Self::Coded(CodedJob { parcels, .. }) => Some(parcels),
         }
     }
 }
@@ -132,6 +153,7 @@ impl Driver {
             received: vec![Traffic::default(); links.len()],
             observer,
             afterwards: Afterwards::default(),
+            coder: None,
             links,
             jobs: HashMap::new(),
             closed: HashSet::new(),
@@ -153,6 +175,11 @@ impl Driver {
     pub(crate) fn close_comm(&mut self, comm: CommId) {
         self.engine.close(comm);
         self.settle();
+    }
+
+    /// The number of the next collective on a communicator.
+    pub(crate) fn next_collective(&self, comm: CommId) -> u64 {
+        self.engine.next_collective(comm).unwrap_or(0)
     }
 
     /// What was sent, to all peers.
@@ -271,6 +298,7 @@ impl Driver {
                 input: match work {
                     Work::Laid { input, .. } => Some(input),
                     Work::Parcel { .. } => None,
+                    Work::Coded(job) => job.exchange.map(|exchange| exchange.abandon().into()),
                 },
             }),
         }
@@ -439,7 +467,7 @@ impl Driver {
                 if link.send(Some(lane), &header, payload, transmit.last) {
                     self.sent[to.index()].count(payload.len());
                     self.observer.recorder.sent(job.ticket, payload.len());
-                    if let (Work::Parcel { parcels, .. }, Source::Parcel(part)) = (&mut job.work, source) {
+                    if let (Some(parcels), Source::Parcel(part)) = (job.work.parcels(), source) {
                         parcels.sent(part);
                     }
                     link.ring();
@@ -465,13 +493,24 @@ impl Driver {
                 self.observer.failed(fault);
                 return;
             }
-            Event::Round(..) => return,
+            Event::Round(op, round) => {
+                if let Some(Job { work: Work::Coded(job), .. }) = self.jobs.get_mut(&op) {
+                    job.came.push_back(round);
+                    self.wants_coding(op);
+                }
+                return;
+            }
             Event::Done(op) => (op, Ok(())),
             Event::Failed { op, error, waited_for } => (op, Err((error, waited_for))),
         };
+        if let Some(Job { work: Work::Coded(job), .. }) = self.jobs.get_mut(&op) {
+            job.ended = Some(ended);
+            return self.wants_coding(op);
+        }
         let Some(Job { work, completion, ticket, span }) = self.jobs.remove(&op) else { return };
         self.observer.ended(ticket, &span, &ended);
         let result = match (ended, work) {
+            (_, Work::Coded(_)) => unreachable!("those end on the coding thread"),
             (Err((source, _)), Work::Laid { input, output, .. }) => {
                 self.pool.give(output);
                 Err(Error::Failed { source, input: Some(input) })

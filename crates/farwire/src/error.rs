@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use farwire_codec::FeedbackError;
+use farwire_codec::exchange::{ExchangeError, OrderError};
 use farwire_proto::{CallError, Fault, OpError, OpenError};
 
 use crate::buffer::{Buffer, Element};
@@ -27,6 +29,28 @@ pub enum Error {
         source: Box<OpError>,
         /// The input, as it was.
         input: Option<Buffer>,
+    },
+    /// A collective through a codec moved all its data, and somebody's could not be encoded. All ranks get the same error, and nobody's residuals have changed.
+    #[error("{source}")]
+    NotEncodable {
+        /// Whose, and what.
+        source: ExchangeError,
+        /// The input, as it was.
+        input: Option<Buffer>,
+    },
+    /// A collective through a codec was asked for in a way that cannot be; nothing was sent.
+    #[error(transparent)]
+    Order {
+        /// How so.
+        #[from]
+        source: OrderError,
+    },
+    /// The residuals that a codec needs cannot be had.
+    #[error(transparent)]
+    Feedback {
+        /// Why not.
+        #[from]
+        source: FeedbackError,
     },
     /// A communicator could not be made.
     #[error(transparent)]
@@ -109,7 +133,7 @@ impl Error {
     /// The input of the failed operation, as it was; once.
     pub fn take_input<T: Element>(&mut self) -> Option<Vec<T>> {
         match self {
-            Self::Failed { input, .. } => input.take().and_then(T::unwrap),
+            Self::Failed { input, .. } | Self::NotEncodable { input, .. } => input.take().and_then(T::unwrap),
             _ => None,
         }
     }

@@ -26,7 +26,9 @@ struct Readme;
 
 mod buffer;
 mod calls;
+mod coder;
 mod comm;
+mod compressed;
 pub mod doctor;
 mod driver;
 mod error;
@@ -43,8 +45,13 @@ mod token;
 
 pub use buffer::{Buffer, Element};
 pub use comm::Communicator;
+pub use compressed::{Compressor, Float};
 pub use driver::Traffic;
 pub use error::Error;
+pub use farwire_codec::exchange::{ExchangeError, OrderError};
+pub use farwire_codec::{
+    Codec, CodecSpec, DecodeError, ErrorFeedback, FeedbackError, Place as CodedPlace, SpecError,
+};
 pub use farwire_proto::{
     Algorithm, CallError, Config, DType, Fault, OpError, Options, Peer, ReduceOp, Tag, Tuning, tune,
 };

@@ -28,6 +28,8 @@ pub(crate) struct Node {
     keeper: Arc<Keeper>,
     /// Turns without effect before a waiting thread sleeps.
     spins: u32,
+    /// Cores for each rank on this host.
+    share: usize,
 }
 
 /// What callers hold. When the last of these is dropped, on the caller's thread, the node says goodbye and leaves the job; the keeper, which holds the node itself now and
@@ -122,6 +124,7 @@ impl Node {
             keeper: keeper.clone(),
             // Spinning on a core that another thread needs only delays what is waited for.
             spins: if threads <= cores { 2000 } else { 20 },
+            share: (cores / threads.max(1)).max(1),
         });
         let weak = Arc::downgrade(&node);
         std::thread::Builder::new().name("farwire-keeper".into()).spawn(move || keeper.keep(&weak))?;
@@ -137,6 +140,11 @@ impl Node {
         drop(self.role());
         self.role_changed.notify_all();
         self.bell.ring();
+    }
+
+    /// Threads that a codec may use.
+    pub(crate) fn coding_threads(&self) -> usize {
+        self.share
     }
 
     /// Something is pending that nobody may be waiting for.

@@ -252,8 +252,9 @@ pub struct Exchange {
     call: Call,
     script: Script,
     common: Common,
-    /// Rounds that parcels were made for.
+    /// Rounds that parcels were made for, and that have come.
     made: u32,
+    came: u32,
 }
 
 /// What all scripts work on.
@@ -377,7 +378,7 @@ impl Exchange {
         // A byte for how it went, or nine if it went badly.
         let max = 9 + script.longest();
         let call = Call::Coded { call: Box::new(plain), codec: through.id(), rounds: script.rounds(), max };
-        Ok(Self { call, script, common, made: 0 })
+        Ok(Self { call, script, common, made: 0, came: 0 })
     }
 
     /// The call to plan: its rounds, and how long a parcel can be.
@@ -388,6 +389,11 @@ impl Exchange {
     /// Rounds that parcels were made for.
     pub fn made(&self) -> u32 {
         self.made
+    }
+
+    /// Whether all rounds have come, so that it can be finished.
+    pub fn is_finished(&self) -> bool {
+        self.came == self.rounds() && self.made == self.rounds()
     }
 
     /// How many rounds there are.
@@ -424,6 +430,7 @@ impl Exchange {
 
     /// A round of parcels has come, one from each rank in order; this rank's own does not count.
     pub fn came(&mut self, round: u32, parcels: &[Vec<u8>]) -> Result<(), Nonsense> {
+        self.came = round + 1;
         let Self { script, common, .. } = self;
         let mut messages = vec![&[][..]; common.world.len()];
         for from in common.world.others(common.rank) {

@@ -56,7 +56,7 @@ impl Default for Config {
 ///   [`close`](Self::close).
 /// - **What happened**: [`handle_frame`](Self::handle_frame) and [`handle_taken`](Self::handle_taken) for arriving frames,
 ///   [`handle_sent`](Self::handle_sent) for departed ones, [`handle_abort`](Self::handle_abort),
-///   [`handle_peer_lost`](Self::handle_peer_lost), [`handle_timeout`](Self::handle_timeout).
+///   [`handle_nonsense`](Self::handle_nonsense), [`handle_peer_lost`](Self::handle_peer_lost), [`handle_timeout`](Self::handle_timeout).
 /// - **What to do**: after any of the above, call these until each returns `None`:
 ///   [`poll_transmit`](Self::poll_transmit), [`poll_resume`](Self::poll_resume), [`poll_event`](Self::poll_event);
 ///   then wait no longer than [`poll_timeout`](Self::poll_timeout) says.
@@ -371,6 +371,11 @@ impl Engine {
         Ok(plan.in_group(group.members_digest))
     }
 
+    /// The number of the next collective on a communicator.
+    pub fn next_collective(&self, comm: CommId) -> Option<u64> {
+        self.comms.get(&comm).map(|comm| comm.next_collective)
+    }
+
     /// The number that a plan will get if it is submitted next.
     pub fn next_seq(&self, plan: &Plan) -> Option<OpSeq> {
         self.comms.get(&plan.comm()).map(|comm| comm.next_seq(plan))
@@ -513,6 +518,13 @@ impl Engine {
             None => {}
         }
         Ok(())
+    }
+
+    /// A peer has sent something that its frames' headers do not show to be wrong, but that nobody can make sense of. The communicator fails.
+    pub fn handle_nonsense(&mut self, comm: CommId, from: Rank) {
+        if let Some(peer) = self.comms.get(&comm).and_then(|comm| comm.members.get(from.index())) {
+            self.fail_comm(comm, Fault::BadFrame(*peer), self.me);
+        }
     }
 
     /// The link to a peer is dead. Every communicator that the peer is a member of fails.

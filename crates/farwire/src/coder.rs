@@ -1,0 +1,91 @@
+//! The coding thread: what codecs do to long vectors, away from the driver's lock.
+
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use farwire_codec::exchange::{Exchange, Finished, Floats};
+use farwire_proto::OpId;
+use half::{bf16, f16};
+
+use crate::buffer::Buffer;
+use crate::driver::Coding;
+use crate::error::Error;
+use crate::node::Node;
+use crate::pending::Completion;
+
+/// How often the thread looks whether its node is still there.
+const LOOK: Duration = Duration::from_millis(500);
+
+/// Starts the thread, if it does not run yet.
+pub(crate) fn ensure(node: &Node, weak: Weak<Node>) -> std::io::Result<()> {
+    let mut driver = node.driver();
+    if !driver.has_coder() {
+        let (tell, told) = mpsc::channel();
+        std::thread::Builder::new().name("farwire-codec".into()).spawn(move || run(&told, &weak))?;
+        driver.set_coder(tell);
+    }
+    Ok(())
+}
+
+fn run(told: &Receiver<OpId>, node: &Weak<Node>) {
+    loop {
+        match told.recv_timeout(LOOK) {
+            Err(RecvTimeoutError::Timeout) if node.strong_count() > 0 => {}
+            Err(_) => return,
+            Ok(op) => {
+                let Some(node) = node.upgrade() else { return };
+                work(&node, op);
+            }
+        }
+    }
+}
+
+fn work(node: &Node, op: OpId) {
+    // Its lock is free again before the work begins.
+    let coding = node.driver().take_coding(op);
+    match coding {
+        None => {}
+        Some(Coding::Finish { exchange, completion }) => finish(node, *exchange, &completion),
+        Some(Coding::Go { mut exchange, came, alone }) => {
+            let mut nonsense = came.iter().find_map(|(round, parcels)| exchange.came(*round, parcels).err());
+            while nonsense.is_none()
+                && let Some(made) = exchange.next_parcels()
+            {
+                let round = exchange.made() - 1;
+                if alone {
+                    nonsense = exchange.came(round, &[Vec::new()]).err();
+                } else {
+                    node.driver().supply(op, round, &made);
+                }
+            }
+            node.driver().give_coding_back(op, exchange, nonsense);
+        }
+    }
+}
+
+fn finish(node: &Node, exchange: Exchange, completion: &Arc<Completion>) {
+    let result = match exchange.finish() {
+        Err((source, input)) => Err(Error::NotEncodable { source, input: Some(input.into()) }),
+        Ok(Finished { output, input }) => {
+            let (result, spare) = match &input {
+                Floats::F32(_) => (Buffer::F32(output), None),
+                Floats::F64(_) => (Buffer::F64(output.iter().map(|x| f64::from(*x)).collect()), Some(output)),
+                Floats::F16(_) => {
+                    (Buffer::F16(output.iter().map(|x| f16::from_f32(*x)).collect()), Some(output))
+                }
+                Floats::Bf16(_) => {
+                    (Buffer::Bf16(output.iter().map(|x| bf16::from_f32(*x)).collect()), Some(output))
+                }
+            };
+            let mut driver = node.driver();
+            driver.recycle(input.into());
+            spare.into_iter().for_each(|spare| driver.recycle(Buffer::F32(spare)));
+            Ok(result)
+        }
+    };
+    if let Some(waker) = completion.complete(result) {
+        waker.wake();
+    }
+    node.nudge();
+}

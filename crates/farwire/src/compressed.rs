@@ -1,0 +1,230 @@
+//! Collectives through a codec.
+
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+
+use farwire_codec::exchange::{Collective, Exchange, Floats, Order, Through};
+use farwire_codec::{Codec, CodecSpec, Context, ErrorFeedback};
+use farwire_proto::{Counts, Rank, ReduceOp, WorldSize};
+use half::{bf16, f16};
+
+use crate::buffer::Element;
+use crate::coder;
+use crate::comm::{Communicator, unwrap};
+use crate::error::Error;
+use crate::pending::{Completion, Pending};
+
+/// A float type, whose vectors a codec takes.
+pub trait Float: Element {
+    /// A vector of this type as [`Floats`].
+    fn floats(elements: Vec<Self>) -> Floats;
+}
+
+macro_rules! floats {
+    ($($type:ty => $variant:ident),*) => {$(
+        impl Float for $type {
+            fn floats(elements: Vec<Self>) -> Floats {
+                Floats::$variant(elements)
+            }
+        }
+    )*};
+}
+floats!(f32 => F32, f64 => F64, f16 => F16, bf16 => Bf16);
+
+/// A codec, and what it owes: the state of compression on one rank.
+///
+/// Every rank makes one of its own, with the same settings, and keeps it for the whole run: what a codec leaves out of a step is remembered by the tensor's name and sent with the next (error
+/// feedback). Cloning gives another handle to the same state.
+///
+/// ```
+/// use farwire::{Compressor, ReduceOp};
+///
+/// std::thread::scope(|scope| {
+///     for comm in farwire::local(2).unwrap() {
+///         scope.spawn(move || {
+///             let top = Compressor::new("topk:0.25,values=f32".parse().unwrap());
+///             let gradient = vec![4.0f32, 1.0, 0.0, 0.0];
+///             let first = comm.all_reduce_compressed("w", gradient.clone(), ReduceOp::Mean, &top);
+///             assert_eq!(first.wait().unwrap(), [4.0, 0.0, 0.0, 0.0]);
+///             // What was left out has not been forgotten.
+///             assert!(top.feedback().unwrap().norms("w").unwrap().worker > 0.0);
+///         });
+///     }
+/// });
+/// ```
+#[derive(Clone, Debug)]
+pub struct Compressor {
+    through: Through,
+    /// Below this many elements, the codec would cost more time than it saves.
+    dense_below: usize,
+    feedback: Option<Arc<ErrorFeedback>>,
+    seed: u64,
+    step: Option<u64>,
+    dimensions: Option<Vec<usize>>,
+}
+
+impl Compressor {
+    /// A codec with error feedback.
+    pub fn new(codec: CodecSpec) -> Self {
+        Self {
+            through: Through::Spec(codec),
+            dense_below: 0,
+            feedback: Some(Arc::default()),
+            seed: 0,
+            step: None,
+            dimensions: None,
+        }
+    }
+
+    /// A codec of your own, with error feedback. Every rank sends its message to every other, and all add them in rank order.
+    pub fn custom(codec: Arc<dyn Codec>) -> Self {
+        Self { through: Through::Own(codec), ..Self::new(CodecSpec::None) }
+    }
+
+    /// The same without error feedback: what the codec leaves out is lost. Training with top-k or sign suffers badly; random-k makes up for it by scaling what it sends.
+    pub fn without_feedback(self) -> Self {
+        Self { feedback: None, ..self }
+    }
+
+    /// The same, going on with what was saved ([`ErrorFeedback::save`]).
+    pub fn with_feedback(self, feedback: ErrorFeedback) -> Self {
+        Self { feedback: Some(Arc::new(feedback)), ..self }
+    }
+
+    /// Vectors of fewer elements travel as they are. The same on all ranks.
+    pub fn dense_below(self, elements: usize) -> Self {
+        Self { dense_below: elements, ..self }
+    }
+
+    /// Another stream of random numbers, for codecs that use them. The same on all ranks.
+    pub fn seed(self, seed: u64) -> Self {
+        Self { seed, ..self }
+    }
+
+    /// The same state, for a step with this number: random choices then depend on it, and not on how many calls were made before, so that a run can be resumed bit for bit. The same on
+    /// all ranks.
+    pub fn at_step(&self, step: u64) -> Self {
+        Self { step: Some(step), ..self.clone() }
+    }
+
+    /// The same state, for a tensor of these dimensions: PowerSGD sees it as a matrix of the first by the rest.
+    pub fn shaped(&self, dimensions: &[usize]) -> Self {
+        Self { dimensions: Some(dimensions.to_vec()), ..self.clone() }
+    }
+
+    /// What is owed, unless there is no error feedback.
+    pub fn feedback(&self) -> Option<&ErrorFeedback> {
+        self.feedback.as_deref()
+    }
+
+    /// The codec's name.
+    pub fn name(&self) -> String {
+        self.through.name()
+    }
+
+    fn leaves_dense(&self, elements: usize) -> bool {
+        elements < self.dense_below || matches!(self.through, Through::Spec(CodecSpec::None))
+    }
+}
+
+impl Communicator {
+    /// [`all_reduce`](Self::all_reduce) of a gradient through a codec: sum or mean only.
+    ///
+    /// `tensor` names the vector, and what is owed for it; one call at a time by each name. The result has the same bits on every rank. If the call fails, everything owed is as it was before. If
+    /// any rank's input holds a NaN or an infinity, all ranks get the same error.
+    pub fn all_reduce_compressed<T: Float>(
+        &self,
+        tensor: &str,
+        data: Vec<T>,
+        op: ReduceOp,
+        compressor: &Compressor,
+    ) -> Pending<Vec<T>> {
+        if compressor.leaves_dense(data.len()) {
+            return self.all_reduce(data, op);
+        }
+        self.start_coded(tensor, T::floats(data), Collective::AllReduce(op), compressor)
+    }
+
+    /// [`reduce_scatter`](Self::reduce_scatter) of a gradient through a codec: sum or mean only. See [`all_reduce_compressed`](Self::all_reduce_compressed).
+    pub fn reduce_scatter_compressed<T: Float>(
+        &self,
+        tensor: &str,
+        data: Vec<T>,
+        op: ReduceOp,
+        compressor: &Compressor,
+    ) -> Pending<Vec<T>> {
+        if compressor.leaves_dense(data.len()) {
+            return self.reduce_scatter(data, op);
+        }
+        self.start_coded(tensor, T::floats(data), Collective::ReduceScatter(op), compressor)
+    }
+
+    /// [`all_gather`](Self::all_gather) through a codec: every rank, the sender included, gets what the codec makes of each vector. All must have the same length.
+    pub fn all_gather_compressed<T: Float>(
+        &self,
+        tensor: &str,
+        data: Vec<T>,
+        compressor: &Compressor,
+    ) -> Pending<Vec<T>> {
+        if compressor.leaves_dense(data.len()) {
+            return self.all_gather(data);
+        }
+        let counts = Counts::Each(data.len());
+        self.start_coded(tensor, T::floats(data), Collective::AllGather(counts), compressor)
+    }
+
+    fn start_coded<T: Float>(
+        &self,
+        tensor: &str,
+        input: Floats,
+        collective: Collective,
+        compressor: &Compressor,
+    ) -> Pending<Vec<T>> {
+        let completion = Arc::new(Completion::default());
+        match self.try_start_coded(tensor, input, collective, compressor, completion.clone()) {
+            Err(error) => Pending::ready(Err(error)),
+            Ok(()) => {
+                self.node().call_keeper();
+                Pending::running(self.node().clone(), completion, unwrap)
+            }
+        }
+    }
+
+    fn try_start_coded(
+        &self,
+        tensor: &str,
+        input: Floats,
+        collective: Collective,
+        compressor: &Compressor,
+        completion: Arc<Completion>,
+    ) -> Result<(), Error> {
+        let node = self.node();
+        coder::ensure(node, node.downgrade())
+            .map_err(|source| Error::System { what: "could not start a thread", source })?;
+        let feedback = match &compressor.feedback {
+            None => None,
+            Some(feedback) => Some(feedback.begin(tensor)?),
+        };
+        // Calls are numbered alike on all ranks, so all draw the same numbers.
+        let step = compressor.step.unwrap_or_else(|| node.driver().next_collective(self.id()));
+        let output = node.driver().take_floats(match &collective {
+            Collective::AllReduce(_) => input.len(),
+            Collective::ReduceScatter(_) => input.len() / self.size(),
+            Collective::AllGather(_) => input.len() * self.size(),
+        });
+        let exchange = Exchange::new(Order {
+            collective,
+            through: compressor.through.clone(),
+            rank: Rank(self.rank() as u32),
+            world: WorldSize::new(self.size() as u32).expect("this process is a member"),
+            input,
+            dimensions: compressor.dimensions.clone(),
+            tensor: tensor.to_owned(),
+            feedback,
+            context: Context { seed: compressor.seed, step, tensor: Context::tensor_id(tensor) },
+            threads: NonZeroUsize::new(node.coding_threads()).unwrap_or(NonZeroUsize::MIN),
+            output,
+        })?;
+        node.driver().submit_coded(self.id(), exchange, self.options(), completion)
+    }
+}

@@ -1,0 +1,162 @@
+//! Collectives through a codec: rounds of parcels, made and understood on the node's coding thread.
+//!
+//! Coding takes time, so it is done without the driver's lock. The driver keeps an operation's [`Exchange`] between rounds; when parcels have come, it tells the coding thread, which takes the
+//! exchange, works, supplies what it made, and gives it back.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
+
+use bytes::Bytes;
+use farwire_codec::exchange::{Exchange, Nonsense};
+use farwire_proto::{CommId, DType, OpError, OpId, Options, Parcels, Peer, Rank, WorldSize};
+
+use super::{Driver, Job, Work};
+use crate::buffer::Buffer;
+use crate::error::Error;
+use crate::pending::Completion;
+
+/// A collective through a codec.
+#[derive(Debug)]
+pub(super) struct CodedJob {
+    pub(super) parcels: Parcels,
+    comm: CommId,
+    me: Rank,
+    world: WorldSize,
+    /// Absent while the coding thread has it.
+    pub(super) exchange: Option<Box<Exchange>>,
+    /// Rounds that have come and not been looked at.
+    pub(super) came: VecDeque<u32>,
+    /// How its frames fared, once they have.
+    pub(super) ended: Option<Ended>,
+}
+
+/// What became of an operation, and who it waited for if that was bad.
+pub(super) type Ended = Result<(), (Box<OpError>, Vec<Peer>)>;
+
+/// What the coding thread is to do.
+#[derive(Debug)]
+pub(crate) enum Coding {
+    /// Look at these rounds of parcels, make what can be made, and give it back. Who is alone in the world hears of no rounds, and has them as soon as they are made.
+    Go { exchange: Box<Exchange>, came: Vec<(u32, Vec<Vec<u8>>)>, alone: bool },
+    /// All has come: finish it.
+    Finish { exchange: Box<Exchange>, completion: Arc<Completion> },
+}
+
+impl Driver {
+    /// Starts a collective through a codec. The coding thread does the rest.
+    pub(crate) fn submit_coded(
+        &mut self,
+        comm: CommId,
+        exchange: Exchange,
+        options: &Options,
+        completion: Arc<Completion>,
+    ) -> Result<(), Error> {
+        // A segment in elements says nothing of parcels.
+        let options = Options { segment: None, algorithm: None, ..*options };
+        let plan = self.engine.plan(comm, exchange.call(), &options)?;
+        let job = CodedJob {
+            parcels: Parcels::default(),
+            comm,
+            me: plan.me(),
+            world: plan.world(),
+            exchange: Some(Box::new(exchange)),
+            came: VecDeque::new(),
+            ended: None,
+        };
+        let op = self.start(plan, Work::Coded(job), completion)?;
+        self.wants_coding(op);
+        self.settle();
+        Ok(())
+    }
+
+    pub(crate) fn has_coder(&self) -> bool {
+        self.coder.is_some()
+    }
+
+    /// From now on, this thread is told of operations that want coding.
+    pub(crate) fn set_coder(&mut self, coder: Sender<OpId>) {
+        self.coder = Some(coder);
+    }
+
+    pub(super) fn wants_coding(&mut self, op: OpId) {
+        if let Some(coder) = &self.coder {
+            let _ = coder.send(op); // it lives as long as the node
+        }
+    }
+
+    /// What is to be done for an operation, if anything is.
+    pub(crate) fn take_coding(&mut self, op: OpId) -> Option<Coding> {
+        let Job { work: Work::Coded(job), .. } = self.jobs.get_mut(&op)? else { return None };
+        if matches!(job.ended, Some(Err(_))) {
+            self.fail_coded(op);
+            return None;
+        }
+        let exchange = job.exchange.take()?;
+        if job.ended.is_some() && exchange.is_finished() {
+            let Job { completion, ticket, span, .. } = self.jobs.remove(&op)?;
+            self.observer.ended(ticket, &span, &Ok(()));
+            return Some(Coding::Finish { exchange, completion });
+        }
+        if job.came.is_empty() && exchange.made() > 0 {
+            job.exchange = Some(exchange);
+            return None;
+        }
+        let CodedJob { parcels, world, came, .. } = job;
+        let mut parcels_of = |round| world.ranks().map(|from| parcels.take(from, round)).collect();
+        let came = came.drain(..).map(|round| (round, parcels_of(round))).collect();
+        Some(Coding::Go { exchange, came, alone: world.get() == 1 })
+    }
+
+    /// An operation failed on its way. If the coding thread has the exchange, it will ask again.
+    fn fail_coded(&mut self, op: OpId) {
+        let there = |job: &mut Job| matches!(&job.work, Work::Coded(job) if job.exchange.is_some());
+        if !self.jobs.get_mut(&op).is_some_and(there) {
+            return;
+        }
+        if let Some(Job { work: Work::Coded(job), completion, ticket, span }) = self.jobs.remove(&op)
+            && let Some(Err((source, waited_for))) = job.ended
+        {
+            let input = job.exchange.map(|exchange| exchange.abandon().into());
+            self.observer.ended(ticket, &span, &Err((source.clone(), waited_for)));
+            self.afterwards.wake.extend(completion.complete(Err(Error::Failed { source, input })));
+        }
+    }
+
+    /// A round of parcels was made.
+    pub(crate) fn supply(&mut self, op: OpId, round: u32, made: &[Bytes]) {
+        let Some(Job { work: Work::Coded(job), .. }) = self.jobs.get_mut(&op) else { return };
+        for to in job.world.others(job.me) {
+            let parcel = &made[to.index()];
+            job.parcels.put(to, round, parcel.clone());
+            self.engine.supply(op, to, parcel.len());
+        }
+        self.settle();
+    }
+
+    /// The coding thread is done for now.
+    pub(crate) fn give_coding_back(&mut self, op: OpId, exchange: Box<Exchange>, nonsense: Option<Nonsense>) {
+        let Some(Job { work: Work::Coded(job), .. }) = self.jobs.get_mut(&op) else { return };
+        job.exchange = Some(exchange);
+        let comm = job.comm;
+        if let Some(nonsense) = nonsense {
+            tracing::error!(%nonsense, "giving a communicator up");
+            self.engine.handle_nonsense(comm, nonsense.from);
+            self.settle();
+        }
+        self.wants_coding(op); // something may have come meanwhile
+    }
+
+    /// A buffer for results.
+    pub(crate) fn take_floats(&mut self, len: usize) -> Vec<f32> {
+        match self.pool.take(DType::F32, len) {
+            Buffer::F32(floats) => floats,
+            _ => unreachable!("the pool gives what it is asked for"),
+        }
+    }
+
+    /// Keeps a buffer for the next operation.
+    pub(crate) fn recycle(&mut self, buffer: Buffer) {
+        self.pool.give(buffer);
+    }
+}
