@@ -22,7 +22,7 @@ pub struct Fingerprint {
     pub count: u64,
     /// The root; absent where all ranks play the same part.
     pub root: Option<Rank>,
-    /// Which codec the elements travel through, zero for none.
+    /// Which codec the elements travel through, for which tensor and step; zero for none.
     pub codec: u32,
     /// Elements per frame.
     pub segment: u32,
@@ -70,7 +70,7 @@ impl Fingerprint {
             ("op", self.op != other.op),
             ("count", self.count != other.count),
             ("root", self.root != other.root),
-            ("codec", self.codec != other.codec),
+            ("codec (or its tensor or step)", self.codec != other.codec),
             ("segment size", self.segment != other.segment),
             ("members or lengths per rank", self.layout != other.layout),
         ]

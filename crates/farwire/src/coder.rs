@@ -4,7 +4,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use farwire_codec::exchange::{Exchange, Finished, Floats};
+use farwire_codec::exchange::{Exchange, Finished, Floats, Nonsense};
 use farwire_proto::OpId;
 use half::{bf16, f16};
 
@@ -48,20 +48,30 @@ fn work(node: &Node, op: OpId) {
         None => {}
         Some(Coding::Finish { exchange, completion }) => finish(node, *exchange, &completion),
         Some(Coding::Go { mut exchange, came, alone }) => {
-            let mut nonsense = came.iter().find_map(|(round, parcels)| exchange.came(*round, parcels).err());
-            while nonsense.is_none()
-                && let Some(made) = exchange.next_parcels()
-            {
-                let round = exchange.made() - 1;
-                if alone {
-                    nonsense = exchange.came(round, &[Vec::new()]).err();
-                } else {
-                    node.driver().supply(op, round, &made);
+            // What others sent may be here before this rank has made its own part, which comes first.
+            let mut nonsense = make(node, op, &mut exchange, alone).err();
+            for (round, parcels) in came {
+                if nonsense.is_none() {
+                    let heard = exchange.came(round, &parcels);
+                    nonsense = heard.and_then(|()| make(node, op, &mut exchange, alone)).err();
                 }
             }
             node.driver().give_coding_back(op, exchange, nonsense);
         }
     }
+}
+
+/// Makes and supplies all parcels that can be made.
+fn make(node: &Node, op: OpId, exchange: &mut Exchange, alone: bool) -> Result<(), Nonsense> {
+    while let Some(made) = exchange.next_parcels() {
+        let round = exchange.made() - 1;
+        if alone {
+            exchange.came(round, &[Vec::new()])?;
+        } else {
+            node.driver().supply(op, round, &made);
+        }
+    }
+    Ok(())
 }
 
 fn finish(node: &Node, exchange: Exchange, completion: &Arc<Completion>) {

@@ -377,7 +377,8 @@ impl Exchange {
         let common = Common { rank, world, input, tensor, feedback, context, threads, output, trouble: None };
         // A byte for how it went, or nine if it went badly.
         let max = 9 + script.longest();
-        let call = Call::Coded { call: Box::new(plain), codec: through.id(), rounds: script.rounds(), max };
+        let codec = agreement(&through, context);
+        let call = Call::Coded { call: Box::new(plain), codec, rounds: script.rounds(), max };
         Ok(Self { call, script, common, made: 0, came: 0 })
     }
 
@@ -429,7 +430,12 @@ impl Exchange {
     }
 
     /// A round of parcels has come, one from each rank in order; this rank's own does not count.
+    ///
+    /// # Panics
+    ///
+    /// If this rank's own of that round have not been made.
     pub fn came(&mut self, round: u32, parcels: &[Vec<u8>]) -> Result<(), Nonsense> {
+        assert!(round < self.made, "a rank makes its own part of a round before it hears the others'");
         self.came = round + 1;
         let Self { script, common, .. } = self;
         let mut messages = vec![&[][..]; common.world.len()];
@@ -566,6 +572,13 @@ impl Common {
 /// What an encoder takes: nothing owed is not the same as no error feedback.
 fn residual(owed: Option<&Owed>) -> Residual<'_> {
     owed.map_or(Residual::Off, Owed::residual)
+}
+
+/// 32 bits by which ranks find out that they mean different codecs, tensors or steps.
+fn agreement(through: &Through, Context { seed, step, tensor }: Context) -> NonZeroU32 {
+    let mix = |hash: u64, word: u64| (hash ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(31);
+    let mixed = [seed, step, tensor].into_iter().fold(u64::from(through.id().get()), mix);
+    NonZeroU32::new((mixed ^ mixed >> 32) as u32).unwrap_or(NonZeroU32::MIN)
 }
 
 /// The shards of a vector, as evenly cut as possible.

@@ -1,0 +1,205 @@
+//! Tier 3: collectives through codecs between threads and processes, against the same on the simulated network.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
+
+mod common;
+
+use std::num::NonZeroUsize;
+
+use common::{assert_succeeds, on_processes, on_threads, start_processes};
+use farwire::{Communicator, Compressor, Error, ExchangeError, Fault, Peer, ReduceOp};
+use farwire_codec::exchange::{Collective, Exchange, Floats, Order, Through};
+use farwire_codec::{Context, ErrorFeedback};
+use farwire_proto::{Rank, WorldSize};
+use farwire_sim::{Network, Sim, Submission};
+use half::bf16;
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use rustix::process::{Signal, getpid, kill_process};
+
+const CODECS: [&str; 9] = [
+    "bf16",
+    "topk:0.02",
+    "topk:8/512,values=int8",
+    "topk:0.02,mode=union",
+    "randk:0.05",
+    "int8",
+    "int4,rotate=on",
+    "sign",
+    "powersgd:2",
+];
+
+fn gradient(rank: usize, step: u64, len: usize) -> Vec<f32> {
+    let mut rng = ChaCha8Rng::seed_from_u64(rank as u64 * 1000 + step);
+    (0..len).map(|_| rng.random_range(-1.0f32..1.0).powi(3)).collect()
+}
+
+/// What the simulator makes of the same calls: all steps, and the residuals of all ranks.
+fn simulated(codec: &str, ranks: usize, len: usize, steps: u64) -> (Vec<Vec<f32>>, Vec<Vec<u8>>) {
+    let feedback: Vec<_> = (0..ranks).map(|_| ErrorFeedback::new()).collect();
+    let results = (0..steps).map(|step| {
+        let mut sim = Sim::new(Network { seed: step, ..Network::lan(ranks as u32) });
+        for (rank, feedback) in feedback.iter().enumerate() {
+            let order = Order {
+                collective: Collective::AllReduce(ReduceOp::Mean),
+                through: Through::Spec(codec.parse().unwrap()),
+                rank: Rank(rank as u32),
+                world: WorldSize::new(ranks as u32).unwrap(),
+                input: Floats::F32(gradient(rank, step, len)),
+                dimensions: None,
+                tensor: "w".into(),
+                feedback: Some(feedback.begin("w").unwrap()),
+                context: Context { seed: 7, step, tensor: Context::tensor_id("w") },
+                threads: NonZeroUsize::MIN,
+                output: Vec::new(),
+            };
+            sim.submit(Peer(rank as u32), Submission::coded(Exchange::new(order).unwrap()));
+        }
+        let report = sim.run().unwrap();
+        bytemuck::pod_collect_to_vec(report.jobs()[0].result().unwrap())
+    });
+    let results = results.collect();
+    (results, feedback.iter().map(ErrorFeedback::to_bytes).collect())
+}
+
+fn equals_the_simulation(comm: &Communicator, len: usize) {
+    for codec in CODECS {
+        let steps = 3;
+        let (expected, owed) = simulated(codec, comm.size(), len, steps);
+        let compressor = Compressor::new(codec.parse().unwrap()).seed(7);
+        for step in 0..steps {
+            let mine = gradient(comm.rank(), step, len);
+            let at_step = compressor.at_step(step);
+            let mean = comm.all_reduce_compressed("w", mine, ReduceOp::Mean, &at_step).wait().unwrap();
+            let same = mean.iter().zip(&expected[step as usize]).all(|(a, b)| a.to_bits() == b.to_bits());
+            assert!(
+                same && mean.len() == len,
+                "{codec}, step {step}, rank {} of {}",
+                comm.rank(),
+                comm.size()
+            );
+        }
+        assert_eq!(compressor.feedback().unwrap().to_bytes(), owed[comm.rank()], "{codec}: residuals");
+    }
+}
+
+#[test]
+fn threads_equal_the_simulation() {
+    for ranks in [1, 2, 3, 4, 7] {
+        for len in [0, 1, ranks, 5000] {
+            on_threads(ranks, |comm| equals_the_simulation(&comm, len));
+        }
+    }
+}
+
+#[test]
+fn processes_equal_the_simulation() {
+    for link in ["shm", "quic"] {
+        for ranks in [2, 3, 4, 7] {
+            on_processes("processes_equal_the_simulation", ranks, link, |comm| {
+                equals_the_simulation(&comm, 100_000);
+                comm.shutdown().unwrap();
+            });
+        }
+    }
+}
+
+/// Many tensors in flight at once, dense calls between them, in f32 and bf16, and waited for in another order.
+#[test]
+fn coded_and_dense_calls_overlap() {
+    on_threads(3, |comm| {
+        let int8 = Compressor::new("int8".parse().unwrap());
+        let half = Compressor::new("bf16".parse().unwrap()).dense_below(100);
+        let mut coded = Vec::new();
+        let mut dense = Vec::new();
+        for i in 0..20usize {
+            let name = format!("t{i}");
+            coded.push(comm.all_reduce_compressed(&name, vec![i as f32; 1000 + i], ReduceOp::Sum, &int8));
+            dense.push(comm.all_reduce(vec![i as u32; 50], ReduceOp::Sum));
+        }
+        let small = comm.all_reduce_compressed("small", vec![bf16::ONE; 99], ReduceOp::Sum, &half);
+        let large = comm.all_reduce_compressed("large", vec![bf16::ONE; 100], ReduceOp::Sum, &half);
+        let wide = comm.all_reduce_compressed("wide", vec![0.5f64; 1000], ReduceOp::Sum, &int8);
+        for (i, pending) in coded.into_iter().enumerate().rev() {
+            let sum = pending.wait().unwrap();
+            let close = |x: &f32| (x - 3.0 * i as f32).abs() <= 0.05 * i as f32;
+            assert!(sum.len() == 1000 + i && sum.iter().all(close), "{i}");
+        }
+        for (i, pending) in dense.into_iter().enumerate() {
+            assert_eq!(pending.wait().unwrap(), vec![3 * i as u32; 50]);
+        }
+        assert_eq!(small.wait().unwrap(), vec![bf16::from_f32(3.0); 99]);
+        assert_eq!(large.wait().unwrap(), vec![bf16::from_f32(3.0); 100]);
+        assert!(wide.wait().unwrap().iter().all(|x| (x - 1.5).abs() < 0.02));
+        let shard =
+            comm.reduce_scatter_compressed("rs", vec![1.0f32; 10], ReduceOp::Sum, &int8).wait().unwrap();
+        assert_eq!(shard.len(), if comm.rank() == 0 { 4 } else { 3 });
+        let all = comm.all_gather_compressed("ag", vec![comm.rank() as f32; 5], &int8).wait().unwrap();
+        assert!(all.iter().enumerate().all(|(i, x)| (x - (i / 5) as f32).abs() < 0.01), "{all:?}");
+    });
+}
+
+#[test]
+fn what_cannot_be_is_refused_with_a_reason() {
+    on_threads(2, |comm| {
+        let top = Compressor::new("topk:0.1".parse().unwrap());
+        let refused = |error: Error, says: &str| assert!(error.to_string().contains(says), "{error}");
+        let call = |op| comm.all_reduce_compressed("w", vec![1.0f32; 100], op, &top);
+        refused(call(ReduceOp::Max).wait().unwrap_err(), "with sum or mean");
+        let first = call(ReduceOp::Sum);
+        refused(call(ReduceOp::Sum).wait().unwrap_err(), "in flight");
+        first.wait().unwrap();
+
+        // One rank's NaN: the same error on both, the input back, and what is owed unchanged.
+        let before = top.feedback().unwrap().to_bytes();
+        let mut spoiled = vec![1.0f32; 100];
+        if comm.rank() == 1 {
+            spoiled[3] = f32::NAN;
+        }
+        let mut error = comm.all_reduce_compressed("w", spoiled, ReduceOp::Sum, &top).wait().unwrap_err();
+        let Error::NotEncodable { source, .. } = &error else { panic!("{error}") };
+        assert_eq!(*source, ExchangeError::NotFinite { rank: 1, tensor: "w".into(), element: 3 });
+        assert_eq!(error.take_input::<f32>().unwrap().len(), 100);
+        assert_eq!(top.feedback().unwrap().to_bytes(), before);
+        call(ReduceOp::Sum).wait().unwrap();
+
+        // Different codecs: out of step, on both.
+        let other = Compressor::new(if comm.rank() == 0 { "int8" } else { "int4" }.parse().unwrap());
+        let error =
+            comm.all_reduce_compressed("w", vec![1.0f32; 100], ReduceOp::Sum, &other).wait().unwrap_err();
+        assert!(matches!(error.fault(), Some(Fault::Desync(..))), "{error}");
+    });
+}
+
+#[test]
+fn a_rank_that_dies_half_way_leaves_the_others_owing_what_they_owed() {
+    const TEST: &str = "a_rank_that_dies_half_way_leaves_the_others_owing_what_they_owed";
+    for link in ["shm", "quic"] {
+        let children = start_processes(TEST, 3, link, |comm| {
+            let top = Compressor::new("topk:0.01".parse().unwrap());
+            for step in 0.. {
+                if comm.rank() == 2 && step == 5 {
+                    kill_process(getpid(), Signal::KILL).unwrap();
+                }
+                let before = top.feedback().unwrap().to_bytes();
+                let mine = gradient(comm.rank(), step, 200_000);
+                match comm.all_reduce_compressed("w", mine.clone(), ReduceOp::Mean, &top).wait() {
+                    Ok(_) => assert!(step < 5),
+                    Err(mut error) => {
+                        assert_eq!(error.fault(), Some(&Fault::PeerLost(Peer(2))), "{error}");
+                        assert_eq!(error.take_input::<f32>(), Some(mine));
+                        assert_eq!(top.feedback().unwrap().to_bytes(), before);
+                        return;
+                    }
+                }
+            }
+        });
+        for (rank, mut child) in children.into_iter().enumerate() {
+            if rank == 2 {
+                child.wait().unwrap();
+            } else {
+                assert_succeeds(child, link);
+            }
+        }
+    }
+}
