@@ -246,7 +246,7 @@ impl Kind {
     ];
 
     /// The name people type: `all_reduce`, `broadcast`, …
-    pub fn name(self) -> &'static str {
+    pub const fn name(self) -> &'static str {
         match self {
             Self::AllReduce => "all_reduce",
             Self::ReduceScatter => "reduce_scatter",
@@ -361,7 +361,7 @@ impl Algorithm {
     ];
 
     /// The name people type: `two-phase`, `ring`, …
-    pub fn name(self) -> &'static str {
+    pub const fn name(self) -> &'static str {
         match self {
             Self::TwoPhase => "two-phase",
             Self::GatherReduce => "gather-reduce",

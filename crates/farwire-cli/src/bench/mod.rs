@@ -1,13 +1,20 @@
 //! `farwire bench`: how fast an operation is, here and now.
 
+mod codec;
+
 use std::fmt;
 use std::io::Write;
+use std::num::NonZeroUsize;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
-use farwire::{Communicator, Element, Error, LinkChoice, Options};
-use farwire_proto::{Algorithm, Call, Counts, DType, Kind, Rank, ReduceOp, WorldSize};
+use farwire::{
+    Buffer, CodecSpec, Communicator, Compressor, Element, Error, ErrorFeedback, Float, LinkChoice, Options,
+};
+use farwire_codec::Context;
+use farwire_codec::exchange::{Collective, Exchange, Order, Through};
+use farwire_proto::{Algorithm, Call, Counts, DType, Kind, Rank, ReduceOp, UnknownName, WorldSize};
 use farwire_sim::oracle;
 use half::{bf16, f16};
 use rustix::time::ClockId;
@@ -27,11 +34,13 @@ use crate::units::{self, show_bytes};
 Examples:
   farwire bench all_reduce --ranks 2
   farwire bench all_reduce --ranks 4 --size 4KiB,1MiB,64MiB --link quic --check
+  farwire bench all_reduce --ranks 2 --link quic --codec topk:0.01
+  farwire bench codec --codec int8 --size 64MiB      (a codec by itself)
   farwire launch -n 4 -- farwire bench broadcast --size 16MiB --json")]
 pub(crate) struct Args {
     /// What to measure.
-    #[arg(value_name = "OP", value_parser = named::<Kind, _>(Kind::ALL.map(Kind::name)))]
-    op: Kind,
+    #[arg(value_name = "OP", value_parser = named::<Op, _>(Op::NAMES))]
+    op: Op,
     /// Start this many ranks here; without it, be one rank of a job.
     #[arg(short = 'n', long, value_parser = clap::value_parser!(u32).range(1..=256))]
     ranks: Option<u32>,
@@ -44,9 +53,13 @@ pub(crate) struct Args {
     /// How elements are combined.
     #[arg(long, alias = "op", default_value = "sum", value_parser = named::<ReduceOp, _>(ReduceOp::ALL.map(ReduceOp::name)))]
     reduce: ReduceOp,
-    /// How elements are compressed on the wire.
-    #[arg(long, value_enum, default_value_t)]
-    codec: Codec,
+    /// How gradients are compressed on the wire, with error feedback: none, topk:0.01, randk:0.01, int8, sign, powersgd:4, … For all_reduce, reduce_scatter, all_gather, and by itself
+    /// for `codec`, which takes several.
+    #[arg(long)]
+    codec: Vec<CodecSpec>,
+    /// Threads that `codec` uses.
+    #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..=256))]
+    threads: u32,
     /// What carries the data: ranks as threads (inproc), or processes.
     #[arg(long, value_enum, default_value_t)]
     link: LinkArg,
@@ -67,11 +80,33 @@ pub(crate) struct Args {
     json: bool,
 }
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-enum Codec {
-    /// As they are.
-    #[default]
-    None,
+/// What can be measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Op {
+    /// An operation between ranks.
+    Between(Kind),
+    /// A codec by itself.
+    Codec,
+}
+
+impl Op {
+    const NAMES: [&'static str; Kind::ALL.len() + 1] = {
+        let mut names = ["codec"; Kind::ALL.len() + 1];
+        let mut i = 0;
+        while i < Kind::ALL.len() {
+            names[i] = Kind::ALL[i].name();
+            i += 1;
+        }
+        names
+    };
+}
+
+impl std::str::FromStr for Op {
+    type Err = UnknownName;
+
+    fn from_str(name: &str) -> Result<Self, UnknownName> {
+        if name == "codec" { Ok(Self::Codec) } else { name.parse().map(Self::Between) }
+    }
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
@@ -107,6 +142,12 @@ pub(crate) enum BenchError {
     NoRanks,
     #[error("{0} needs at least 2 ranks")]
     TooFew(Kind),
+    #[error(
+        "--codec {codec} cannot serve {kind} of {dtype} with {op}; use all_reduce, reduce_scatter or all_gather of f32, f64, f16 or bf16, with sum or mean"
+    )]
+    NotCodable { codec: String, kind: Kind, dtype: DType, op: ReduceOp },
+    #[error("give one --codec; only `farwire bench codec` takes several")]
+    SeveralCodecs,
     #[error(transparent)]
     Launch(#[from] LaunchError),
     #[error(transparent)]
@@ -119,7 +160,7 @@ pub(crate) enum BenchError {
 #[derive(Debug, Serialize)]
 struct Row {
     op: &'static str,
-    codec: &'static str,
+    codec: String,
     link: &'static str,
     ranks: usize,
     bytes: usize,
@@ -139,6 +180,20 @@ struct Row {
 pub(crate) fn run(args: &Args) -> Result<ExitCode, BenchError> {
     if let Some(size) = args.size.iter().find(|size| !size.is_multiple_of(args.dtype.size())) {
         return Err(BenchError::Fraction { size: *size, dtype: args.dtype });
+    }
+    let kind = match args.op {
+        Op::Codec => return codec::run(args).map(|()| ExitCode::SUCCESS),
+        Op::Between(kind) => kind,
+    };
+    if args.codec.len() > 1 {
+        return Err(BenchError::SeveralCodecs);
+    }
+    if let Some(codec) = args.codec.first().filter(|codec| **codec != CodecSpec::None) {
+        let (dtype, op) = (args.dtype, args.reduce);
+        let codable = matches!(kind, Kind::AllReduce | Kind::ReduceScatter | Kind::AllGather);
+        if !codable || !dtype.is_float() || !matches!(op, ReduceOp::Sum | ReduceOp::Mean) {
+            return Err(BenchError::NotCodable { codec: codec.to_string(), kind, dtype, op });
+        }
     }
     match (args.ranks, args.link) {
         (None, LinkArg::Inproc) => Err(BenchError::NoRanks),
@@ -202,8 +257,8 @@ fn on_processes(args: &Args, ranks: u32) -> Result<ExitCode, BenchError> {
 fn measure_all(args: &Args, comm: &Communicator) -> Result<u64, BenchError> {
     let mut out = std::io::stdout();
     let mut wrong = 0;
-    if args.op == Kind::Message && comm.size() < 2 {
-        return Err(BenchError::TooFew(args.op));
+    if args.op == Op::Between(Kind::Message) && comm.size() < 2 {
+        return Err(BenchError::TooFew(Kind::Message));
     }
     if comm.rank() == 0 && !args.json {
         writeln!(out, "{}", Heading(args, comm.size()))?;
@@ -244,6 +299,7 @@ struct Trial<'a, T> {
     /// Goes in, and, where it can, comes back as the result of the iteration before: so the loop touches no fresh memory.
     data: Vec<T>,
     counts: Vec<usize>,
+    compressor: Option<Compressor>,
 }
 
 fn measure<T: Element>(args: &Args, comm: &Communicator, bytes: usize) -> Result<Row, BenchError> {
@@ -253,16 +309,27 @@ fn measure<T: Element>(args: &Args, comm: &Communicator, bytes: usize) -> Result
     let (rank, ranks) = (comm.rank(), comm.size());
     let world = WorldSize::new(ranks as u32).expect("a communicator has a rank");
     let counts = (0..ranks as u32).map(|rank| Counts::even(count, world).of(Rank(rank))).collect();
-    let mut trial =
-        Trial::<T> { comm: &tuned, kind: args.op, op: args.reduce, count, data: Vec::new(), counts };
+    let Op::Between(kind) = args.op else { unreachable!("codecs by themselves are measured elsewhere") };
+    let codec = args.codec.first().filter(|codec| **codec != CodecSpec::None);
+    let compressor = codec.map(|codec| Compressor::new(*codec));
+    let mut trial = Trial::<T> {
+        comm: &tuned,
+        kind,
+        op: args.reduce,
+        count,
+        data: Vec::new(),
+        counts,
+        compressor: compressor.as_ref().map(|compressor| compressor.at_step(0)),
+    };
 
     let mut wrong = None;
     if args.check {
         trial.data = trial.input(rank);
         let result = trial.call()?;
-        let mine = differences::<T>(&result, &trial.expected(args.algorithm));
+        let mine = differences::<T>(&result, &trial.expected(args.algorithm, codec));
         wrong = Some(comm.all_reduce(vec![mine], ReduceOp::Sum).wait()?[0]);
     }
+    trial.compressor = compressor;
     trial.data = trial.input(rank);
     let iters = args
         .iters
@@ -274,9 +341,7 @@ fn measure<T: Element>(args: &Args, comm: &Communicator, bytes: usize) -> Result
     let (traffic, cpu) = (comm.traffic(), cpu_time());
     let mut times = Vec::with_capacity(iters as usize);
     for _ in 0..iters {
-        let start = Instant::now();
-        trial.turn()?;
-        times.push(start.elapsed().as_nanos() as u64);
+        times.push(trial.turn()?.as_nanos() as u64);
     }
     let (cpu, sent) = (cpu_time().saturating_sub(cpu), comm.traffic().bytes - traffic.bytes);
     let mut slowest = comm.all_reduce(times, ReduceOp::Max).wait()?;
@@ -287,15 +352,15 @@ fn measure<T: Element>(args: &Args, comm: &Communicator, bytes: usize) -> Result
     let (p50_us, p99_us) = (at(0.5), at(0.99));
     let algbw_gbs = bytes as f64 / p50_us / 1e3;
     let share = f64::from(ranks as u32 - 1) / f64::from(ranks as u32);
-    let factor = match args.op {
+    let factor = match kind {
         Kind::AllReduce => 2.0 * share,
         Kind::ReduceScatter | Kind::AllGather | Kind::Gather | Kind::Scatter | Kind::AllToAll => share,
         Kind::Broadcast | Kind::Reduce | Kind::Scan | Kind::ExclusiveScan | Kind::Message => 1.0,
         Kind::Barrier => 0.0,
     };
     Ok(Row {
-        op: args.op.name(),
-        codec: "none",
+        op: kind.name(),
+        codec: codec.map_or_else(|| "none".to_owned(), CodecSpec::to_string),
         link: args.link.name(),
         ranks,
         bytes,
@@ -311,17 +376,50 @@ fn measure<T: Element>(args: &Args, comm: &Communicator, bytes: usize) -> Result
 }
 
 impl<T: Element> Trial<'_, T> {
-    /// One iteration; what comes back goes in again, if it has the length.
-    fn turn(&mut self) -> Result<(), Error> {
+    /// One iteration, and how long it took; what comes back goes in again, if it has the length.
+    fn turn(&mut self) -> Result<Duration, Error> {
         let length = self.data.len();
+        // A codec's work depends on the data, and sums of sums would overflow: it gets the same gradient each time.
+        let same = self.compressor.is_some().then(|| self.data.clone());
+        let start = Instant::now();
         let result = self.call()?;
-        self.data = if result.len() == length { result } else { vec![T::default(); length] };
-        Ok(())
+        let took = start.elapsed();
+        self.data = match same {
+            Some(same) => same,
+            None if result.len() == length => result,
+            None => vec![T::default(); length],
+        };
+        Ok(took)
+    }
+
+    /// [`call`](Self::call) through a codec.
+    fn call_compressed(&self, data: Vec<T>, compressor: &Compressor) -> Result<Vec<T>, Error> {
+        let unwrap = |buffer| T::unwrap(buffer).expect("a result has the type of its call");
+        match T::wrap(data) {
+            Buffer::F32(data) => self.through(data, compressor).map(f32::wrap).map(unwrap),
+            Buffer::F64(data) => self.through(data, compressor).map(f64::wrap).map(unwrap),
+            Buffer::F16(data) => self.through(data, compressor).map(f16::wrap).map(unwrap),
+            Buffer::Bf16(data) => self.through(data, compressor).map(bf16::wrap).map(unwrap),
+            _ => unreachable!("only floats go through codecs"),
+        }
+    }
+
+    fn through<F: Float>(&self, data: Vec<F>, compressor: &Compressor) -> Result<Vec<F>, Error> {
+        match self.kind {
+            Kind::ReduceScatter => {
+                self.comm.reduce_scatter_compressed("bench", data, self.op, compressor).wait()
+            }
+            Kind::AllGather => self.comm.all_gather_compressed("bench", data, compressor).wait(),
+            _ => self.comm.all_reduce_compressed("bench", data, self.op, compressor).wait(),
+        }
     }
 
     fn call(&mut self) -> Result<Vec<T>, Error> {
         let Self { comm, op, count, .. } = *self;
         let data = std::mem::take(&mut self.data);
+        if let Some(compressor) = &self.compressor {
+            return self.call_compressed(data, compressor);
+        }
         let (rank, ranks) = (comm.rank(), comm.size());
         match self.kind {
             Kind::AllReduce => comm.all_reduce(data, op).wait(),
@@ -348,6 +446,8 @@ impl<T: Element> Trial<'_, T> {
     fn input_len(&self, rank: usize) -> usize {
         let ranks = self.comm.size();
         match self.kind {
+            // Through a codec, all gather the same number.
+            Kind::AllGather if self.compressor.is_some() => self.count / ranks,
             Kind::AllGather => self.counts[rank],
             Kind::Gather => self.count / ranks,
             Kind::Scatter | Kind::AllToAll => self.count / ranks * ranks,
@@ -357,7 +457,11 @@ impl<T: Element> Trial<'_, T> {
     }
 
     /// A rank's input: small whole numbers, which every type holds exactly, different from rank to rank and from element to element.
+    /// For a codec, a gradient.
     fn input(&self, rank: usize) -> Vec<T> {
+        if self.compressor.is_some() {
+            return from_floats(&codec::gaussian(self.input_len(rank), rank as u64 + 1));
+        }
         let bytes = (0..self.input_len(rank)).flat_map(|i| {
             let value = ((i * 7 + rank * 13 + i / 97) % 11) as u8;
             let wide = f32::from(value);
@@ -375,8 +479,11 @@ impl<T: Element> Trial<'_, T> {
     }
 
     /// What this rank must get, by the oracle.
-    fn expected(&self, algorithm: Option<Algorithm>) -> Vec<T> {
+    fn expected(&self, algorithm: Option<Algorithm>, codec: Option<&CodecSpec>) -> Vec<T> {
         let ranks = self.comm.size();
+        if let Some(codec) = codec {
+            return self.expected_coded(codec);
+        }
         let inputs: Vec<Vec<u8>> =
             (0..ranks).map(|rank| bytemuck::cast_slice(&self.input(rank)).to_vec()).collect();
         let me = self.comm.rank();
@@ -404,6 +511,64 @@ impl<T: Element> Trial<'_, T> {
     }
 }
 
+impl<T: Element> Trial<'_, T> {
+    /// What this rank must get through a codec: the same rounds, with all ranks in this one process and no network.
+    fn expected_coded(&self, codec: &CodecSpec) -> Vec<T> {
+        let ranks = self.comm.size();
+        let world = WorldSize::new(ranks as u32).expect("a communicator has a rank");
+        let feedback: Vec<_> = (0..ranks).map(|_| ErrorFeedback::new()).collect();
+        let order = |rank: usize| {
+            let input = match T::wrap(self.input(rank)) {
+                Buffer::F32(data) => f32::floats(data),
+                Buffer::F64(data) => f64::floats(data),
+                Buffer::F16(data) => f16::floats(data),
+                Buffer::Bf16(data) => bf16::floats(data),
+                _ => unreachable!("only floats go through codecs"),
+            };
+            Order {
+                collective: match self.kind {
+                    Kind::ReduceScatter => Collective::ReduceScatter(self.op),
+                    Kind::AllGather => Collective::AllGather(Counts::Each(input.len())),
+                    _ => Collective::AllReduce(self.op),
+                },
+                through: Through::Spec(*codec),
+                rank: Rank(rank as u32),
+                world,
+                input,
+                dimensions: None,
+                tensor: "bench".to_owned(),
+                feedback: feedback[rank].begin("bench").ok(),
+                context: Context { seed: 0, step: 0, tensor: Context::tensor_id("bench") },
+                threads: NonZeroUsize::MIN,
+                output: Vec::new(),
+            }
+        };
+        let mut all: Vec<_> =
+            (0..ranks).map(|rank| Exchange::new(order(rank)).expect("it was measured")).collect();
+        for round in 0..all[0].rounds() {
+            // A rank may be a round ahead, so rounds are kept by number.
+            let made: Vec<_> = all.iter_mut().map(|rank| rank.next_parcels().expect("its turn")).collect();
+            for (me, exchange) in all.iter_mut().enumerate() {
+                let parcels: Vec<_> = made.iter().map(|from| from[me].to_vec()).collect();
+                exchange.came(round, &parcels).expect("ranks understand each other");
+            }
+        }
+        let mine = all.swap_remove(self.comm.rank());
+        from_floats(&mine.finish().expect("the gradient is finite").output)
+    }
+}
+
+/// The same numbers in another float type.
+fn from_floats<T: Element>(values: &[f32]) -> Vec<T> {
+    let bytes = values.iter().flat_map(|value| match T::DTYPE {
+        DType::F64 => f64::from(*value).to_le_bytes().to_vec(),
+        DType::F16 => f16::from_f32(*value).to_le_bytes().to_vec(),
+        DType::Bf16 => bf16::from_f32(*value).to_le_bytes().to_vec(),
+        _ => value.to_le_bytes().to_vec(),
+    });
+    bytemuck::pod_collect_to_vec(&bytes.collect::<Vec<u8>>())
+}
+
 /// Elements that are not what they should be, missing ones included.
 fn differences<T: Element>(result: &[T], expected: &[T]) -> u64 {
     let differ =
@@ -425,10 +590,11 @@ impl fmt::Display for Heading<'_> {
         let Self(args, ranks) = self;
         writeln!(
             f,
-            "{} ({}, {}) over {ranks} ranks, link {}",
-            args.op,
+            "{} ({}, {}, codec {}) over {ranks} ranks, link {}",
+            if let Op::Between(kind) = args.op { kind.name() } else { "codec" },
             args.reduce,
             args.dtype,
+            args.codec.first().copied().unwrap_or_default(),
             args.link.name()
         )?;
         write!(

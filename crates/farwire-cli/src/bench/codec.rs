@@ -1,0 +1,237 @@
+//! `farwire bench codec`: how fast a codec is by itself, against a `b += a` pass over the same memory in the same run.
+
+use std::fmt;
+use std::hint::black_box;
+use std::io::Write;
+use std::num::NonZeroUsize;
+use std::time::Instant;
+
+use farwire::CodecSpec;
+use farwire_codec::{Context, Encoded, Job, Keep, Partitioned, Place, Plan, PowerSgd, Residual, Shape};
+use serde::Serialize;
+
+use super::{Args, BenchError};
+use crate::units::show_bytes;
+
+/// Codecs that are measured if none is named.
+const ALL: [&str; 11] = [
+    "bf16",
+    "topk:0.01",
+    "topk:0.01,values=int8",
+    "topk:64/4096,values=int8",
+    "randk:0.01",
+    "int8",
+    "int4",
+    "int4,rotate=on",
+    "fp8",
+    "sign",
+    "powersgd:4",
+];
+
+/// Elements of a shard whose accumulator stays in the second-level cache.
+const SHARD: usize = 1 << 18;
+
+/// One line of the result. Rates are in GB/s of f32 gradient.
+#[derive(Debug, Serialize)]
+struct Row {
+    codec: String,
+    bytes: usize,
+    threads: usize,
+    encode_gbs: f64,
+    decode_gbs: f64,
+    /// `b += a` on one thread.
+    add_gbs: f64,
+    roofline_fraction: f64,
+    decode_roofline_fraction: f64,
+    /// Of elements that are sent, decoded and added to an accumulator out of cache, and in cache.
+    kept_per_s: f64,
+    kept_per_s_cached: f64,
+    bits_per_kept: f64,
+    ratio: f64,
+}
+
+/// Measures each codec at each size.
+pub(super) fn run(args: &Args) -> Result<(), BenchError> {
+    let codecs = match &args.codec[..] {
+        [] => ALL.iter().map(|name| name.parse().expect("these are codecs")).collect(),
+        named => named.to_vec(),
+    };
+    let mut out = std::io::stdout().lock();
+    if !args.json {
+        writeln!(
+            out,
+            "encode with error feedback, decode and add; GB/s of gradient, {} threads, best of {}",
+            args.threads,
+            repeats(args)
+        )?;
+        writeln!(
+            out,
+            "{:<26} {:>9} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8}",
+            "codec", "size", "b += a", "encode", "of that", "decode", "of that", "Mkept/s", "cached", "bits"
+        )?;
+    }
+    for size in &args.size {
+        let (gradient, owed) = (gaussian(size / 4, 1), gaussian(size / 4, 2));
+        for codec in &codecs {
+            let row = match codec.plan() {
+                Plan::Partitioned(coder) => partitioned(args, codec, &*coder, &gradient, &owed),
+                Plan::LowRank(coder) => low_rank(args, codec, coder, &gradient, &owed),
+            };
+            if args.json {
+                writeln!(out, "{}", serde_json::to_string(&row).expect("plain numbers and names serialise"))?;
+            } else {
+                writeln!(out, "{row}")?;
+            }
+            out.flush()?;
+        }
+    }
+    Ok(())
+}
+
+fn repeats(args: &Args) -> u32 {
+    args.iters.unwrap_or(7)
+}
+
+/// What was best of several tries.
+struct Best(f64);
+
+impl Best {
+    fn of(&mut self, work: impl FnOnce()) {
+        let start = Instant::now();
+        work();
+        self.0 = self.0.min(start.elapsed().as_secs_f64());
+    }
+}
+
+fn partitioned(
+    args: &Args,
+    spec: &CodecSpec,
+    coder: &dyn Partitioned,
+    gradient: &[f32],
+    owed: &[f32],
+) -> Row {
+    let n = gradient.len();
+    let place = Place::whole(Context { seed: 1, step: 2, tensor: 3 }, n);
+    let threads = NonZeroUsize::new(args.threads as usize).unwrap_or(NonZeroUsize::MIN);
+    let whole = std::slice::from_ref(&place.range);
+    let job = Job { threads, ..Job::worker(gradient, Residual::Owed(owed), &place, whole) };
+    let (mut acc, mut out) = (vec![0.0; n], Encoded::default());
+    let [mut add, mut encode, mut decode, mut cached] = [f64::MAX; 4].map(Best);
+    for _ in 0..=repeats(args) {
+        add.of(|| add_into(black_box(&mut acc), black_box(gradient)));
+        encode.of(|| coder.encode(&job, &mut out).expect("the values are finite"));
+        decode.of(|| coder.add_decoded_into(&out.messages[0], &place, &mut acc).expect("its own message"));
+    }
+    let bits = 8.0 * out.messages[0].len() as f64;
+    let shard = n.min(SHARD);
+    let shards = [0..shard, shard..n];
+    coder.encode(&Job { shards: &shards, ..job }, &mut out).expect("the values are finite");
+    for _ in 0..50 {
+        let part = place.part(0..shard);
+        cached.of(|| coder.add_decoded_into(&out.messages[0], &part, &mut acc[..shard]).expect("its own"));
+    }
+    let kept = match spec {
+        CodecSpec::TopK(topk) => match topk.keep {
+            Keep::Whole(share) => share.of(n),
+            Keep::PerChunk { keep, chunk } => n / chunk * keep,
+        },
+        CodecSpec::RandomK(randk) => randk.keep.of(n),
+        _ => n,
+    };
+    let mut row = Row::new(spec, n, args.threads as usize, add, encode, decode, kept, bits);
+    row.kept_per_s_cached = kept as f64 * shard as f64 / n.max(1) as f64 / cached.0;
+    row
+}
+
+/// PowerSGD on one rank: its encoding is the products with Q and P, its decoding the product of the sums.
+fn low_rank(args: &Args, spec: &CodecSpec, coder: PowerSgd, gradient: &[f32], owed: &[f32]) -> Row {
+    let n = gradient.len();
+    let shape = Shape::of(&[n]);
+    let context = Context { seed: 1, step: 2, tensor: 3 };
+    let mut acc = vec![0.0; n];
+    let mut warm: Option<Vec<f32>> = None;
+    let [mut add, mut encode, mut decode] = [f64::MAX; 3].map(Best);
+    for _ in 0..repeats(args) {
+        add.of(|| add_into(black_box(&mut acc), black_box(gradient)));
+        let mut waiting = None;
+        encode.of(|| {
+            let residual = Residual::Owed(owed);
+            let p = coder.begin(gradient.into(), residual, warm.as_deref(), shape, context).expect("finite");
+            let sum = p.p().to_vec();
+            waiting = Some(p.with_sum(sum).expect("finite"));
+        });
+        let q = waiting.expect("it was just made");
+        decode.of(|| {
+            let sum = q.q().to_vec();
+            warm = Some(q.with_sum(sum, &mut acc).expect("finite").warm);
+        });
+    }
+    let (p, q) = coder.factor_lens(shape);
+    Row::new(spec, n, 1, add, encode, decode, n, 32.0 * (p + q) as f64)
+}
+
+impl Row {
+    #[allow(clippy::too_many_arguments, reason = "each is one fact, and it is called twice")]
+    fn new(
+        spec: &CodecSpec,
+        n: usize,
+        threads: usize,
+        add: Best,
+        encode: Best,
+        decode: Best,
+        kept: usize,
+        bits: f64,
+    ) -> Self {
+        let gigabytes = 4e-9 * n as f64;
+        Self {
+            codec: spec.to_string(),
+            bytes: 4 * n,
+            threads,
+            encode_gbs: gigabytes / encode.0,
+            decode_gbs: gigabytes / decode.0,
+            add_gbs: gigabytes / add.0,
+            roofline_fraction: add.0 / encode.0,
+            decode_roofline_fraction: add.0 / decode.0,
+            kept_per_s: kept as f64 / decode.0,
+            kept_per_s_cached: 0.0,
+            bits_per_kept: bits / kept.max(1) as f64,
+            ratio: 32.0 * n as f64 / bits.max(1.0),
+        }
+    }
+}
+
+impl fmt::Display for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{:<26} {:>9} {:>8.2} {:>8.2} {:>8.2} {:>8.2} {:>8.2} {:>8.0} {:>8.0} {:>8.3}  {:.0}× smaller than f32",
+            self.codec,
+            show_bytes(self.bytes as f64),
+            self.add_gbs,
+            self.encode_gbs,
+            self.roofline_fraction,
+            self.decode_gbs,
+            self.decode_roofline_fraction,
+            self.kept_per_s / 1e6,
+            self.kept_per_s_cached / 1e6,
+            self.bits_per_kept,
+            self.ratio,
+        )
+    }
+}
+
+/// The pass that a codec is measured against: one read of each, one write.
+#[inline(never)]
+fn add_into(b: &mut [f32], a: &[f32]) {
+    b.iter_mut().zip(a).for_each(|(b, a)| *b += a);
+}
+
+/// Values of a normal distribution, nearly: a gradient to try codecs on.
+pub(super) fn gaussian(len: usize, seed: u64) -> Vec<f32> {
+    let mut state = seed;
+    let mut uniform = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 40) as f32 / (1u64 << 24) as f32
+    };
+    (0..len).map(|_| (0..6).map(|_| uniform()).sum::<f32>() - 3.0).collect()
+}
