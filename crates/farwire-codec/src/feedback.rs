@@ -25,7 +25,7 @@
 //! for step in 0..2 {
 //!     let mut transaction = feedback.begin("w").unwrap();
 //!     let owed = transaction.worker(0..3);
-//!     out.residual = transaction.buffer();
+//!     out.residual = transaction.buffer(3);
 //!     codec.encode(&Job::worker(&[1.0f32, 0.75, 0.25], owed.residual(), &place, &[0..3]), &mut out).unwrap();
 //!     // … send out.messages, and when everything has come back:
 //!     transaction.set_worker(0, std::mem::take(&mut out.residual));
@@ -233,6 +233,9 @@ impl ErrorFeedback {
     }
 }
 
+/// Buffers that a tensor keeps beside its residuals.
+const SPARE: usize = 8;
+
 /// One operation's hold on a tensor's residuals. Dropped, it leaves them as they were.
 #[derive(Debug)]
 pub struct Transaction {
@@ -281,9 +284,18 @@ impl Transaction {
         self.new.warm = Some(Arc::new(warm));
     }
 
-    /// An old buffer to write a residual to, if there is one: content and length mean nothing.
-    pub fn buffer(&mut self) -> Vec<f32> {
-        self.spare.pop().unwrap_or_default()
+    /// An old buffer to write `len` elements to, if there is one: content and length mean nothing. The smallest that is long enough, so that a loop touches no fresh memory.
+    pub fn buffer(&mut self, len: usize) -> Vec<f32> {
+        let fits = |(_, spare): &(usize, &Vec<f32>)| spare.capacity() >= len;
+        let best = self.spare.iter().enumerate().filter(fits).min_by_key(|(_, spare)| spare.capacity());
+        best.map(|(at, _)| at).map_or_else(Vec::new, |at| self.spare.swap_remove(at))
+    }
+
+    /// Gives a buffer back that is not needed any more.
+    pub fn give_back(&mut self, buffer: Vec<f32>) {
+        if buffer.capacity() > 0 && self.spare.len() < SPARE {
+            self.spare.push(buffer);
+        }
     }
 
     /// Makes everything set visible. Call it when the operation has succeeded.
@@ -485,7 +497,7 @@ mod tests {
         let mut transaction = feedback.begin("w").unwrap();
         transaction.set_worker(0, vec![2.0; 100]);
         transaction.commit();
-        assert!(feedback.begin("w").unwrap().buffer().capacity() >= 100);
+        assert!(feedback.begin("w").unwrap().buffer(100).capacity() >= 100);
     }
 
     #[test]

@@ -43,7 +43,7 @@ impl AllToAll {
         let len = common.input.len();
         let whole = 0..len;
         let owed = common.owed(whole.clone());
-        let mut encoded = Encoded { residual: common.buffer(), ..Encoded::default() };
+        let mut encoded = Encoded { residual: common.buffer(len), ..Encoded::default() };
         let job = Job {
             values: common.input.values(0..len),
             residual: residual(owed.as_ref()),

@@ -546,9 +546,9 @@ impl Common {
         self.feedback.as_ref().map(|feedback| feedback.worker(range))
     }
 
-    /// A buffer for a residual.
-    fn buffer(&mut self) -> Vec<f32> {
-        self.feedback.as_mut().map(Transaction::buffer).unwrap_or_default()
+    /// A buffer for so many elements, with anything in it.
+    fn buffer(&mut self, len: usize) -> Vec<f32> {
+        self.feedback.as_mut().map(|feedback| feedback.buffer(len)).unwrap_or_default()
     }
 
     /// This rank could not encode what it had to in a round, counted from element `first`.

@@ -127,7 +127,7 @@ impl TwoPhase {
         let context = self.context(chunk, common);
         let Chunk { range, shards, own, .. } = &mut self.chunks[chunk];
         let owed = common.owed(range.clone());
-        let mut encoded = Encoded { residual: common.buffer(), ..Encoded::default() };
+        let mut encoded = Encoded { residual: common.buffer(range.len()), ..Encoded::default() };
         // A chunk is a vector of its own, from its first element on.
         let local: Vec<_> =
             shards.iter().map(|shard| shard.start - range.start..shard.end - range.start).collect();
@@ -159,7 +159,7 @@ impl TwoPhase {
         let Chunk { range, shards, own, .. } = &mut self.chunks[chunk];
         let shard = shards[common.rank.index()].clone();
         let owed = common.feedback.as_ref().map(|feedback| feedback.owner(shard.clone()));
-        let mut encoded = Encoded { residual: common.buffer(), ..Encoded::default() };
+        let mut encoded = Encoded { residual: common.buffer(shard.len()), ..Encoded::default() };
         let place =
             Place::whole(context, range.len()).part(shard.start - range.start..shard.end - range.start);
         let job = Job {
@@ -172,6 +172,7 @@ impl TwoPhase {
         }
         if let Some(feedback) = &mut common.feedback {
             feedback.set_owner(shard.start, encoded.residual);
+            feedback.give_back(sum);
         }
         let message = encoded.messages.swap_remove(0);
         own.clone_from(&message);
@@ -194,7 +195,8 @@ impl TwoPhase {
         match phase {
             Phase::Scatter(_) => {
                 let mine = &shards[me.index()];
-                let mut acc = if self.gather { common.buffer() } else { std::mem::take(&mut common.output) };
+                let mut acc =
+                    if self.gather { common.buffer(mine.len()) } else { std::mem::take(&mut common.output) };
                 acc.clear();
                 acc.resize(mine.len(), 0.0);
                 for from in world.ranks() {

@@ -92,7 +92,7 @@ fn a_gradient_with_a_nan_leaves_the_residual_as_it_was() {
         gradient[n - 1] = f32::NAN;
         let (owed, place) = (transaction.worker(0..n), Place::whole(Context::default(), n));
         let mut out = Encoded::default();
-        out.residual = transaction.buffer();
+        out.residual = transaction.buffer(0);
         let job = Job::worker(&gradient, owed.residual(), &place, std::slice::from_ref(&place.range));
         assert_eq!(codec.encode(&job, &mut out), Err(EncodeError::NotFinite { index: n - 1 }), "{name}");
         drop(transaction);

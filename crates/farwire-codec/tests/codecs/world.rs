@@ -66,7 +66,7 @@ impl World {
             let owed = transaction.worker(0..n);
             let residual = if self.with_feedback { owed.residual() } else { Residual::Off };
             let mut out = Encoded::default();
-            out.residual = transaction.buffer();
+            out.residual = transaction.buffer(n);
             let job = Job { rank: rank as u32, ..Job::worker(gradient, residual, &place, &self.shards) };
             codec.encode(&job, &mut out).unwrap();
             for (message, shard) in out.messages.iter().zip(&self.shards) {
