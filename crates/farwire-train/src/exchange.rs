@@ -31,6 +31,12 @@ pub trait Reducer {
     fn start(&mut self, bucket: &Bucket, data: Vec<f32>) -> Pending<Vec<f32>>;
 }
 
+impl<R: Reducer + ?Sized> Reducer for Box<R> {
+    fn start(&mut self, bucket: &Bucket, data: Vec<f32>) -> Pending<Vec<f32>> {
+        (**self).start(bucket, data)
+    }
+}
+
 /// Every element as it is.
 #[derive(Clone, Debug)]
 pub struct Dense(pub Communicator);
