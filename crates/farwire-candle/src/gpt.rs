@@ -139,7 +139,7 @@ impl Block {
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let x = (x + self.attention.forward(&self.attention_norm.forward(x)?)?)?;
-        let hidden = self.up.forward(&self.mlp_norm.forward(&x)?)?.gelu()?;
+        let hidden = self.up.forward(&self.mlp_norm.forward(&x)?)?.relu()?;
         x + self.down.forward(&hidden)?
     }
 }
