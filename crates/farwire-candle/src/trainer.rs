@@ -172,7 +172,8 @@ impl Settings {
             ("clip", self.clip, other.clip),
             ("warm-up", self.warm_up as f64, other.warm_up as f64),
         ] {
-            if mine != theirs {
+            // Text does not always keep the last bit.
+            if (mine - theirs).abs() > 1e-12 * mine.abs() {
                 return differs(name, &mine, &theirs);
             }
         }
@@ -184,7 +185,7 @@ impl Settings {
 }
 
 /// What a step brought.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct StepReport {
     /// Which step, from 0.
     pub step: usize,
@@ -207,7 +208,7 @@ pub struct StepReport {
 }
 
 /// Where a rank's time went in a step, in seconds.
-#[derive(Clone, Copy, Debug, Default, Serialize)]
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
 pub struct Times {
     /// Forward, without sums over tp.
     pub forward: f64,

@@ -14,8 +14,8 @@ use tokio::process::{Child, Command};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::JoinSet;
 
-/// How long the others have to end by themselves once one has failed.
-const GRACE: Duration = Duration::from_secs(5);
+/// How long the others have to end by themselves once one has failed, or all once they were asked to.
+pub(crate) const GRACE: Duration = Duration::from_secs(5);
 /// How long a rank's output is read after its end.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Lines of a failed rank that are shown again at the end.
@@ -88,8 +88,21 @@ pub(crate) struct Job {
     pub(crate) master: (String, u16),
     pub(crate) token: Option<Token>,
     pub(crate) variables: Vec<(&'static str, String)>,
-    /// Whether to put the rank before each line.
-    pub(crate) prefix: bool,
+    /// What becomes of what ranks print.
+    pub(crate) output: JobOutput,
+    /// How long ranks have to end by themselves.
+    pub(crate) grace: Duration,
+}
+
+/// What becomes of what ranks print.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum JobOutput {
+    /// Line by line, with the rank before each.
+    Marked,
+    /// Line by line.
+    Plain,
+    /// It is theirs: a rank may draw on the terminal.
+    Theirs,
 }
 
 /// Runs the command.
@@ -116,7 +129,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, LaunchError> {
         master,
         token: (!has_token).then(Token::generate),
         variables: Vec::new(),
-        prefix: true,
+        output: JobOutput::Marked,
+        grace: GRACE,
     }
     .run()
 }
@@ -157,7 +171,7 @@ impl Job {
             };
             pids.extend(child.id().and_then(|id| Pid::from_raw(id as i32)));
             let last = Arc::new(Mutex::new(VecDeque::new()));
-            let prefix = if self.prefix { format!("[{rank}] ") } else { String::new() };
+            let prefix = if self.output == JobOutput::Marked { format!("[{rank}] ") } else { String::new() };
             let output =
                 tokio::spawn(pass_on(child.stdout.take(), tokio::io::stdout(), prefix.clone(), last.clone()));
             let errors =
@@ -189,7 +203,7 @@ impl Job {
                     asked_to_end = true;
                     continue;
                 }
-                () = tokio::time::sleep(GRACE), if first_failure.is_some() || asked_to_end => {
+                () = tokio::time::sleep(self.grace), if first_failure.is_some() || asked_to_end => {
                     tell(&pids, Signal::KILL);
                     continue;
                 }
@@ -210,8 +224,10 @@ impl Job {
             None => ExitCode::SUCCESS,
             Some((rank, status, last)) => {
                 if !asked_to_end {
-                    eprintln!("farwire launch: rank {rank} failed first ({status}); its last lines were:");
-                    for line in last.lock().unwrap_or_else(PoisonError::into_inner).iter() {
+                    let last = last.lock().unwrap_or_else(PoisonError::into_inner);
+                    let and = if last.is_empty() { "" } else { "; its last lines were:" };
+                    eprintln!("farwire launch: rank {rank} failed first ({status}){and}");
+                    for line in last.iter() {
                         eprintln!("  {line}");
                     }
                 }
@@ -222,6 +238,7 @@ impl Job {
 
     fn start(&self, rank: u32, local_rank: u32) -> std::io::Result<Child> {
         let mut command = Command::new(&self.command[0]);
+        let stdio = || if self.output == JobOutput::Theirs { Stdio::inherit() } else { Stdio::piped() };
         command
             .args(&self.command[1..])
             .env("RANK", rank.to_string())
@@ -232,8 +249,8 @@ impl Job {
             .env("MASTER_PORT", self.master.1.to_string())
             .envs(self.variables.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
+            .stdout(stdio())
+            .stderr(stdio())
             // A group of its own, so that signals reach what it starts, too.
             .process_group(0)
             .kill_on_drop(true);

@@ -6,6 +6,7 @@ mod bench;
 mod launch;
 mod named;
 mod sim;
+mod train;
 mod units;
 
 use std::error::Error;
@@ -26,6 +27,7 @@ enum Command {
     Bench(bench::Args),
     Launch(launch::Args),
     Sim(sim::Args),
+    Train(Box<train::Args>),
     /// Print a new cluster token: the only secret of a cluster, for FARWIRE_TOKEN.
     Token,
 }
@@ -41,6 +43,7 @@ fn main() -> ExitCode {
         Command::Bench(args) => bench::run(&args).map_err(Into::into),
         Command::Launch(args) => launch::run(&args).map_err(Into::into),
         Command::Sim(args) => sim::run(&args).map(|()| ExitCode::SUCCESS).map_err(Into::into),
+        Command::Train(args) => train::run(&args).map_err(Into::into),
         Command::Token => {
             println!("{}", farwire::Token::generate().reveal());
             Ok(ExitCode::SUCCESS)
