@@ -5,9 +5,6 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use rand::{RngExt, SeedableRng};
-use rand_chacha::ChaCha8Rng;
-
 use crate::error::TrainError;
 
 /// Text to learn from: this project's own.
@@ -81,18 +78,25 @@ impl Batches {
 
     /// Some of the sequences of a step's batch.
     pub fn at(&self, step: usize, sequences: Range<usize>) -> Batch {
-        let mut key = [0; 32];
-        key[..8].copy_from_slice(&self.seed.to_le_bytes());
-        key[8..16].copy_from_slice(&(step as u64).to_le_bytes());
-        let mut rng = ChaCha8Rng::from_seed(key);
-        let starts: Vec<usize> =
-            (0..self.batch).map(|_| rng.random_range(0..self.text.len() - self.context)).collect();
+        let places = (self.text.len() - self.context) as u64;
+        let start = |sequence: usize| {
+            let turn = (step * self.batch + sequence) as u64;
+            (mix(mix(self.seed).wrapping_add(turn)) % places) as usize
+        };
         let tokens = |shift: usize| {
-            let window = |start: &usize| &self.text[start + shift..start + shift + self.context];
-            starts[sequences.clone()].iter().flat_map(window).map(|byte| u32::from(*byte)).collect()
+            let window = |start: usize| &self.text[start + shift..start + shift + self.context];
+            sequences.clone().map(start).flat_map(window).map(|byte| u32::from(*byte)).collect()
         };
         Batch { inputs: tokens(0), targets: tokens(1) }
     }
+}
+
+/// The output function of SplitMix64: a few lines in any language, for whoever wants to train on the same batches.
+fn mix(state: u64) -> u64 {
+    let z = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
 }
 
 #[cfg(test)]

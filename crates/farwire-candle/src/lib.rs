@@ -34,6 +34,6 @@ pub use data_parallel::DataParallel;
 pub use error::TrainError;
 pub use parallel::{ColumnParallelLinear, ParallelEmbedding, RowParallelLinear};
 pub use params::{Cut, Init, Param, Params};
-pub use pipeline::Pipeline;
+pub use pipeline::{Flow, Pipeline};
 pub use stage::{Loss, Segment, Stage};
 pub use trainer::{Settings, StepReport, Times, Trainer};

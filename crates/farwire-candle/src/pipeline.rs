@@ -30,13 +30,15 @@ pub struct Pipeline {
 
 /// What a step brought.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Flow {
+pub struct Flow {
     /// By micro-batch, on the rank with the last stage; empty elsewhere.
-    pub(crate) losses: Vec<f32>,
-    pub(crate) forward: Duration,
-    pub(crate) backward: Duration,
+    pub losses: Vec<f32>,
+    /// Spent in forward.
+    pub forward: Duration,
+    /// Spent in backward, and in what `sink` does.
+    pub backward: Duration,
     /// Spent waiting for messages.
-    pub(crate) waiting: Duration,
+    pub waiting: Duration,
 }
 
 impl Pipeline {
@@ -74,7 +76,7 @@ impl Pipeline {
 
     /// One step: forward and backward of every micro-batch. `inputs` has one tensor per micro-batch, which the first stage reads; `sink` gets every parameter's gradient
     /// once per micro-batch, of the mean loss over micro-batches.
-    pub(crate) fn run(
+    pub fn run(
         &mut self,
         inputs: &[Tensor],
         loss: &Loss<'_>,

@@ -239,7 +239,8 @@ pub struct Trainer {
     adam: AdamW,
     batches: Batches,
     step: usize,
-    counted: u64,
+    /// Bytes of the last step that were sent after they had been counted.
+    uncounted: u64,
     trace: Vec<Span>,
 }
 
@@ -274,9 +275,9 @@ impl Trainer {
             Exchange::new(settings.codec.reducer(axis("dp")), &plan, settings.bucket_bytes, &groups);
         let decay = Rules::new(settings.decay).on("*.bias", 0.0).on("*norm*", 0.0).on("embedding.*", 0.0);
         let batches = Batches::new(text, settings.seed, settings.model.context, settings.batch)?;
-        let (adam, counted) = (AdamW::new(decay), world.traffic().bytes);
-        let (step, trace) = (0, Vec::new());
-        Ok(Self { settings, mesh, tensor, pipeline, exchange, params, adam, batches, step, counted, trace })
+        let adam = AdamW::new(decay);
+        let (step, uncounted, trace) = (0, 0, Vec::new());
+        Ok(Self { settings, mesh, tensor, pipeline, exchange, params, adam, batches, step, uncounted, trace })
     }
 
     /// The settings.
@@ -307,6 +308,7 @@ impl Trainer {
     /// One step. If any rank has a `wish` to stop, every rank's report says so.
     pub fn step(&mut self, wish: bool) -> Result<StepReport, TrainError> {
         let begun = Instant::now();
+        let sent_before = self.mesh.world().traffic().bytes;
         let tensor_before = self.tensor.spent();
         let (flow, summary) = self.gradients()?;
         let in_layers = (self.tensor.spent() - tensor_before).as_secs_f64();
@@ -328,12 +330,13 @@ impl Trainer {
         let sent = world.traffic().bytes;
         let shares = self.settings.dp * self.settings.tp * self.settings.micro_batches;
         let loss: f64 = flow.losses.iter().map(|loss| f64::from(*loss)).sum::<f64>() / shares as f64;
-        let mine = vec![loss, (sent - self.counted) as f64, f64::from(u8::from(wish))];
-        let all = world.all_reduce(mine, ReduceOp::Sum).wait()?;
-        self.counted = sent;
+        let bytes = sent - sent_before + self.uncounted;
+        let all =
+            world.all_reduce(vec![loss, bytes as f64, f64::from(u8::from(wish))], ReduceOp::Sum).wait()?;
+        self.uncounted = world.traffic().bytes - sent;
 
         let seconds = |time: Duration| time.as_secs_f64();
-        // Sums over tp happen inside forward and backward, about half in each.
+        // Sums over tp happen inside forward and backward; they are taken off both alike.
         let compute = (seconds(flow.forward) + seconds(flow.backward)).max(1e-12);
         let without = |time: Duration| seconds(time) * (1.0 - (in_layers / compute).min(1.0));
         let times = Times {

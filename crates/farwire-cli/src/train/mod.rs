@@ -64,7 +64,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "CODEC,CODEC", value_delimiter = ',', conflicts_with_all = ["codec", "checkpoint"])]
     compare: Vec<Codec>,
     /// Steps of the run.
-    #[arg(long, default_value = "300", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, default_value = "200", value_parser = clap::value_parser!(u32).range(1..))]
     steps: u32,
     /// Sequences per step, over all replicas.
     #[arg(long, default_value = "16", value_parser = clap::value_parser!(u32).range(1..))]
@@ -289,7 +289,9 @@ fn train(
     if let (Some(weights), false) = (trainer.gathered_weights()?, run.stopped) {
         let writer = Writer::new(weights, run.settings.model).map_err(TrainError::from)?;
         let prompt = "The ";
-        run.sample = writer.write(prompt, SAMPLE, 0.7, run.settings.seed).map_err(TrainError::from)?;
+        let sample = writer.write(prompt, SAMPLE, 0.7, run.settings.seed).map_err(TrainError::from)?;
+        // What it writes must not move the cursor.
+        run.sample = sample.chars().filter(|c| !c.is_control() || *c == '\n').collect();
     }
     Ok(run)
 }

@@ -39,7 +39,7 @@ pub(crate) struct Outcome {
     pub(crate) tokens_per_second: f64,
     pub(crate) wire_bytes: u64,
     pub(crate) wire_bytes_per_step: f64,
-    /// Bytes of a dense exchange over bytes sent; none without an exchange.
+    /// Bytes of a dense exchange over bytes sent; none where there is no exchange, or more than that is sent.
     pub(crate) ratio: Option<f64>,
     /// The share of the exchange's time that was hidden behind backward; none without an exchange.
     pub(crate) hidden: Option<f64>,
@@ -53,7 +53,7 @@ impl Run {
     pub(crate) fn new(trainer: &Trainer) -> Self {
         Self {
             settings: trainer.settings().clone(),
-            layout: trainer.mesh().to_string(),
+            layout: layout(trainer.settings()),
             steps: Vec::new(),
             seconds: 0.0,
             trace: Vec::new(),
@@ -83,7 +83,7 @@ impl Run {
             tokens_per_second: total(|step| step.tokens as f64) / seconds,
             wire_bytes: sent as u64,
             wire_bytes_per_step: sent / count,
-            ratio: (dp > 1).then(|| dense / sent.max(1.0)),
+            ratio: only_exchange(&self.settings).then(|| dense / sent.max(1.0)),
             hidden: (dp > 1 && busy > 0.0)
                 .then(|| (1.0 - total(|step| step.times.exchange) / busy).clamp(0.0, 1.0)),
             bubble: (pp > 1).then(|| total(|step| step.times.pipeline) / seconds),
@@ -233,16 +233,26 @@ impl View {
     }
 }
 
+/// The axes that have more than one rank.
+fn layout(settings: &Settings) -> String {
+    let axes = [("dp", settings.dp), ("tp", settings.tp), ("pp", settings.pp)];
+    let named: Vec<String> =
+        axes.into_iter().filter(|(_, size)| *size > 1).map(|(name, size)| format!("{name}={size}")).collect();
+    if named.is_empty() { "alone".to_owned() } else { named.join(" × ") }
+}
+
+/// Whether the exchange of gradients is all that is sent, so that its bytes can be told.
+fn only_exchange(settings: &Settings) -> bool {
+    settings.dp > 1 && settings.tp == 1 && settings.pp == 1
+}
+
 /// A step in one line.
 fn line(settings: &Settings, report: &StepReport) -> String {
     let StepReport { loss, tokens, wire_bytes, dense_bytes, hidden, times, .. } = report;
     let speed = *tokens as f64 / times.total.max(1e-9);
     let bytes = show_bytes(*wire_bytes as f64);
-    let exchange = if settings.dp > 1 {
-        let ratio = *dense_bytes as f64 / (*wire_bytes).max(1) as f64;
-        format!("  ratio {ratio:.1}×  hidden {:.0} %", 100.0 * hidden)
-    } else {
-        String::new()
-    };
-    format!("loss {loss:.3}  {speed:.0} tokens/s  {bytes}/step{exchange}")
+    let ratio = *dense_bytes as f64 / (*wire_bytes).max(1) as f64;
+    let ratio = if only_exchange(settings) { format!("  ratio {ratio:.1}×") } else { String::new() };
+    let hidden = if settings.dp > 1 { format!("  hidden {:.0} %", 100.0 * hidden) } else { String::new() };
+    format!("loss {loss:.3}  {speed:.0} tokens/s  {bytes}/step{ratio}{hidden}")
 }
