@@ -3,7 +3,7 @@
 //! `farwire launch -n 4 -- cargo run -p farwire-candle --example data_parallel`
 
 use candle_core::{DType, Device, Tensor};
-use candle_nn::{Linear, Module, Optimizer, SGD, VarBuilder, VarMap, linear};
+use candle_nn::{AdamW, Linear, Module, Optimizer, VarBuilder, VarMap, linear};
 use farwire::Communicator;
 use farwire_candle::DataParallel;
 use farwire_train::Codec;
@@ -32,7 +32,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     // All ranks start with rank 0's weights.
     let vars = varmap.data().lock().map_err(|error| error.to_string())?.clone();
     let mut replicas = DataParallel::new(&comm, vars, Codec::None)?;
-    let mut optimizer = SGD::new(varmap.all_vars(), 0.05)?;
+    let mut optimizer = AdamW::new_lr(varmap.all_vars(), 0.01)?;
 
     // This rank's share of the points: every size-th, from its rank on.
     let points = (comm.rank()..256).step_by(comm.size()).map(|i| i as f32 / 128.0 * 3.0 - 3.0);

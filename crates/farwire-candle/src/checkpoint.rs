@@ -74,7 +74,10 @@ impl Trainer {
         };
         let good = self.mesh().world().broadcast(vec![u8::from(matches!(found, Some(Ok(_))))], 0).wait()?;
         match found {
-            Some(result) => self.restore(0, Some(result?)),
+            Some(result) => {
+                let tensors = result.map_err(|error| bad(path, error.to_string()))?;
+                self.restore(0, Some(tensors))
+            }
             None if good == [1] => self.restore(0, None),
             None => Err(bad(path, "rank 0 could not read it".to_owned())),
         }
@@ -118,7 +121,8 @@ fn write(
 
 fn read(dir: &Path, settings: &Settings) -> Result<(Checkpoint, BTreeMap<String, Tensor>), TrainError> {
     let newest = steps_in(dir).pop();
-    let newest = newest.ok_or_else(|| bad(dir, "there is none here; start without resuming".to_owned()))?;
+    let newest =
+        newest.ok_or_else(|| bad(dir, "there is no checkpoint here; start without resuming".to_owned()))?;
     let path = newest.join("job.json");
     let text = fs::read(&path)
         .map_err(|source| TrainError::Checkpoint { path: path.display().to_string(), source })?;
@@ -126,7 +130,9 @@ fn read(dir: &Path, settings: &Settings) -> Result<(Checkpoint, BTreeMap<String,
     settings.continues(&about.settings).map_err(|what| bad(&newest, what))?;
     let mut tensors = BTreeMap::new();
     for file in ["model.safetensors", "optimizer.safetensors"] {
-        tensors.extend(candle_core::safetensors::load(newest.join(file), &Device::Cpu)?);
+        let path = newest.join(file);
+        let found = candle_core::safetensors::load(&path, &Device::Cpu);
+        tensors.extend(found.map_err(|error| bad(&path, error.to_string()))?);
     }
     Ok((about, tensors))
 }

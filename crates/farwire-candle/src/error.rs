@@ -31,15 +31,15 @@ pub enum TrainError {
     #[error("parameter `{0}` got no gradient; some operation between it and the loss has no backward")]
     NoGradient(String),
     /// A checkpoint could not be written or read.
-    #[error("checkpoint {path}: {source}")]
+    #[error("{path}: {source}")]
     Checkpoint {
         /// Where.
         path: String,
         /// Why.
         source: std::io::Error,
     },
-    /// A checkpoint that is none, or one of another job.
-    #[error("checkpoint {path}: {what}")]
+    /// Weights or a checkpoint that cannot be read, or of another job.
+    #[error("{path}: {what}")]
     BadCheckpoint {
         /// Where.
         path: String,

@@ -226,7 +226,7 @@ impl Job {
                 if !asked_to_end {
                     let last = last.lock().unwrap_or_else(PoisonError::into_inner);
                     let and = if last.is_empty() { "" } else { "; its last lines were:" };
-                    eprintln!("farwire launch: rank {rank} failed first ({status}){and}");
+                    eprintln!("farwire: rank {rank} failed first ({status}){and}");
                     for line in last.iter() {
                         eprintln!("  {line}");
                     }
