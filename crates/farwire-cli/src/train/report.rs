@@ -32,7 +32,7 @@ const PARTS: [(&str, fn(&Times) -> f64); 6] = [
 /// The whole page.
 pub(crate) fn html(runs: &[Run]) -> String {
     let mut page = String::from(HEAD);
-    let _ = write!(page, "<h1>farwire train</h1>\n<p class=sub>{}</p>\n", escape(&about(runs)));
+    let _ = write!(page, "<h1>farwire train</h1>\n<p class=\"sub\">{}</p>\n", escape(&about(runs)));
     page += &table(runs);
     let losses: Vec<Line> = runs.iter().map(|run| Line::of(run, |step, _| step.step as f64 + 1.0)).collect();
     page += &figure(
@@ -117,14 +117,14 @@ fn table(runs: &[Run]) -> String {
         if let (Some(_), Some(_)) = (outcome.bubble, outcome.bubble_formula) {
             let _ = write!(
                 rows,
-                "<tr><td colspan=9 class=note>rank 0 waited for other stages {} of the time; the schedule's bubble is {}</td></tr>\n",
+                "<tr><td colspan=\"9\" class=\"note\">rank 0 waited for other stages {} of the time; the schedule's bubble is {}</td></tr>\n",
                 percent(outcome.bubble),
                 percent(outcome.bubble_formula)
             );
         }
     }
     format!(
-        "<div class=wide><table><thead><tr><th>codec</th><th>steps</th><th>first loss</th><th>final loss</th><th>time</th><th>tokens/s</th><th>bytes/step</th><th>ratio</th><th>hidden</th></tr></thead>\n<tbody>\n{rows}</tbody></table></div>\n"
+        "<div class=\"wide\"><table><thead><tr><th>codec</th><th>steps</th><th>first loss</th><th>final loss</th><th>time</th><th>tokens/s</th><th>bytes/step</th><th>ratio</th><th>hidden</th></tr></thead>\n<tbody>\n{rows}</tbody></table></div>\n"
     )
 }
 
@@ -191,7 +191,7 @@ impl Axes {
             let right = self.place((self.x.1, value)).0;
             let _ = write!(
                 svg,
-                "<line class=grid x1={left:.1} x2={right:.1} y1={y:.1} y2={y:.1} /><text class=tick x={:.1} y={:.1} text-anchor=end>{}</text>",
+                "<line class=\"grid\" x1=\"{left:.1}\" x2=\"{right:.1}\" y1=\"{y:.1}\" y2=\"{y:.1}\" /><text class=\"tick\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>",
                 left - 6.0,
                 y + 4.0,
                 escape(&y_text(value))
@@ -201,7 +201,7 @@ impl Axes {
             let (x, bottom) = self.place((value, self.y.0));
             let _ = write!(
                 svg,
-                "<text class=tick x={x:.1} y={:.1} text-anchor=middle>{}</text>",
+                "<text class=\"tick\" x=\"{x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>",
                 bottom + 16.0,
                 escape(&x_text(value))
             );
@@ -211,9 +211,9 @@ impl Axes {
         let (middle_x, middle_y) = ((left + right) / 2.0, (top + bottom) / 2.0);
         let _ = write!(
             svg,
-            "<line class=axis x1={left:.1} x2={right:.1} y1={bottom:.1} y2={bottom:.1} />\
-             <text class=label x={middle_x:.1} y={:.1} text-anchor=middle>{}</text>\
-             <text class=label transform=\"translate(14 {middle_y:.1}) rotate(-90)\" text-anchor=middle>{}</text>",
+            "<line class=\"axis\" x1=\"{left:.1}\" x2=\"{right:.1}\" y1=\"{bottom:.1}\" y2=\"{bottom:.1}\" />\
+             <text class=\"label\" x=\"{middle_x:.1}\" y=\"{:.1}\" text-anchor=\"middle\">{}</text>\
+             <text class=\"label\" transform=\"translate(14 {middle_y:.1}) rotate(-90)\" text-anchor=\"middle\">{}</text>",
             SIZE.1 - 6.0,
             escape(labels.0),
             escape(labels.1)
@@ -266,8 +266,11 @@ fn plot(lines: &[Line], x_label: &str, y_label: &str, x_text: &dyn Fn(f64) -> St
                 .map(|(_, point)| axes.place(*point))
                 .map(|(x, y)| format!("{x:.1},{y:.1}"))
                 .collect();
-            let _ =
-                write!(svg, "<polyline class={class} stroke=\"{colour}\" points=\"{}\" />", places.join(" "));
+            let _ = write!(
+                svg,
+                "<polyline class=\"{class}\" stroke=\"{colour}\" points=\"{}\" />",
+                places.join(" ")
+            );
         }
         if let Some((_, y)) = line.smooth().last() {
             let _ = write!(svg, "<title>{}: {y:.3}</title>", escape(&line.name));
@@ -304,7 +307,7 @@ fn split(steps: &[StepReport]) -> String {
                 (axes.place((*step, top)), axes.place((step + each as f64, below.min(axes.y.1))));
             let _ = write!(
                 svg,
-                "<rect x={x:.1} y={y:.1} width={:.1} height={:.1} fill=\"{colour}\"><title>step {}: {name} {height:.1} ms</title></rect>",
+                "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"{:.1}\" fill=\"{colour}\"><title>step {}: {name} {height:.1} ms</title></rect>",
                 (right - x - 0.6).max(0.3),
                 (bottom - y).max(0.0),
                 step + 1.0
@@ -335,10 +338,10 @@ fn volumes(runs: &[Run]) -> String {
         let (long, outline) = (sent / longest * width, dense / longest * width);
         let _ = write!(
             svg,
-            "<text class=label x={:.1} y={:.1} text-anchor=end>{}</text>\
-             <rect x={left} y={y:.1} width={long:.1} height={:.1} fill=\"{colour}\" />\
-             <rect x={left} y={y:.1} width={outline:.1} height={:.1} fill=none stroke=\"#8b949e\" stroke-dasharray=\"3 2\" />\
-             <text class=label x={:.1} y={:.1}>{}</text>",
+            "<text class=\"label\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>\
+             <rect x=\"{left}\" y=\"{y:.1}\" width=\"{long:.1}\" height=\"{:.1}\" fill=\"{colour}\" />\
+             <rect x=\"{left}\" y=\"{y:.1}\" width=\"{outline:.1}\" height=\"{:.1}\" fill=\"none\" stroke=\"#8b949e\" stroke-dasharray=\"3 2\" />\
+             <text class=\"label\" x=\"{:.1}\" y=\"{:.1}\">{}</text>",
             left - 8.0,
             y + 15.0,
             escape(name),
@@ -365,9 +368,9 @@ fn trace(spans: &[Span]) -> String {
         let colour = if span.name.starts_with("bucket") { COLOURS[1] } else { COLOURS[0] };
         let _ = write!(
             svg,
-            "<text class=tick x={:.1} y={:.1} text-anchor=end>{}</text>\
-             <rect x={from:.1} y={y:.1} width={:.1} height={:.1} fill=\"{colour}\" />\
-             <text class=tick x={:.1} y={:.1}>{:.1} ms</text>",
+            "<text class=\"tick\" x=\"{:.1}\" y=\"{:.1}\" text-anchor=\"end\">{}</text>\
+             <rect x=\"{from:.1}\" y=\"{y:.1}\" width=\"{:.1}\" height=\"{:.1}\" fill=\"{colour}\" />\
+             <text class=\"tick\" x=\"{:.1}\" y=\"{:.1}\">{:.1} ms</text>",
             left - 6.0,
             y + 11.0,
             escape(&span.name),
@@ -392,7 +395,7 @@ fn legend_of<'a>(entries: impl Iterator<Item = (&'a str, &'a str)>) -> String {
         let x = SIZE.0 - MARGIN.1 - 150.0;
         let _ = write!(
             svg,
-            "<rect x={x:.1} y={:.1} width=10 height=10 rx=2 fill=\"{colour}\" /><text class=key x={:.1} y={y:.1}>{}</text>",
+            "<rect x=\"{x:.1}\" y=\"{:.1}\" width=\"10\" height=\"10\" rx=\"2\" fill=\"{colour}\" /><text class=\"key\" x=\"{:.1}\" y=\"{y:.1}\">{}</text>",
             y - 9.0,
             x + 16.0,
             escape(name)
@@ -402,7 +405,7 @@ fn legend_of<'a>(entries: impl Iterator<Item = (&'a str, &'a str)>) -> String {
 }
 
 fn wrap(svg: &str, height: f64) -> String {
-    format!("<svg viewBox=\"0 0 {} {height}\" role=img>{svg}</svg>", SIZE.0)
+    format!("<svg viewBox=\"0 0 {} {height}\" role=\"img\">{svg}</svg>", SIZE.0)
 }
 
 fn plain(value: f64) -> String {
