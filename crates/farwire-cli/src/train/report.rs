@@ -14,13 +14,13 @@ const COLOURS: [&str; 8] =
 /// Of a plot, in its own units.
 const SIZE: (f64, f64) = (640.0, 300.0);
 /// Left, right, top, bottom of the area with data.
-const MARGIN: (f64, f64, f64, f64) = (64.0, 16.0, 12.0, 44.0);
+const MARGIN: (f64, f64, f64, f64) = (64.0, 16.0, 30.0, 44.0);
 /// Points of a line, bars of a split: more cannot be seen.
 const POINTS: usize = 400;
 const BARS: usize = 60;
 
 /// Where time goes, in the order it is stacked.
-const PARTS: [(&str, fn(&Times) -> f64); 6] = [
+const PARTS: [Part; 6] = [
     ("forward", |times| times.forward),
     ("backward", |times| times.backward),
     ("sums over tp", |times| times.tensor),
@@ -29,15 +29,18 @@ const PARTS: [(&str, fn(&Times) -> f64); 6] = [
     ("update", |times| times.update),
 ];
 
+/// A name, and how much of a step it took.
+type Part = (&'static str, fn(&Times) -> f64);
+
 /// The whole page.
 pub(crate) fn html(runs: &[Run]) -> String {
     let mut page = String::from(HEAD);
-    let _ = write!(page, "<h1>farwire train</h1>\n<p class=\"sub\">{}</p>\n", escape(&about(runs)));
+    let _ = writeln!(page, "<h1>farwire train</h1>\n<p class=\"sub\">{}</p>", escape(&about(runs)));
     page += &table(runs);
     let losses: Vec<Line> = runs.iter().map(|run| Line::of(run, |step, _| step.step as f64 + 1.0)).collect();
     page += &figure(
         "Loss by step",
-        "The mean over the batch; the pale line is each step, the strong one a running mean.",
+        "The mean over the batch; the pale line is each step, the strong one the mean of those around it.",
         &plot(&losses, "step", "loss", &plain),
     );
     let sent: Vec<Line> = runs.iter().map(|run| Line::of(run, |_, sent| sent)).collect();
@@ -66,9 +69,9 @@ pub(crate) fn html(runs: &[Run]) -> String {
         );
     }
     for run in runs.iter().filter(|run| !run.sample.is_empty()) {
-        let _ = write!(
+        let _ = writeln!(
             page,
-            "<section><h2>What it writes ({})</h2><pre>{}</pre></section>\n",
+            "<section><h2>What it writes ({})</h2><pre>{}</pre></section>",
             escape(&run.name()),
             escape(&run.sample)
         );
@@ -76,7 +79,7 @@ pub(crate) fn html(runs: &[Run]) -> String {
     if let Some(run) = runs.first() {
         let settings = serde_json::to_string_pretty(&run.settings).unwrap_or_default();
         let _ =
-            write!(page, "<details><summary>Settings</summary><pre>{}</pre></details>\n", escape(&settings));
+            writeln!(page, "<details><summary>Settings</summary><pre>{}</pre></details>", escape(&settings));
     }
     page + "</main></body></html>\n"
 }
@@ -101,9 +104,9 @@ fn table(runs: &[Run]) -> String {
         let outcome = run.outcome();
         let percent =
             |share: Option<f64>| share.map_or("–".to_owned(), |share| format!("{:.0} %", 100.0 * share));
-        let _ = write!(
+        let _ = writeln!(
             rows,
-            "<tr><td><i style=\"background:{colour}\"></i>{}</td><td>{}</td><td>{:.3}</td><td>{:.3}</td><td>{:.1} s</td><td>{:.0}</td><td>{}</td><td>{}</td><td>{}</td></tr>\n",
+            "<tr><td><i style=\"background:{colour}\"></i>{}</td><td>{}</td><td>{:.3}</td><td>{:.3}</td><td>{:.1} s</td><td>{:.0}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
             escape(&outcome.codec),
             outcome.steps,
             outcome.first_loss,
@@ -115,9 +118,9 @@ fn table(runs: &[Run]) -> String {
             percent(outcome.hidden),
         );
         if let (Some(_), Some(_)) = (outcome.bubble, outcome.bubble_formula) {
-            let _ = write!(
+            let _ = writeln!(
                 rows,
-                "<tr><td colspan=\"9\" class=\"note\">rank 0 waited for other stages {} of the time; the schedule's bubble is {}</td></tr>\n",
+                "<tr><td colspan=\"9\" class=\"note\">rank 0 waited for other stages {} of the time; the schedule's bubble is {}</td></tr>",
                 percent(outcome.bubble),
                 percent(outcome.bubble_formula)
             );
@@ -149,17 +152,16 @@ impl Line {
         Self { name: run.name(), points: points.collect() }
     }
 
-    /// The same with a running mean, which shows where it goes.
+    /// The same, each point the mean of those around it, which shows where it goes.
     fn smooth(&self) -> Vec<(f64, f64)> {
-        let mut mean = None;
-        self.points
-            .iter()
-            .map(|(x, y)| {
-                let next = mean.map_or(*y, |mean: f64| 0.9 * mean + 0.1 * y);
-                mean = Some(next);
-                (*x, next)
-            })
-            .collect()
+        let reach = self.points.len() / 40;
+        let mean = |(index, (x, _)): (usize, &(f64, f64))| {
+            // As many on either side, or the ends would bend.
+            let reach = reach.min(index).min(self.points.len() - 1 - index);
+            let around = &self.points[index - reach..=index + reach];
+            (*x, around.iter().map(|(_, y)| y).sum::<f64>() / around.len() as f64)
+        };
+        self.points.iter().enumerate().map(mean).collect()
     }
 }
 
@@ -271,9 +273,6 @@ fn plot(lines: &[Line], x_label: &str, y_label: &str, x_text: &dyn Fn(f64) -> St
                 "<polyline class=\"{class}\" stroke=\"{colour}\" points=\"{}\" />",
                 places.join(" ")
             );
-        }
-        if let Some((_, y)) = line.smooth().last() {
-            let _ = write!(svg, "<title>{}: {y:.3}</title>", escape(&line.name));
         }
     }
     svg += &legend(lines.iter().map(|line| &line.name[..]));
@@ -390,16 +389,16 @@ fn legend<'a>(names: impl Iterator<Item = &'a str>) -> String {
 
 fn legend_of<'a>(entries: impl Iterator<Item = (&'a str, &'a str)>) -> String {
     let mut svg = String::new();
-    for (index, (name, colour)) in entries.enumerate() {
-        let y = MARGIN.2 + 8.0 + index as f64 * 16.0;
-        let x = SIZE.0 - MARGIN.1 - 150.0;
+    let mut x = MARGIN.0;
+    for (name, colour) in entries {
         let _ = write!(
             svg,
-            "<rect x=\"{x:.1}\" y=\"{:.1}\" width=\"10\" height=\"10\" rx=\"2\" fill=\"{colour}\" /><text class=\"key\" x=\"{:.1}\" y=\"{y:.1}\">{}</text>",
-            y - 9.0,
-            x + 16.0,
+            "<rect x=\"{x:.1}\" y=\"6\" width=\"10\" height=\"10\" rx=\"2\" fill=\"{colour}\" />\
+             <text class=\"key\" x=\"{:.1}\" y=\"15\">{}</text>",
+            x + 14.0,
             escape(name)
         );
+        x += 34.0 + 6.2 * name.chars().count() as f64;
     }
     svg
 }
