@@ -82,6 +82,12 @@ impl Pipeline {
         loss: &Loss<'_>,
         sink: &mut dyn FnMut(&Param, &Tensor) -> Result<(), TrainError>,
     ) -> Result<Flow, TrainError> {
+        if inputs.len() != self.micro_batches {
+            let (has, needs) = (inputs.len(), self.micro_batches);
+            return Err(TrainError::Settings(format!(
+                "{needs} micro-batches need as many inputs, not {has}"
+            )));
+        }
         let stages = self.group.size() * self.chunks.len();
         let mut flow = Flow::default();
         let mut mail = Mail {
@@ -132,9 +138,7 @@ impl Pipeline {
                     flow.backward += begun.elapsed();
                 }
                 Action::Send(work, unit) => {
-                    let tensor = outgoing.remove(&(work, unit));
-                    let tensor = tensor
-                        .ok_or_else(|| TrainError::Settings("a stage had nothing to send".to_owned()))?;
+                    let tensor = outgoing.remove(&(work, unit)).expect("a schedule sends what it ran");
                     mail.send(work, unit, tensor.flatten_all()?.to_vec1()?)?;
                 }
             }
@@ -171,12 +175,8 @@ impl Mail<'_> {
         if !self.early.contains_key(&(work, unit)) {
             self.post(work, unit, elements);
         }
-        match self.early.remove(&(work, unit)) {
-            Some(pending) => Ok(pending.wait()?),
-            None => {
-                Err(TrainError::Settings("a pipeline of one stage has nobody to receive from".to_owned()))
-            }
-        }
+        let pending = self.early.remove(&(work, unit));
+        Ok(pending.expect("a schedule of one stage receives nothing").wait()?)
     }
 
     fn send(&mut self, work: Work, unit: Unit, data: Vec<f32>) -> Result<(), TrainError> {

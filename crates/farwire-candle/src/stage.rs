@@ -107,7 +107,10 @@ impl Stage {
         gradient: &Tensor,
         sink: &mut dyn FnMut(&Param, &Tensor) -> std::result::Result<(), TrainError>,
     ) -> std::result::Result<Option<Tensor>, TrainError> {
-        let held = self.held.remove(&micro).unwrap_or_default();
+        let held = self.held.remove(&micro);
+        let held = held.ok_or_else(|| {
+            TrainError::Settings(format!("micro-batch {micro} cannot go back before it has gone forward"))
+        })?;
         let mut gradient = Some(gradient.clone());
         for (segment, Held { input, output }) in self.segments.iter().zip(held).rev() {
             let begun = Instant::now();

@@ -28,6 +28,8 @@ fn settings() -> Settings {
 struct Run {
     gradients: Option<BTreeMap<String, Tensor>>,
     losses: Vec<f64>,
+    /// The gradient's length in each step, over the whole mesh.
+    norms: Vec<f64>,
 }
 
 fn train(comm: &Communicator, settings: Settings) -> Run {
@@ -35,13 +37,14 @@ fn train(comm: &Communicator, settings: Settings) -> Run {
     assert!(trainer.replicas_agree().unwrap(), "before the first step");
     trainer.compute_gradients().unwrap();
     let gradients = trainer.gathered_gradients().unwrap();
-    let losses = (0..STEPS).map(|step| {
+    let mut run = Run { gradients, losses: Vec::new(), norms: Vec::new() };
+    for step in 0..STEPS {
         let report = trainer.step(false).unwrap();
         assert!(trainer.replicas_agree().unwrap(), "after step {step}");
-        report.loss
-    });
-    let losses = losses.collect();
-    Run { gradients, losses }
+        run.losses.push(report.loss);
+        run.norms.push(report.norm);
+    }
+    run
 }
 
 /// Trains in a layout, and in rank 0 compares with a run alone.
@@ -68,6 +71,9 @@ fn same_as_alone(test: &str, layout: Settings) {
                 );
             }
         }
+        let (got, expected) = (run.norms[0], alone.norms[0]);
+        assert!((got - expected).abs() <= 1e-4 * expected, "norm {got}, not {expected}");
+        assert!(alone.norms[0] > settings().clip, "so that the norm matters");
         let (got, expected) = (run.losses[STEPS - 1], alone.losses[STEPS - 1]);
         assert!((got - expected).abs() <= 1e-3 * expected, "step {STEPS}: {got}, not {expected}");
         assert!(expected < alone.losses[0] - 0.5, "it learns: {:?}", alone.losses);

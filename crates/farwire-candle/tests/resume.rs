@@ -81,6 +81,40 @@ fn a_killed_run_goes_on_bit_for_bit() {
     }
 }
 
+/// A checkpoint holds whole tensors, so the layout may change.
+#[test]
+fn a_run_goes_on_in_another_layout() {
+    let dir = directory("layout");
+    let text = embedded();
+    let alone = Settings { dp: 1, tp: 1, ..settings() };
+    let comm = farwire::local(1).unwrap().remove(0);
+    let mut trainer = Trainer::new(&comm, alone.clone(), &text).unwrap();
+    (0..3).for_each(|_| drop(trainer.step(false).unwrap()));
+    trainer.save(&dir, serde_json::Value::Null).unwrap();
+    let expected: Vec<f64> = (0..3).map(|_| trainer.step(false).unwrap().loss).collect();
+    for layout in [
+        Settings { tp: 2, ..alone.clone() },
+        Settings { pp: 2, micro_batches: 2, ..alone.clone() },
+        Settings { dp: 2, ..alone.clone() },
+    ] {
+        std::thread::scope(|scope| {
+            for comm in farwire::local(2).unwrap() {
+                let (dir, text, expected, layout) = (&dir, &text, &expected, layout.clone());
+                scope.spawn(move || {
+                    let mut trainer = Trainer::new(&comm, layout, text).unwrap();
+                    assert_eq!(trainer.resume(dir).unwrap().step, 3);
+                    assert!(trainer.replicas_agree().unwrap());
+                    for expected in expected {
+                        let loss = trainer.step(false).unwrap().loss;
+                        assert!((loss - expected).abs() <= 1e-4 * expected, "{loss}, not {expected}");
+                    }
+                });
+            }
+        });
+    }
+    std::fs::remove_dir_all(dir).unwrap();
+}
+
 /// In one process, for what needs no more.
 #[test]
 fn checkpoints_are_refused_where_they_do_not_fit_and_old_ones_removed() {

@@ -130,7 +130,7 @@ impl View {
         out.flush()?;
         if std::io::stderr().is_terminal() {
             let bar = ProgressBar::new(*steps as u64).with_position(done as u64);
-            let style = ProgressStyle::with_template("{bar:24} {pos}/{len} {msg}  {eta} left");
+            let style = ProgressStyle::with_template("{bar:8} {pos}/{len} {wide_msg}");
             if let Ok(style) = style {
                 bar.set_style(style);
             }
@@ -152,8 +152,8 @@ impl View {
         }
         let line = line(&run.settings, report);
         if let Some(bar) = &self.bar {
-            bar.set_position(report.step as u64 + 1);
             bar.set_message(line);
+            bar.set_position(report.step as u64 + 1);
             return Ok(());
         }
         let is_last = report.step + 1 == run.settings.steps || report.stop;
@@ -254,5 +254,5 @@ fn line(settings: &Settings, report: &StepReport) -> String {
     let ratio = *dense_bytes as f64 / (*wire_bytes).max(1) as f64;
     let ratio = if only_exchange(settings) { format!("  ratio {ratio:.1}×") } else { String::new() };
     let hidden = if settings.dp > 1 { format!("  hidden {:.0} %", 100.0 * hidden) } else { String::new() };
-    format!("loss {loss:.3}  {speed:.0} tokens/s  {bytes}/step{ratio}{hidden}")
+    format!("loss {loss:.3}  {speed:.0} tok/s  {bytes}/step{ratio}{hidden}")
 }
