@@ -13,7 +13,9 @@ use std::time::{Duration, Instant};
 
 use candle_core::{Device, Tensor};
 use farwire::{Communicator, ReduceOp};
-use farwire_train::{Codec, Exchange, Mesh, Reducer, Rules, Schedule, Span, Squares, global_norm};
+use farwire_train::{
+    Codec, Entry, Exchange, Mesh, Plan, Reducer, Rules, Schedule, Span, Squares, global_norm,
+};
 use serde::{Deserialize, Serialize};
 
 use crate::adamw::{AdamW, Moments};
@@ -58,6 +60,9 @@ pub struct Settings {
     pub seed: u64,
     /// Bytes of a bucket of gradients.
     pub bucket_bytes: usize,
+    /// Whether each replica keeps the optimizer's state of its share of the parameters only (ZeRO-1): less memory, and updated parameters travel.
+    #[serde(default)]
+    pub shard_optimizer: bool,
     /// How gradients are compressed.
     #[serde(with = "text")]
     pub codec: Codec,
@@ -80,6 +85,7 @@ impl Default for Settings {
             clip: 1.0,
             seed: 1,
             bucket_bytes: 1 << 20,
+            shard_optimizer: false,
             codec: Codec::default(),
         }
     }
@@ -236,6 +242,8 @@ pub struct Trainer {
     pipeline: Pipeline,
     exchange: Exchange<Box<dyn Reducer + Send>>,
     params: BTreeMap<String, Param>,
+    /// Which replica updates a parameter, where the optimizer is sharded.
+    owners: BTreeMap<String, usize>,
     adam: AdamW,
     batches: Batches,
     step: usize,
@@ -270,14 +278,30 @@ impl Trainer {
         broadcast(axis("tp"), order.iter().filter(|param| param.cut.is_none()).map(|param| &param.var))?;
         broadcast(axis("dp"), order.iter().map(|param| &param.var))?;
         let params = order.into_iter().map(|param| (param.name.clone(), param.clone())).collect();
-        let groups = Rules::new(settings.codec.to_string());
+        let owners = if settings.shard_optimizer { owners(&plan, settings.dp) } else { BTreeMap::new() };
+        // Biases and norms are few and matter much: they travel as they are.
+        let dense = || Codec::None.to_string();
+        let groups = Rules::new(settings.codec.to_string()).on("*.bias", dense()).on("*norm*", dense());
         let exchange =
             Exchange::new(settings.codec.reducer(axis("dp")), &plan, settings.bucket_bytes, &groups);
         let decay = Rules::new(settings.decay).on("*.bias", 0.0).on("*norm*", 0.0).on("embedding.*", 0.0);
         let batches = Batches::new(text, settings.seed, settings.model.context, settings.batch)?;
         let adam = AdamW::new(decay);
         let (step, uncounted, trace) = (0, 0, Vec::new());
-        Ok(Self { settings, mesh, tensor, pipeline, exchange, params, adam, batches, step, uncounted, trace })
+        Ok(Self {
+            settings,
+            mesh,
+            tensor,
+            pipeline,
+            exchange,
+            params,
+            owners,
+            adam,
+            batches,
+            step,
+            uncounted,
+            trace,
+        })
     }
 
     /// The settings.
@@ -293,6 +317,12 @@ impl Trainer {
     /// Steps done.
     pub fn steps_done(&self) -> usize {
         self.step
+    }
+
+    /// Elements that this rank keeps optimizer state for.
+    pub fn optimizer_elements(&self) -> usize {
+        let mine = self.params.iter().filter(|(name, _)| owns(&self.owners, &self.mesh, name));
+        mine.map(|(_, param)| param.var.elem_count()).sum()
     }
 
     /// This rank's share of the parameters, by name.
@@ -319,11 +349,14 @@ impl Trainer {
         let rate = self.settings.rate(self.step);
         self.adam.begin();
         for (name, gradient) in self.exchange.gradients() {
-            let param = &self.params[name];
-            let mut data = values(&param.var)?;
-            self.adam.update(name, &mut data, gradient, scale, rate);
-            set(&param.var, &data)?;
+            if owns(&self.owners, &self.mesh, name) {
+                let param = &self.params[name];
+                let mut data = values(&param.var)?;
+                self.adam.update(name, &mut data, gradient, scale, rate);
+                set(&param.var, &data)?;
+            }
         }
+        self.share_updates()?;
 
         // Everyone learns the loss, the bytes, and whether to go on.
         let world = self.mesh.world();
@@ -408,6 +441,59 @@ impl Trainer {
         Ok((flow, summary))
     }
 
+    /// Gives every replica the parameters that others have updated.
+    fn share_updates(&self) -> Result<(), TrainError> {
+        if self.owners.is_empty() {
+            return Ok(());
+        }
+        let replicas = self.mesh.axis("dp").expect("the mesh was made with these axes");
+        let mut counts = vec![0; replicas.size()];
+        let mut mine = Vec::new();
+        for (name, owner) in &self.owners {
+            let var = &self.params[name].var;
+            counts[*owner] += var.elem_count();
+            if *owner == replicas.rank() {
+                mine.extend(values(var)?);
+            }
+        }
+        let all = replicas.all_gather_varied(mine, &counts).wait()?;
+        let mut rest = &all[..];
+        for replica in 0..replicas.size() {
+            for (name, _) in self.owners.iter().filter(|(_, owner)| **owner == replica) {
+                let var = &self.params[name].var;
+                let (data, after) = rest.split_at(var.elem_count());
+                rest = after;
+                if replica != replicas.rank() {
+                    set(var, data)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// This rank's share of a moment of every parameter; on the first replica all of them, wherever they are kept.
+    fn moment(&self, pick: fn(&Moments) -> &Vec<f32>) -> Result<BTreeMap<String, Vec<f32>>, TrainError> {
+        let replicas = self.mesh.axis("dp").expect("the mesh was made with these axes");
+        let mut found = BTreeMap::new();
+        for (name, param) in &self.params {
+            let mine = || {
+                let zeros = || vec![0.0; param.var.elem_count()];
+                self.adam.moments(name).map_or_else(zeros, |moments| pick(moments).clone())
+            };
+            let data = match (self.owners.get(name), replicas.rank()) {
+                (None | Some(0), _) => mine(),
+                (Some(owner), 0) => replicas.recv(param.var.elem_count(), *owner, 0).wait()?,
+                (Some(owner), rank) if *owner == rank => {
+                    replicas.send(mine(), 0, 0).wait()?;
+                    continue;
+                }
+                _ => continue,
+            };
+            found.insert(name.clone(), data);
+        }
+        Ok(found)
+    }
+
     fn norm(&self) -> Result<f64, TrainError> {
         let (whole, cut): (&[&str], &[&str]) = (&["pp"], &["pp", "tp"]);
         let mut squares = Squares::new(&[whole, cut]);
@@ -417,11 +503,12 @@ impl Trainer {
         Ok(global_norm(&self.mesh, squares)?)
     }
 
-    /// What all ranks together send in a dense exchange: 2·(dp − 1) times the gradients of a replica.
+    /// What all ranks together send in a dense exchange: 2·(dp − 1) times the gradients of a replica, and half of that again for updates of a sharded optimizer.
     fn dense_bytes(&self) -> u64 {
         let elements: usize = self.exchange.buckets().iter().map(farwire_train::Bucket::len).sum();
         let copies = 2 * (self.settings.dp - 1) * self.settings.tp * self.settings.pp;
-        (elements * size_of::<f32>() * copies) as u64
+        let updates = if self.owners.is_empty() { 0 } else { copies / 2 };
+        (elements * size_of::<f32>() * (copies + updates)) as u64
     }
 
     /// Whether all replicas of this rank's parameters have the same bits: shares over dp, what is not cut over tp, too.
@@ -449,11 +536,9 @@ impl Trainer {
 
     /// The optimizer's moments, as `first.NAME` and `second.NAME`.
     pub(crate) fn gathered_moments(&self) -> Result<Option<BTreeMap<String, Tensor>>, TrainError> {
-        let of = |pick: fn(&Moments) -> &Vec<f32>| {
-            self.gather(|param| {
-                let zeros = || vec![0.0; param.var.elem_count()];
-                Ok(self.adam.moments(&param.name).map_or_else(zeros, |moments| pick(moments).clone()))
-            })
+        let of = |pick| {
+            let moment = self.moment(pick)?;
+            self.gather(|param| Ok(moment[&param.name].clone()))
         };
         let (first, second) = (of(|moments| &moments.first)?, of(|moments| &moments.second)?);
         let (Some(first), Some(second)) = (first, second) else { return Ok(None) };
@@ -518,6 +603,7 @@ impl Trainer {
                     param.var.set(&share)?;
                     set_weights += 1;
                 }
+                Some(_) if !owns(&self.owners, &self.mesh, bare) => {}
                 Some(kind) => {
                     let moments = moments.entry(bare.to_owned()).or_default();
                     let data = share.flatten_all()?.to_vec1()?;
@@ -537,6 +623,22 @@ impl Trainer {
         self.step = step;
         Ok(())
     }
+}
+
+/// Whether this replica updates a parameter.
+fn owns(owners: &BTreeMap<String, usize>, mesh: &Mesh, name: &str) -> bool {
+    owners.get(name).is_none_or(|owner| *owner == mesh.coordinate("dp"))
+}
+
+/// Gives each parameter to the replica that has least so far: about equal shares, the same on all ranks.
+fn owners(plan: &Plan, replicas: usize) -> BTreeMap<String, usize> {
+    let mut loads = vec![0; replicas];
+    let owner = |entry: &Entry| {
+        let lightest = (0..replicas).min_by_key(|replica| loads[*replica]).unwrap_or(0);
+        loads[lightest] += entry.shape.iter().product::<usize>();
+        (entry.name.clone(), lightest)
+    };
+    plan.entries().iter().map(owner).collect()
 }
 
 impl std::fmt::Debug for Trainer {

@@ -17,6 +17,7 @@ fn settings() -> Settings {
         model: gpt::Config { layers: 2, heads: 2, width: 16, context: 8 },
         dp: 2,
         tp: 2,
+        shard_optimizer: true,
         batch: 8,
         steps: STEPS,
         warm_up: 2,
@@ -86,7 +87,7 @@ fn a_killed_run_goes_on_bit_for_bit() {
 fn a_run_goes_on_in_another_layout() {
     let dir = directory("layout");
     let text = embedded();
-    let alone = Settings { dp: 1, tp: 1, ..settings() };
+    let alone = Settings { dp: 1, tp: 1, shard_optimizer: false, ..settings() };
     let comm = farwire::local(1).unwrap().remove(0);
     let mut trainer = Trainer::new(&comm, alone.clone(), &text).unwrap();
     (0..3).for_each(|_| drop(trainer.step(false).unwrap()));
@@ -96,6 +97,7 @@ fn a_run_goes_on_in_another_layout() {
         Settings { tp: 2, ..alone.clone() },
         Settings { pp: 2, micro_batches: 2, ..alone.clone() },
         Settings { dp: 2, ..alone.clone() },
+        Settings { dp: 2, shard_optimizer: true, ..alone.clone() },
     ] {
         std::thread::scope(|scope| {
             for comm in farwire::local(2).unwrap() {
@@ -120,7 +122,7 @@ fn a_run_goes_on_in_another_layout() {
 fn checkpoints_are_refused_where_they_do_not_fit_and_old_ones_removed() {
     let dir = directory("refused");
     let comm = farwire::local(1).unwrap().remove(0);
-    let alone = Settings { dp: 1, tp: 1, ..settings() };
+    let alone = Settings { dp: 1, tp: 1, shard_optimizer: false, ..settings() };
     let text = embedded();
     let mut trainer = Trainer::new(&comm, alone.clone(), &text).unwrap();
     let none = trainer.resume(&dir).unwrap_err().to_string();

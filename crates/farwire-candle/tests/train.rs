@@ -58,6 +58,25 @@ fn the_loss_falls_and_the_exchange_overlaps_backward() {
     });
 }
 
+/// ZeRO-1: the state is shared out, and nothing else changes.
+#[test]
+fn a_sharded_optimizer_takes_the_same_steps() {
+    let text = embedded();
+    on_threads(3, |comm| {
+        let plain = Settings { dp: 3, batch: 6, ..settings() };
+        let sharded = Settings { shard_optimizer: true, ..plain.clone() };
+        let run = |settings: Settings| {
+            let mut trainer = Trainer::new(&comm, settings, &text).unwrap();
+            let losses: Vec<u64> = (0..6).map(|_| trainer.step(false).unwrap().loss.to_bits()).collect();
+            assert!(trainer.replicas_agree().unwrap());
+            (losses, trainer.optimizer_elements())
+        };
+        let ((expected, all), (losses, mine)) = (run(plain), run(sharded));
+        assert_eq!(losses, expected);
+        assert!(mine * 5 < all * 2, "{mine} of {all}");
+    });
+}
+
 #[test]
 fn one_ranks_wish_to_stop_reaches_all() {
     let text = embedded();

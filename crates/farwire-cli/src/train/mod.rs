@@ -93,6 +93,9 @@ pub(crate) struct Args {
     /// Bytes of gradients that travel together, as 1MiB.
     #[arg(long, default_value = "1MiB", value_parser = units::size)]
     bucket: usize,
+    /// Keep the optimizer's state of each parameter on one replica only (ZeRO-1).
+    #[arg(long)]
+    shard_optimizer: bool,
     /// Start from these weights: a safetensors file of the whole model, on rank 0's machine.
     #[arg(long, value_name = "FILE", conflicts_with = "resume")]
     init: Option<PathBuf>,
@@ -189,6 +192,7 @@ impl Args {
             seed: self.seed,
             bucket_bytes: self.bucket,
             codec: self.codec,
+            shard_optimizer: self.shard_optimizer,
             ..Settings::default()
         })
     }
