@@ -224,7 +224,7 @@ pub struct Times {
     pub tensor: f64,
     /// Waiting for other stages.
     pub pipeline: f64,
-    /// Waiting for the exchange of gradients at the end of backward.
+    /// Held up by the exchange of gradients: handing them over, and waiting at the end of backward.
     pub exchange: f64,
     /// The exchange from its start to its end, hidden or not.
     pub exchange_busy: f64,
@@ -374,10 +374,11 @@ impl Trainer {
         let without = |time: Duration| seconds(time) * (1.0 - (in_layers / compute).min(1.0));
         let times = Times {
             forward: without(flow.forward),
-            backward: without(flow.backward),
+            // Buckets are handed over within backward.
+            backward: without(flow.backward.saturating_sub(summary.handing_over)),
             tensor: in_layers,
             pipeline: seconds(flow.waiting),
-            exchange: seconds(summary.exposed),
+            exchange: seconds(summary.exposed()),
             exchange_busy: if self.settings.dp > 1 { seconds(summary.busy()) } else { 0.0 },
             update: seconds(update.elapsed()),
             total: seconds(begun.elapsed()),

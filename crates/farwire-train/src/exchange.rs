@@ -94,6 +94,8 @@ pub struct Exchange<R> {
     /// How often each parameter may still come, in this step.
     rounds: usize,
     running: Vec<Running>,
+    /// Spent in starting reductions, in this step.
+    handing_over: Duration,
     begun: Instant,
 }
 
@@ -161,8 +163,10 @@ pub struct Span {
 pub struct Summary {
     /// Each bucket's way, from its start to the arrival of its mean; waiting for slower ranks included.
     pub buckets: Vec<Span>,
-    /// How long the caller was held up at the end.
-    pub exposed: Duration,
+    /// How long the caller was held up while it handed buckets over.
+    pub handing_over: Duration,
+    /// How long it waited at the end, until the last had come back.
+    pub waiting: Duration,
 }
 
 impl Summary {
@@ -179,10 +183,15 @@ impl Summary {
         })
     }
 
-    /// The share of that time which the caller spent on something else; 1 if nothing was under way.
+    /// How long the caller was held up, all in all.
+    pub fn exposed(&self) -> Duration {
+        self.handing_over + self.waiting
+    }
+
+    /// The share of the time under way which the caller spent on something else; 1 if nothing was under way.
     pub fn hidden(&self) -> f64 {
         let busy = self.busy().as_secs_f64();
-        if busy > 0.0 { (1.0 - self.exposed.as_secs_f64() / busy).clamp(0.0, 1.0) } else { 1.0 }
+        if busy > 0.0 { (1.0 - self.exposed().as_secs_f64() / busy).clamp(0.0, 1.0) } else { 1.0 }
     }
 }
 
@@ -199,7 +208,17 @@ impl<R: Reducer> Exchange<R> {
         let data = buckets.iter().map(|bucket| vec![0.0; bucket.len()]).collect();
         let missing = vec![0; buckets.len()];
         let begun = Instant::now();
-        Self { reducer, buckets, places, data, missing, rounds: 0, running: Vec::new(), begun }
+        Self {
+            reducer,
+            buckets,
+            places,
+            data,
+            missing,
+            rounds: 0,
+            running: Vec::new(),
+            handing_over: Duration::ZERO,
+            begun,
+        }
     }
 
     /// The buckets, in the order in which they start.
@@ -211,6 +230,7 @@ impl<R: Reducer> Exchange<R> {
     pub fn begin(&mut self, rounds: usize) {
         self.rounds = rounds;
         self.running.clear();
+        self.handing_over = Duration::ZERO;
         self.places.values_mut().for_each(|place| place.come = 0);
         for (bucket, (data, missing)) in self.buckets.iter().zip(self.data.iter_mut().zip(&mut self.missing))
         {
@@ -257,7 +277,7 @@ impl<R: Reducer> Exchange<R> {
             let (start, end) = (started - self.begun, ended.saturating_duration_since(self.begun));
             summary.buckets.push(Span { name, start, end });
         }
-        summary.exposed = waited.elapsed();
+        (summary.handing_over, summary.waiting) = (self.handing_over, waited.elapsed());
         Ok(summary)
     }
 
@@ -277,7 +297,10 @@ impl<R: Reducer> Exchange<R> {
         while let Some(0) = self.missing.get(self.running.len()) {
             let next = self.running.len();
             let data = std::mem::take(&mut self.data[next]);
-            self.running.push(Running::new(self.reducer.start(&self.buckets[next], data)));
+            let started = Instant::now();
+            let pending = self.reducer.start(&self.buckets[next], data);
+            self.running.push(Running::new(started, pending));
+            self.handing_over += started.elapsed();
         }
     }
 }
@@ -327,8 +350,7 @@ impl Wake for Stamp {
 }
 
 impl Running {
-    fn new(mut pending: Pending<Vec<f32>>) -> Self {
-        let started = Instant::now();
+    fn new(started: Instant, mut pending: Pending<Vec<f32>>) -> Self {
         let stamp = Arc::new(Stamp::default());
         let waker = Waker::from(stamp.clone());
         let ready = match Pin::new(&mut pending).poll(&mut Context::from_waker(&waker)) {
@@ -421,7 +443,8 @@ mod tests {
     fn hidden_time_is_what_the_caller_did_not_wait_for() {
         let ms = Duration::from_millis;
         let span = |start, end| Span { name: String::new(), start: ms(start), end: ms(end) };
-        let summary = Summary { buckets: vec![span(10, 30), span(20, 40), span(60, 80)], exposed: ms(10) };
+        let buckets = vec![span(10, 30), span(20, 40), span(60, 80)];
+        let summary = Summary { buckets, handing_over: ms(4), waiting: ms(6) };
         assert_eq!(summary.busy(), ms(50));
         assert!((summary.hidden() - 0.8).abs() < 1e-9);
         assert_eq!(Summary::default().hidden(), 1.0);
