@@ -7,9 +7,9 @@ mod common;
 use std::collections::BTreeMap;
 
 use candle_core::Tensor;
-use common::job_succeeds;
+use common::{job_succeeds, text};
 use farwire::Communicator;
-use farwire_candle::{Settings, Trainer, embedded, gpt};
+use farwire_candle::{Settings, Trainer, gpt};
 
 const STEPS: usize = 20;
 
@@ -33,7 +33,7 @@ struct Run {
 }
 
 fn train(comm: &Communicator, settings: Settings) -> Run {
-    let mut trainer = Trainer::new(comm, settings, &embedded()).unwrap();
+    let mut trainer = Trainer::new(comm, settings, &text()).unwrap();
     assert!(trainer.replicas_agree().unwrap(), "before the first step");
     trainer.compute_gradients().unwrap();
     let gradients = trainer.gathered_gradients().unwrap();

@@ -6,9 +6,9 @@ mod common;
 
 use std::path::{Path, PathBuf};
 
-use common::{is_rank, job, job_succeeds};
+use common::{is_rank, job, job_succeeds, text};
 use farwire::Communicator;
-use farwire_candle::{Settings, Trainer, embedded, gpt};
+use farwire_candle::{Settings, Trainer, gpt};
 
 const STEPS: usize = 8;
 
@@ -27,7 +27,7 @@ fn settings() -> Settings {
 }
 
 fn trainer(comm: &Communicator) -> Trainer {
-    Trainer::new(comm, settings(), &embedded()).unwrap()
+    Trainer::new(comm, settings(), &text()).unwrap()
 }
 
 /// A directory that the processes of a test share.
@@ -86,11 +86,13 @@ fn a_killed_run_goes_on_bit_for_bit() {
 #[test]
 fn a_run_goes_on_in_another_layout() {
     let dir = directory("layout");
-    let text = embedded();
+    let text = text();
     let alone = Settings { dp: 1, tp: 1, shard_optimizer: false, ..settings() };
     let comm = farwire::local(1).unwrap().remove(0);
     let mut trainer = Trainer::new(&comm, alone.clone(), &text).unwrap();
-    (0..3).for_each(|_| drop(trainer.step(false).unwrap()));
+    for _ in 0..3 {
+        trainer.step(false).unwrap();
+    }
     trainer.save(&dir, serde_json::Value::Null).unwrap();
     let expected: Vec<f64> = (0..3).map(|_| trainer.step(false).unwrap().loss).collect();
     for layout in [
@@ -123,7 +125,7 @@ fn checkpoints_are_refused_where_they_do_not_fit_and_old_ones_removed() {
     let dir = directory("refused");
     let comm = farwire::local(1).unwrap().remove(0);
     let alone = Settings { dp: 1, tp: 1, shard_optimizer: false, ..settings() };
-    let text = embedded();
+    let text = text();
     let mut trainer = Trainer::new(&comm, alone.clone(), &text).unwrap();
     let none = trainer.resume(&dir).unwrap_err().to_string();
     assert!(none.contains("start without resuming"), "{none}");

@@ -2,10 +2,13 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
+mod common;
+
 use candle_core::{Device, Tensor, Var};
+use common::text;
 use farwire::Communicator;
 use farwire_candle::{
-    DataParallel, Group, Init, Params, Pipeline, Segment, Settings, Stage, TrainError, Trainer, embedded, gpt,
+    DataParallel, Group, Init, Params, Pipeline, Segment, Settings, Stage, TrainError, Trainer, gpt,
 };
 use farwire_train::{Codec, PlanError, Schedule};
 
@@ -32,7 +35,7 @@ fn on_threads(ranks: usize, rank: impl Fn(Communicator) + Sync) {
 
 #[test]
 fn the_loss_falls_and_the_exchange_overlaps_backward() {
-    let text = embedded();
+    let text = text();
     on_threads(2, |comm| {
         let mut trainer = Trainer::new(&comm, Settings { dp: 2, ..settings() }, &text).unwrap();
         let reports: Vec<_> = (0..60).map(|_| trainer.step(false).unwrap()).collect();
@@ -61,7 +64,7 @@ fn the_loss_falls_and_the_exchange_overlaps_backward() {
 /// ZeRO-1: the state is shared out, and nothing else changes.
 #[test]
 fn a_sharded_optimizer_takes_the_same_steps() {
-    let text = embedded();
+    let text = text();
     on_threads(3, |comm| {
         let plain = Settings { dp: 3, batch: 6, ..settings() };
         let sharded = Settings { shard_optimizer: true, ..plain.clone() };
@@ -79,7 +82,7 @@ fn a_sharded_optimizer_takes_the_same_steps() {
 
 #[test]
 fn one_ranks_wish_to_stop_reaches_all() {
-    let text = embedded();
+    let text = text();
     on_threads(3, |comm| {
         let mut trainer = Trainer::new(&comm, Settings { dp: 3, batch: 3, ..settings() }, &text).unwrap();
         assert!(!trainer.step(false).unwrap().stop);
@@ -89,7 +92,7 @@ fn one_ranks_wish_to_stop_reaches_all() {
 
 #[test]
 fn gradients_are_cut_to_the_length_allowed() {
-    let text = embedded();
+    let text = text();
     let comm = farwire::local(1).unwrap().remove(0);
     let after = |clip: f64| {
         let mut trainer = Trainer::new(&comm, Settings { clip, decay: 0.0, ..settings() }, &text).unwrap();
@@ -121,7 +124,7 @@ fn settings_that_contradict_each_other_are_refused_with_what_to_use() {
         assert!(error.contains(says), "{error}");
     }
     let comm = farwire::local(1).unwrap().remove(0);
-    let error = Trainer::new(&comm, Settings { dp: 2, ..settings }, &embedded()).unwrap_err().to_string();
+    let error = Trainer::new(&comm, Settings { dp: 2, ..settings }, &text()).unwrap_err().to_string();
     assert!(error.contains("is 2 ranks, but there are 1"), "{error}");
 }
 

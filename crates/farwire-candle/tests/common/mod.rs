@@ -1,4 +1,4 @@
-//! Jobs of processes: a test starts itself again, once per rank.
+//! Jobs of processes: a test starts itself again, once per rank. And what they learn from.
 
 #![allow(dead_code, reason = "each test file uses its own share of this")]
 
@@ -53,6 +53,12 @@ pub(crate) fn job_succeeds(test: &str, case: &str, ranks: usize, rank: impl FnOn
             String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{case}, rank {index} of {ranks}:\n{text}");
     }
+}
+
+/// Something to learn from that does not change when the project's text does.
+pub(crate) fn text() -> Vec<u8> {
+    let line = |i: usize| format!("{} plus {} is {}.\n", i % 7, i % 5, i % 7 + i % 5);
+    (0..1000).map(line).collect::<String>().into_bytes()
 }
 
 /// Whether this is a process of a job rather than the test that starts it.
