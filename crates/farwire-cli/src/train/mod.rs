@@ -64,7 +64,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "CODEC,CODEC", value_delimiter = ',', conflicts_with_all = ["codec", "checkpoint"])]
     compare: Vec<Codec>,
     /// Steps of the run.
-    #[arg(long, default_value = "200", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, default_value = "300", value_parser = clap::value_parser!(u32).range(1..))]
     steps: u32,
     /// Sequences per step, over all replicas.
     #[arg(long, default_value = "16", value_parser = clap::value_parser!(u32).range(1..))]
