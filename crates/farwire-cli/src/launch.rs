@@ -21,7 +21,7 @@ use tokio::time::Instant;
 /// How long the others have to find out by themselves that one has failed, and to say what they were doing; as long as heartbeats take.
 const FIND_OUT: Duration = Duration::from_millis(2500);
 /// How long they have to end once they were asked to.
-const GRACE: Duration = Duration::from_secs(5);
+pub(crate) const GRACE: Duration = Duration::from_secs(5);
 /// How long a rank's output is read after its end.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Lines of a failed rank that are shown again at the end.
@@ -96,8 +96,21 @@ pub(crate) struct Job {
     pub(crate) master: (String, u16),
     pub(crate) token: Option<Token>,
     pub(crate) variables: Vec<(&'static str, String)>,
-    /// Whether to put the rank before each line.
-    pub(crate) prefix: bool,
+    /// What becomes of what ranks print.
+    pub(crate) output: JobOutput,
+    /// How long ranks have to end by themselves.
+    pub(crate) grace: Duration,
+}
+
+/// What becomes of what ranks print.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum JobOutput {
+    /// Line by line, with the rank before each.
+    Marked,
+    /// Line by line.
+    Plain,
+    /// It is theirs: a rank may draw on the terminal.
+    Theirs,
 }
 
 /// Runs the command.
@@ -124,7 +137,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, LaunchError> {
         master,
         token: (!has_token).then(Token::generate),
         variables: Vec::new(),
-        prefix: true,
+        output: JobOutput::Marked,
+        grace: GRACE,
     }
     .run()
 }
@@ -174,7 +188,7 @@ impl Job {
             };
             let pid = child.id().and_then(|id| Pid::from_raw(id as i32)).expect("it has not been waited for");
             let last = Arc::new(Mutex::new(VecDeque::new()));
-            let prefix = if self.prefix { format!("[{rank}] ") } else { String::new() };
+            let prefix = if self.output == JobOutput::Marked { format!("[{rank}] ") } else { String::new() };
             let said =
                 tokio::spawn(pass_on(child.stdout.take(), output.clone(), prefix.clone(), last.clone()));
             let complained = tokio::spawn(pass_on(child.stderr.take(), errors.clone(), prefix, last.clone()));
@@ -197,24 +211,24 @@ impl Job {
                 _ = interrupted.recv() => {
                     tell(&pids, Signal::INT);
                     asked_to_end = true;
-                    next = Some((Instant::now() + GRACE, Signal::KILL));
+                    next = Some((Instant::now() + self.grace, Signal::KILL));
                     continue;
                 }
                 _ = terminated.recv() => {
                     tell(&pids, Signal::TERM);
                     asked_to_end = true;
-                    next = Some((Instant::now() + GRACE, Signal::KILL));
+                    next = Some((Instant::now() + self.grace, Signal::KILL));
                     continue;
                 }
                 _ = hung_up.recv() => {
                     tell(&pids, Signal::HUP);
                     asked_to_end = true;
-                    next = Some((Instant::now() + GRACE, Signal::KILL));
+                    next = Some((Instant::now() + self.grace, Signal::KILL));
                     continue;
                 }
                 () = tokio::time::sleep_until(due), if next.is_some() => {
                     tell(&pids, next.map_or(Signal::KILL, |(_, signal)| signal));
-                    next = Some((Instant::now() + GRACE, Signal::KILL));
+                    next = Some((Instant::now() + self.grace, Signal::KILL));
                     continue;
                 }
             };
@@ -233,12 +247,14 @@ impl Job {
         let Some((rank, last)) = first_failure else { return Ok(ExitCode::SUCCESS) };
         let status = statuses[(rank - self.first_rank) as usize];
         if !asked_to_end {
-            eprintln!("farwire launch: rank {rank} failed first ({status}); its last lines were:");
-            for line in last.lock().unwrap_or_else(PoisonError::into_inner).iter() {
+            let last = last.lock().unwrap_or_else(PoisonError::into_inner);
+            let and = if last.is_empty() { "" } else { "; its last lines were:" };
+            eprintln!("farwire: rank {rank} failed first ({status}){and}");
+            for line in last.iter() {
                 eprintln!("  {line}");
             }
             if let Some(directory) = flight_directory().filter(|directory| directory.exists()) {
-                eprintln!("farwire launch: who was missing? farwire doctor {}/*.json", directory.display());
+                eprintln!("farwire: who was missing? farwire doctor {}/*.json", directory.display());
             }
         }
         Ok(ExitCode::from(code(status)))
@@ -246,6 +262,7 @@ impl Job {
 
     fn start(&self, rank: u32, local_rank: u32) -> io::Result<Child> {
         // By way of this program, which ties it to the launcher's life: see `become_rank`.
+        let stdio = || if self.output == JobOutput::Theirs { Stdio::inherit() } else { Stdio::piped() };
         let mut command = Command::new("/proc/self/exe");
         command
             .arg0("farwire")
@@ -262,8 +279,8 @@ impl Job {
             .env("MASTER_PORT", self.master.1.to_string())
             .envs(self.variables.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
+            .stdout(stdio())
+            .stderr(stdio())
             // A group of its own, so that signals reach what it starts, too.
             .process_group(0)
             .kill_on_drop(true);

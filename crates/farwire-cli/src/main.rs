@@ -7,6 +7,7 @@ mod doctor;
 mod launch;
 mod named;
 mod sim;
+mod train;
 mod units;
 
 use std::error::Error;
@@ -30,6 +31,7 @@ enum Command {
     #[command(hide = true)]
     BecomeRank(launch::BecomeArgs),
     Sim(sim::Args),
+    Train(Box<train::Args>),
     /// Print a new cluster token: the only secret of a cluster, for FARWIRE_TOKEN.
     Token,
 }
@@ -47,6 +49,7 @@ fn main() -> ExitCode {
         Command::Launch(args) => launch::run(&args).map_err(Into::into),
         Command::BecomeRank(args) => launch::become_rank(&args).map_err(Into::into),
         Command::Sim(args) => sim::run(&args).map(|()| ExitCode::SUCCESS).map_err(Into::into),
+        Command::Train(args) => train::run(&args).map_err(Into::into),
         Command::Token => {
             println!("{}", farwire::Token::generate().reveal());
             Ok(ExitCode::SUCCESS)

@@ -119,7 +119,7 @@ fn wrong_flags_are_refused_with_what_to_write_instead() {
         ("sim send_recv --ranks 1", "at least 2"),
         ("sim allreduce", "all_reduce"),
         ("sim", "OP"),
-        ("train", "unrecognized subcommand"),
+        ("learn", "unrecognized subcommand"),
     ] {
         let message = refusal(arguments);
         assert!(message.contains(says), "`farwire {arguments}` says {message:?}, not {says:?}");

@@ -20,7 +20,7 @@ use half::{bf16, f16};
 use rustix::time::ClockId;
 use serde::Serialize;
 
-use crate::launch::{Job, LaunchError, free_port};
+use crate::launch::{GRACE, Job, JobOutput, LaunchError, free_port};
 use crate::named::named;
 use crate::units::{self, show_bytes};
 
@@ -248,7 +248,8 @@ fn on_processes(args: &Args, ranks: u32) -> Result<ExitCode, BenchError> {
         master: ("127.0.0.1".to_owned(), free_port()?),
         token: Some(farwire::Token::generate()),
         variables: vec![("FARWIRE_LINK", args.link.name().to_owned())],
-        prefix: false,
+        output: JobOutput::Plain,
+        grace: GRACE,
     };
     Ok(job.run()?)
 }

@@ -1,0 +1,223 @@
+//! Saving a run, and going on from it.
+//!
+//! A checkpoint is a directory `step-00000100` with the whole model (`model.safetensors`), the optimizer's moments (`optimizer.safetensors`) and the job's settings
+//! (`job.json`). It holds whole tensors, so a run can go on in another layout; in the same layout it goes on bit for bit. It appears under its name
+//! only when it is complete. Only rank 0 writes and reads: no file system has to be shared.
+
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+
+use candle_core::{Device, Tensor};
+use farwire::Communicator;
+use serde::{Deserialize, Serialize};
+
+use crate::error::TrainError;
+use crate::trainer::{Settings, Trainer};
+
+/// What is known of a checkpoint beside its tensors.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct Checkpoint {
+    /// Steps done.
+    pub step: usize,
+    /// The job's settings.
+    pub settings: Settings,
+    /// Whatever else the job wants to keep.
+    pub notes: serde_json::Value,
+}
+
+/// Checkpoints that are kept; older ones are removed.
+const KEPT: usize = 2;
+
+impl Trainer {
+    /// Writes a checkpoint into `dir`, and removes all but the newest. All ranks must call it; rank 0 of the world writes.
+    pub fn save(&self, dir: &Path, notes: serde_json::Value) -> Result<(), TrainError> {
+        let (weights, moments) = (self.gathered_weights()?, self.gathered_moments()?);
+        let mut result = Ok(());
+        if let (Some(weights), Some(moments)) = (weights, moments) {
+            let about = Checkpoint { step: self.steps_done(), settings: self.settings().clone(), notes };
+            result = write(dir, &about, &weights, &moments);
+        }
+        // Nobody goes on before it is there; and if it could not be written, rank 0 says why.
+        self.mesh().world().barrier().wait()?;
+        result
+    }
+
+    /// Goes on from the newest checkpoint in `dir`, on which rank 0 of the world looks. All ranks must call it, and all get what was saved beside the tensors.
+    pub fn resume(&mut self, dir: &Path) -> Result<Checkpoint, TrainError> {
+        let found = if self.mesh().world().rank() == 0 { Some(read(dir, self.settings())) } else { None };
+        // Everyone learns what it is, or that there is none.
+        let text = match &found {
+            Some(Ok((about, _))) => serde_json::to_vec(about).map_err(|error| bad(dir, error.to_string()))?,
+            _ => Vec::new(),
+        };
+        let text = broadcast_bytes(self.mesh().world(), text)?;
+        let tensors = match found {
+            Some(result) => Some(result?.1),
+            None if text.is_empty() => return Err(bad(dir, "rank 0 could not read it".to_owned())),
+            None => None,
+        };
+        let about: Checkpoint = serde_json::from_slice(&text).map_err(|error| bad(dir, error.to_string()))?;
+        self.restore(about.step, tensors)?;
+        Ok(about)
+    }
+
+    /// Starts from a safetensors file of whole weights, which rank 0 of the world reads. All ranks must call it.
+    pub fn load_weights(&mut self, path: &Path) -> Result<(), TrainError> {
+        let found = if self.mesh().world().rank() == 0 {
+            Some(
+                candle_core::safetensors::load(path, &Device::Cpu)
+                    .map(|tensors| tensors.into_iter().collect()),
+            )
+        } else {
+            None
+        };
+        let good = self.mesh().world().broadcast(vec![u8::from(matches!(found, Some(Ok(_))))], 0).wait()?;
+        match found {
+            Some(result) => {
+                let tensors = result.map_err(|error| bad(path, error.to_string()))?;
+                self.restore(0, Some(tensors))
+            }
+            None if good == [1] => self.restore(0, None),
+            None => Err(bad(path, "rank 0 could not read it".to_owned())),
+        }
+    }
+}
+
+fn write(
+    dir: &Path,
+    about: &Checkpoint,
+    weights: &BTreeMap<String, Tensor>,
+    moments: &BTreeMap<String, Tensor>,
+) -> Result<(), TrainError> {
+    let io = |path: &Path| {
+        let path = path.display().to_string();
+        move |source| TrainError::Checkpoint { path, source }
+    };
+    fs::create_dir_all(dir).map_err(io(dir))?;
+    let name = format!("step-{:08}", about.step);
+    let (draft, place) = (dir.join(format!(".{name}.tmp")), dir.join(&name));
+    let _ = fs::remove_dir_all(&draft); // of a run that was killed
+    fs::create_dir(&draft).map_err(io(&draft))?;
+    for (file, tensors) in [("model.safetensors", weights), ("optimizer.safetensors", moments)] {
+        let tensors = tensors.iter().map(|(name, tensor)| (name.clone(), tensor.clone())).collect();
+        let path = draft.join(file);
+        candle_core::safetensors::save(&tensors, &path)?;
+        File::open(&path).and_then(|file| file.sync_all()).map_err(io(&path))?;
+    }
+    let path = draft.join("job.json");
+    let text = serde_json::to_vec_pretty(about).map_err(|error| bad(&path, error.to_string()))?;
+    fs::write(&path, text).map_err(io(&path))?;
+    if place.exists() {
+        fs::remove_dir_all(&place).map_err(io(&place))?;
+    }
+    fs::rename(&draft, &place).map_err(io(&place))?;
+    let steps = steps_in(dir);
+    for old in &steps[..steps.len().saturating_sub(KEPT)] {
+        fs::remove_dir_all(old).map_err(io(old))?;
+    }
+    Ok(())
+}
+
+fn read(dir: &Path, settings: &Settings) -> Result<(Checkpoint, BTreeMap<String, Tensor>), TrainError> {
+    let newest = steps_in(dir).pop();
+    let newest =
+        newest.ok_or_else(|| bad(dir, "there is no checkpoint here; start without resuming".to_owned()))?;
+    let path = newest.join("job.json");
+    let text = fs::read(&path)
+        .map_err(|source| TrainError::Checkpoint { path: path.display().to_string(), source })?;
+    let about: Checkpoint = serde_json::from_slice(&text).map_err(|error| bad(&path, error.to_string()))?;
+    settings.continues(&about.settings).map_err(|what| bad(&newest, what))?;
+    let mut tensors = BTreeMap::new();
+    for file in ["model.safetensors", "optimizer.safetensors"] {
+        let path = newest.join(file);
+        let found = candle_core::safetensors::load(&path, &Device::Cpu);
+        tensors.extend(found.map_err(|error| bad(&path, error.to_string()))?);
+    }
+    Ok((about, tensors))
+}
+
+/// The complete checkpoints, oldest first.
+fn steps_in(dir: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
+    let named = |path: &PathBuf| {
+        let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+        name.strip_prefix("step-").is_some_and(|digits| digits.parse::<u64>().is_ok())
+    };
+    let mut steps: Vec<PathBuf> = entries.map(|entry| entry.path()).filter(named).collect();
+    steps.sort_unstable();
+    steps
+}
+
+fn bad(path: &Path, what: String) -> TrainError {
+    TrainError::BadCheckpoint { path: path.display().to_string(), what }
+}
+
+/// Names and shapes of tensors, which travel before them.
+type Header = Vec<(String, Vec<usize>)>;
+
+fn header(tensors: &BTreeMap<String, Tensor>) -> Result<Vec<u8>, TrainError> {
+    let header: Header =
+        tensors.iter().map(|(name, tensor)| (name.clone(), tensor.dims().to_vec())).collect();
+    serde_json::to_vec(&header).map_err(|error| TrainError::Settings(error.to_string()))
+}
+
+fn parse(header: &[u8]) -> Result<Header, TrainError> {
+    serde_json::from_slice(header).map_err(|error| TrainError::Settings(error.to_string()))
+}
+
+/// Sends named tensors to a rank that [`receive_tensors`].
+pub(crate) fn send_tensors(
+    comm: &Communicator,
+    to: usize,
+    tensors: &BTreeMap<String, Tensor>,
+) -> Result<(), TrainError> {
+    let header = header(tensors)?;
+    comm.send(vec![header.len() as u64], to, TAG).wait()?;
+    comm.send(header, to, TAG).wait()?;
+    for tensor in tensors.values() {
+        comm.send(tensor.flatten_all()?.to_vec1::<f32>()?, to, TAG).wait()?;
+    }
+    Ok(())
+}
+
+/// Apart from the tags of a pipeline's micro-batches.
+const TAG: u32 = u32::MAX;
+
+pub(crate) fn receive_tensors(
+    comm: &Communicator,
+    from: usize,
+) -> Result<BTreeMap<String, Tensor>, TrainError> {
+    let length = comm.recv::<u64>(1, from, TAG).wait()?[0];
+    let header = parse(&comm.recv::<u8>(length as usize, from, TAG).wait()?)?;
+    let tensors = header.into_iter().map(|(name, shape)| {
+        let data = comm.recv::<f32>(shape.iter().product(), from, TAG).wait()?;
+        Ok((name, Tensor::from_vec(data, shape, &Device::Cpu)?))
+    });
+    tensors.collect()
+}
+
+/// Gives each of rank 0's tensors to every rank, one at a time.
+pub(crate) fn broadcast_tensors(
+    comm: &Communicator,
+    tensors: Option<BTreeMap<String, Tensor>>,
+    take: &mut dyn FnMut(&str, &Tensor) -> Result<(), TrainError>,
+) -> Result<(), TrainError> {
+    let tensors = tensors.unwrap_or_default();
+    let header = broadcast_bytes(comm, if comm.rank() == 0 { header(&tensors)? } else { Vec::new() })?;
+    for (name, shape) in parse(&header)? {
+        let data = match tensors.get(&name) {
+            Some(tensor) => tensor.flatten_all()?.to_vec1::<f32>()?,
+            None => vec![0.0; shape.iter().product()],
+        };
+        let data = comm.broadcast(data, 0).wait()?;
+        take(&name, &Tensor::from_vec(data, shape, &Device::Cpu)?)?;
+    }
+    Ok(())
+}
+
+fn broadcast_bytes(comm: &Communicator, bytes: Vec<u8>) -> Result<Vec<u8>, TrainError> {
+    let length = comm.broadcast(vec![bytes.len() as u64], 0).wait()?[0] as usize;
+    let mine = if comm.rank() == 0 { bytes } else { vec![0; length] };
+    Ok(comm.broadcast(mine, 0).wait()?)
+}

@@ -1,0 +1,121 @@
+//! What is learned from, and in which order.
+//!
+//! Step s of a run sees the same windows of text whatever the layout and whether or not the run was interrupted: they depend on the seed and s only.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use crate::error::TrainError;
+
+/// Text to learn from: this project's own.
+pub fn embedded() -> Vec<u8> {
+    const TEXTS: [&str; 25] = [
+        include_str!("../../../README.md"),
+        include_str!("../../../ARCHITECTURE.md"),
+        include_str!("../../../CONTRIBUTING.md"),
+        include_str!("../../../docs/deploy.md"),
+        include_str!("../../farwire/src/comm.rs"),
+        include_str!("../../farwire/src/driver.rs"),
+        include_str!("../../farwire/src/error.rs"),
+        include_str!("../../farwire/src/local.rs"),
+        include_str!("../../farwire/src/node.rs"),
+        include_str!("../../farwire/src/pending.rs"),
+        include_str!("../../farwire/src/process.rs"),
+        include_str!("../../farwire/src/token.rs"),
+        include_str!("../../farwire-proto/src/call.rs"),
+        include_str!("../../farwire-proto/src/collective/ring.rs"),
+        include_str!("../../farwire-proto/src/collective/scan.rs"),
+        include_str!("../../farwire-proto/src/collective/two_phase.rs"),
+        include_str!("../../farwire-proto/src/engine/mod.rs"),
+        include_str!("../../farwire-proto/src/fault.rs"),
+        include_str!("../../farwire-proto/src/header.rs"),
+        include_str!("../../farwire-proto/src/partition.rs"),
+        include_str!("../../farwire-proto/src/plan.rs"),
+        include_str!("../../farwire-proto/src/schedule.rs"),
+        include_str!("../../farwire-train/src/exchange.rs"),
+        include_str!("../../farwire-train/src/schedule.rs"),
+        include_str!("../../farwire-train/src/mesh.rs"),
+    ];
+    TEXTS.concat().into_bytes()
+}
+
+/// Windows of a text, in an order that a seed decides.
+#[derive(Clone, Debug)]
+pub struct Batches {
+    text: Arc<[u8]>,
+    seed: u64,
+    context: usize,
+    batch: usize,
+}
+
+/// Sequences of tokens, one after the other: what is seen, and what follows each token of it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Batch {
+    /// `sequences × context` tokens.
+    pub inputs: Vec<u32>,
+    /// As many: the token after each.
+    pub targets: Vec<u32>,
+}
+
+impl Batches {
+    /// Batches of `batch` windows of `context` bytes.
+    pub fn new(
+        text: impl Into<Arc<[u8]>>,
+        seed: u64,
+        context: usize,
+        batch: usize,
+    ) -> Result<Self, TrainError> {
+        let text = text.into();
+        if text.len() <= context {
+            return Err(TrainError::Settings(format!(
+                "the text has {} bytes, but a context of {context} needs at least {}; use a longer text or a shorter context",
+                text.len(),
+                context + 1
+            )));
+        }
+        Ok(Self { text, seed, context, batch })
+    }
+
+    /// Some of the sequences of a step's batch.
+    pub fn at(&self, step: usize, sequences: Range<usize>) -> Batch {
+        let places = (self.text.len() - self.context) as u64;
+        let start = |sequence: usize| {
+            let turn = (step * self.batch + sequence) as u64;
+            (mix(mix(self.seed).wrapping_add(turn)) % places) as usize
+        };
+        let tokens = |shift: usize| {
+            let window = |start: usize| &self.text[start + shift..start + shift + self.context];
+            sequences.clone().map(start).flat_map(window).map(|byte| u32::from(*byte)).collect()
+        };
+        Batch { inputs: tokens(0), targets: tokens(1) }
+    }
+}
+
+/// The output function of SplitMix64: a few lines in any language, for whoever wants to train on the same batches.
+fn mix(state: u64) -> u64 {
+    let z = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn batches_depend_on_seed_and_step_only_and_targets_follow_inputs() {
+        let batches = |seed| Batches::new(embedded(), seed, 8, 6).unwrap();
+        let all = batches(1).at(3, 0..6);
+        assert_eq!(all, batches(1).at(3, 0..6));
+        assert_ne!(all, batches(1).at(4, 0..6));
+        assert_ne!(all, batches(2).at(3, 0..6));
+        let parts = [batches(1).at(3, 0..2), batches(1).at(3, 2..6)];
+        assert_eq!(all.inputs, [&parts[0].inputs[..], &parts[1].inputs[..]].concat());
+        for sequence in 0..6 {
+            let range = sequence * 8..sequence * 8 + 8;
+            assert_eq!(all.inputs[range.clone()][1..], all.targets[range][..7]);
+        }
+        assert!(Batches::new(vec![0; 8], 1, 8, 6).is_err() && Batches::new(vec![0; 9], 1, 8, 6).is_ok());
+    }
+}

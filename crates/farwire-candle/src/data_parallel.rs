@@ -1,0 +1,96 @@
+//! Data parallelism for a model of one's own.
+
+use candle_core::backprop::GradStore;
+use candle_core::{Device, Result, Tensor, Var};
+use farwire::Communicator;
+use farwire_train::{Codec, Entry, Exchange, Plan, Reducer, Rules, Summary};
+
+use crate::error::TrainError;
+
+/// Replicas of a model, one per rank: the same weights at the start, the same gradients at every step.
+///
+/// It takes a model's variables by name (for a `VarMap`, those of `varmap.data()`), gives every rank the weights of rank 0, and then, between a model's backward and its
+/// optimizer, makes every gradient the mean over all ranks.
+pub struct DataParallel {
+    vars: Vec<(String, Var)>,
+    exchange: Exchange<Box<dyn Reducer + Send>>,
+}
+
+/// Bytes of a bucket: enough to fill a network, and several of them to overlap.
+pub(crate) const BUCKET_BYTES: usize = 4 << 20;
+
+impl DataParallel {
+    /// Checks that all ranks have the same variables, and gives them rank 0's values.
+    pub fn new(
+        comm: &Communicator,
+        vars: impl IntoIterator<Item = (String, Var)>,
+        codec: Codec,
+    ) -> std::result::Result<Self, TrainError> {
+        let mut vars: Vec<(String, Var)> = vars.into_iter().collect();
+        vars.sort_by(|(a, _), (b, _)| a.cmp(b));
+        let plan = plan(vars.iter().map(|(name, var)| (&name[..], var)))?;
+        plan.agree(comm)?;
+        broadcast(comm, vars.iter().map(|(_, var)| var))?;
+        let exchange = Exchange::new(codec.reducer(comm), &plan, BUCKET_BYTES, &Rules::new(String::new()));
+        Ok(Self { vars, exchange })
+    }
+
+    /// Makes every variable's gradient the mean over all ranks. A variable without one is an error.
+    pub fn average(&mut self, gradients: &mut GradStore) -> std::result::Result<Summary, TrainError> {
+        self.exchange.begin(1);
+        for (name, var) in &self.vars {
+            let gradient = gradients.get(var).ok_or_else(|| TrainError::NoGradient(name.clone()))?;
+            self.exchange.add(name, &gradient.flatten_all()?.to_vec1::<f32>()?)?;
+        }
+        let summary = self.exchange.finish()?;
+        let means = self.exchange.gradients().map(|(name, mean)| {
+            let at = self.vars.binary_search_by(|(other, _)| other[..].cmp(name));
+            (at.expect("the exchange was made of these variables"), mean)
+        });
+        for (at, mean) in means {
+            let var = &self.vars[at].1;
+            gradients.insert(var, Tensor::from_slice(mean, var.shape(), &Device::Cpu)?);
+        }
+        Ok(summary)
+    }
+}
+
+impl std::fmt::Debug for DataParallel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("DataParallel").field("vars", &self.vars.len()).finish_non_exhaustive()
+    }
+}
+
+pub(crate) fn plan<'a>(
+    vars: impl IntoIterator<Item = (&'a str, &'a Var)>,
+) -> std::result::Result<Plan, TrainError> {
+    let entries = vars.into_iter().map(|(name, var)| Entry {
+        name: name.to_owned(),
+        shape: var.dims().to_vec(),
+        dtype: var.dtype().as_str().to_owned(),
+    });
+    Ok(Plan::new(entries)?)
+}
+
+/// Sets variables to what the group's rank 0 has.
+pub(crate) fn broadcast<'a>(
+    comm: &Communicator,
+    vars: impl IntoIterator<Item = &'a Var>,
+) -> std::result::Result<(), TrainError> {
+    if comm.size() == 1 {
+        return Ok(());
+    }
+    for var in vars {
+        let data = comm.broadcast(values(var)?, 0).wait()?;
+        set(var, &data)?;
+    }
+    Ok(())
+}
+
+pub(crate) fn values(var: &Var) -> Result<Vec<f32>> {
+    var.flatten_all()?.to_vec1()
+}
+
+pub(crate) fn set(var: &Var, data: &[f32]) -> Result<()> {
+    var.set(&Tensor::from_slice(data, var.shape(), &Device::Cpu)?)
+}

@@ -1,0 +1,49 @@
+//! Why training stopped, or did not start.
+
+use farwire_train::{ExchangeError, MeshError, PlanError, ScheduleError};
+
+/// Why training stopped, or did not start.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum TrainError {
+    /// Settings that contradict each other.
+    #[error("{0}")]
+    Settings(String),
+    /// The ranks do not form the mesh.
+    #[error(transparent)]
+    Mesh(#[from] MeshError),
+    /// The pipeline cannot be scheduled.
+    #[error(transparent)]
+    Schedule(#[from] ScheduleError),
+    /// Ranks have different models.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// Gradients were not exchanged.
+    #[error(transparent)]
+    Exchange(#[from] ExchangeError),
+    /// An operation between ranks failed.
+    #[error(transparent)]
+    Farwire(#[from] farwire::Error),
+    /// A tensor operation failed.
+    #[error(transparent)]
+    Candle(#[from] candle_core::Error),
+    /// A parameter without a gradient would never learn.
+    #[error("parameter `{0}` got no gradient; some operation between it and the loss has no backward")]
+    NoGradient(String),
+    /// A checkpoint could not be written or read.
+    #[error("{path}: {source}")]
+    Checkpoint {
+        /// Where.
+        path: String,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// Weights or a checkpoint that cannot be read, or of another job.
+    #[error("{path}: {what}")]
+    BadCheckpoint {
+        /// Where.
+        path: String,
+        /// What is wrong with it, and what to do.
+        what: String,
+    },
+}

@@ -1,0 +1,276 @@
+//! A GPT: token and position embedding, blocks of causal attention and MLP, norms before each, and a head.
+//!
+//! ```text
+//!  ids ─▶ token + position ─▶ [ x + attention(norm(x)) ─▶ x + mlp(norm(x)) ] × layers ─▶ norm ─▶ logits
+//! ```
+//!
+//! Everything is built of operations that have a backward. Attention is cut by heads, the MLP by columns, the token table and the head by tokens; norms and positions are
+//! whole on every rank.
+
+use candle_core::{D, Device, Result, Tensor};
+use rand::{RngExt, SeedableRng};
+use rand_chacha::ChaCha8Rng;
+use serde::{Deserialize, Serialize};
+
+use crate::collective::Group;
+use crate::error::TrainError;
+use crate::parallel::{ColumnParallelLinear, ParallelEmbedding, RowParallelLinear};
+use crate::params::{Init, Params};
+use crate::stage::Segment;
+
+/// Tokens are bytes.
+pub const VOCABULARY: usize = 256;
+
+/// Sizes of the model.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Config {
+    /// Blocks.
+    pub layers: usize,
+    /// Heads of each attention.
+    pub heads: usize,
+    /// Width of what passes between blocks.
+    pub width: usize,
+    /// Bytes that a prediction can see.
+    pub context: usize,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self { layers: 4, heads: 4, width: 128, context: 64 }
+    }
+}
+
+impl Config {
+    /// Fails if the sizes contradict each other or cannot be cut into `tp` × `stages`.
+    pub fn check(&self, tp: usize, stages: usize) -> std::result::Result<(), TrainError> {
+        let Self { layers, heads, width, context } = *self;
+        let wrong = |text: String| Err(TrainError::Settings(text));
+        if layers == 0 || heads == 0 || width == 0 || context == 0 {
+            return wrong("layers, heads, width and context must be at least 1".to_owned());
+        }
+        if !width.is_multiple_of(heads) {
+            return wrong(format!("width {width} is not a multiple of {heads} heads; change one of them"));
+        }
+        if !heads.is_multiple_of(tp) {
+            return wrong(format!(
+                "{heads} heads cannot be shared evenly by tp={tp} ranks; use a multiple of {tp} heads"
+            ));
+        }
+        if !VOCABULARY.is_multiple_of(tp) {
+            return wrong(format!(
+                "{VOCABULARY} tokens cannot be shared evenly by tp={tp} ranks; use a power of two"
+            ));
+        }
+        if !layers.is_multiple_of(stages) {
+            return wrong(format!(
+                "{layers} layers cannot be cut into {stages} equal stages; use a multiple of {stages} layers"
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// The segments of one of `stages` equal parts of the model: its blocks, with the embedding before the first and the head after the last.
+pub fn stage(params: &mut Params, config: Config, stage: usize, stages: usize) -> Result<Vec<Segment>> {
+    let each = config.layers / stages;
+    let mut segments = Vec::new();
+    if stage == 0 {
+        let embedding = Embedding::new(params, config)?;
+        segments.push(Segment::new("embedding", params.take(), move |ids| embedding.forward(ids)));
+    }
+    for index in stage * each..(stage + 1) * each {
+        let block = Block::new(params, &format!("blocks.{index}"), config)?;
+        segments.push(Segment::new(format!("block {index}"), params.take(), move |x| block.forward(x)));
+    }
+    if stage + 1 == stages {
+        let head = Head::new(params, config)?;
+        segments.push(Segment::new("head", params.take(), move |x| head.forward(x)));
+    }
+    Ok(segments)
+}
+
+struct Embedding {
+    token: ParallelEmbedding,
+    position: Tensor,
+}
+
+impl Embedding {
+    fn new(params: &mut Params, config: Config) -> Result<Self> {
+        let token = ParallelEmbedding::new(params, "embedding.token", VOCABULARY, config.width)?;
+        let shape = [config.context, config.width];
+        let position = params.get("embedding.position.weight", &shape, Init::Normal(0.02), None)?;
+        Ok(Self { token, position })
+    }
+
+    /// From ids `[batch, time]` to `[batch, time, width]`.
+    fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        let time = ids.dim(1)?;
+        self.token.forward(ids)?.broadcast_add(&self.position.narrow(0, 0, time)?)
+    }
+}
+
+struct Block {
+    attention_norm: Norm,
+    attention: Attention,
+    mlp_norm: Norm,
+    up: ColumnParallelLinear,
+    down: RowParallelLinear,
+}
+
+impl Block {
+    fn new(params: &mut Params, name: &str, config: Config) -> Result<Self> {
+        let width = config.width;
+        // Each block adds twice to what passes through; so that the sum keeps its size.
+        let deviation = 0.02 / (2.0 * config.layers as f64).sqrt();
+        Ok(Self {
+            attention_norm: Norm::new(params, &format!("{name}.attention_norm"), width)?,
+            attention: Attention::new(params, &format!("{name}.attention"), config, deviation)?,
+            mlp_norm: Norm::new(params, &format!("{name}.mlp_norm"), width)?,
+            up: ColumnParallelLinear::new(params, &format!("{name}.mlp.up"), width, 4 * width)?,
+            down: RowParallelLinear::with_deviation(
+                params,
+                &format!("{name}.mlp.down"),
+                4 * width,
+                width,
+                deviation,
+            )?,
+        })
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let x = (x + self.attention.forward(&self.attention_norm.forward(x)?)?)?;
+        let hidden = self.up.forward(&self.mlp_norm.forward(&x)?)?.relu()?;
+        x + self.down.forward(&hidden)?
+    }
+}
+
+/// Causal attention, of which each rank has some heads.
+struct Attention {
+    qkv: ColumnParallelLinear,
+    out: RowParallelLinear,
+    head_width: usize,
+    mask: Tensor,
+}
+
+impl Attention {
+    fn new(params: &mut Params, name: &str, config: Config, deviation: f64) -> Result<Self> {
+        let Config { heads, width, context, .. } = config;
+        let qkv = ColumnParallelLinear::with_blocks(params, &format!("{name}.qkv"), width, 3 * width, 3)?;
+        let out = RowParallelLinear::with_deviation(params, &format!("{name}.out"), width, width, deviation)?;
+        let mask: Vec<f32> = (0..context)
+            .flat_map(|query| (0..context).map(move |key| if key <= query { 0.0 } else { -1e9 }))
+            .collect();
+        let mask = Tensor::from_vec(mask, (context, context), &Device::Cpu)?;
+        Ok(Self { qkv, out, head_width: width / heads, mask })
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let (batch, time, _) = x.dims3()?;
+        let qkv = self.qkv.forward(x)?;
+        let width = qkv.dim(2)? / 3;
+        let heads = width / self.head_width;
+        // [batch, time, 3 · heads · head width] to [3, batch, heads, time, head width]
+        let qkv =
+            qkv.reshape((batch, time, 3, heads, self.head_width))?.permute((2, 0, 3, 1, 4))?.contiguous()?;
+        let (q, k, v) = (qkv.get(0)?, qkv.get(1)?, qkv.get(2)?);
+        let scores = (q.matmul(&k.t()?)? * (1.0 / (self.head_width as f64).sqrt()))?;
+        let mask = self.mask.narrow(0, 0, time)?.narrow(1, 0, time)?;
+        let weights = softmax(&scores.broadcast_add(&mask)?)?;
+        let seen = weights.matmul(&v)?.transpose(1, 2)?.contiguous()?;
+        self.out.forward(&seen.reshape((batch, time, width))?)
+    }
+}
+
+/// `weight · (x − mean) / √(variance + ε) + bias`, over the last dimension.
+struct Norm {
+    weight: Tensor,
+    bias: Tensor,
+}
+
+impl Norm {
+    fn new(params: &mut Params, name: &str, width: usize) -> Result<Self> {
+        let weight = params.get(&format!("{name}.weight"), &[width], Init::Ones, None)?;
+        let bias = params.get(&format!("{name}.bias"), &[width], Init::Zeros, None)?;
+        Ok(Self { weight, bias })
+    }
+
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let centred = x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)?;
+        let variance = centred.sqr()?.mean_keepdim(D::Minus1)?;
+        let normed = centred.broadcast_div(&(variance + 1e-5)?.sqrt()?)?;
+        normed.broadcast_mul(&self.weight)?.broadcast_add(&self.bias)
+    }
+}
+
+struct Head {
+    norm: Norm,
+    linear: ColumnParallelLinear,
+}
+
+impl Head {
+    fn new(params: &mut Params, config: Config) -> Result<Self> {
+        let norm = Norm::new(params, "head.norm", config.width)?;
+        let linear = ColumnParallelLinear::new(params, "head.linear", config.width, VOCABULARY)?.gathered();
+        Ok(Self { norm, linear })
+    }
+
+    /// From `[batch, time, width]` to `[batch, time, vocabulary]`.
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.linear.forward(&self.norm.forward(x)?)
+    }
+}
+
+fn softmax(x: &Tensor) -> Result<Tensor> {
+    // The result does not depend on what is subtracted, so it has no gradient.
+    let largest = x.max_keepdim(D::Minus1)?.detach();
+    let exponentials = x.broadcast_sub(&largest)?.exp()?;
+    exponentials.broadcast_div(&exponentials.sum_keepdim(D::Minus1)?)
+}
+
+/// The mean of −ln p(target), over all predictions. Logits are `[…, vocabulary]`, targets u32 of the same shape without the last dimension.
+pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
+    let logits = logits.reshape(((), logits.dim(D::Minus1)?))?;
+    let shifted = logits.broadcast_sub(&logits.max_keepdim(1)?.detach())?;
+    let total = shifted.exp()?.sum_keepdim(1)?.log()?;
+    let right = shifted.gather(&targets.flatten_all()?.unsqueeze(1)?, 1)?;
+    (total - right)?.mean_all()
+}
+
+/// A whole model on one rank, to write text with.
+#[derive(Debug)]
+pub struct Writer {
+    segments: Vec<Segment>,
+    config: Config,
+}
+
+impl Writer {
+    /// From whole weights.
+    pub fn new(weights: impl IntoIterator<Item = (String, Tensor)>, config: Config) -> Result<Self> {
+        let mut params = Params::from_tensors(weights, &Group::alone());
+        Ok(Self { segments: stage(&mut params, config, 0, 1)?, config })
+    }
+
+    /// `count` bytes that may follow a prompt. A temperature near 0 takes the likeliest.
+    pub fn write(&self, prompt: &str, count: usize, temperature: f64, seed: u64) -> Result<String> {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let mut text: Vec<u8> = prompt.bytes().collect();
+        if text.is_empty() {
+            text.push(b'\n');
+        }
+        for _ in 0..count {
+            let seen = &text[text.len().saturating_sub(self.config.context)..];
+            let ids: Vec<u32> = seen.iter().map(|byte| u32::from(*byte)).collect();
+            let ids = Tensor::from_vec(ids, (1, seen.len()), &Device::Cpu)?;
+            let logits = self.segments.iter().try_fold(ids, |x, segment| segment.forward(&x))?;
+            let last = logits.get(0)?.get(seen.len() - 1)?;
+            let chances = softmax(&(last / temperature.max(1e-3))?)?.to_vec1::<f32>()?;
+            let mut left = rng.random::<f32>() * chances.iter().sum::<f32>();
+            let chosen = chances.iter().position(|chance| {
+                left -= chance;
+                left < 0.0
+            });
+            text.push(chosen.unwrap_or(usize::from(b' ')) as u8);
+        }
+        Ok(String::from_utf8_lossy(&text).into_owned())
+    }
+}

@@ -1,0 +1,652 @@
+//! Training over a mesh, one step at a time.
+//!
+//! ```text
+//!  batch ─▶ pipeline (forward, backward) ─▶ exchange over dp ─▶ norm over the mesh ─▶ AdamW
+//!                │ sums over tp inside         │ starts while backward runs
+//! ```
+//!
+//! The mesh is `pp` × `dp` × `tp`, of which `tp` runs fastest: ranks that talk most are neighbours.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use candle_core::{Device, Tensor};
+use farwire::{Communicator, ReduceOp};
+use farwire_train::{
+    Codec, Entry, Exchange, Mesh, Plan, Reducer, Rules, Schedule, Span, Squares, global_norm,
+};
+use serde::{Deserialize, Serialize};
+
+use crate::adamw::{AdamW, Moments};
+use crate::collective::Group;
+use crate::corpus::Batches;
+use crate::data_parallel::{broadcast, plan, set, values};
+use crate::error::TrainError;
+use crate::gpt::{self, Config};
+use crate::params::{Param, Params, join_shares};
+use crate::pipeline::{Flow, Pipeline};
+use crate::stage::Stage;
+
+/// What to train, and how.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Settings {
+    /// Sizes of the model.
+    pub model: Config,
+    /// Replicas of the model.
+    pub dp: usize,
+    /// Ranks that share each layer.
+    pub tp: usize,
+    /// Ranks that each have some of the layers.
+    pub pp: usize,
+    /// How micro-batches pass through the pipeline.
+    #[serde(with = "text")]
+    pub schedule: Schedule,
+    /// Parts of a replica's batch that pass through one after the other.
+    pub micro_batches: usize,
+    /// Sequences per step, over all replicas.
+    pub batch: usize,
+    /// Steps of the whole run; the learning rate falls towards its end.
+    pub steps: usize,
+    /// The highest learning rate.
+    pub learning_rate: f64,
+    /// Steps in which it rises.
+    pub warm_up: usize,
+    /// Weight decay, of matrices only.
+    pub decay: f64,
+    /// The gradient is made no longer than this.
+    pub clip: f64,
+    /// Decides the start and the order of the data.
+    pub seed: u64,
+    /// Bytes of a bucket of gradients.
+    pub bucket_bytes: usize,
+    /// Whether each replica keeps the optimizer's state of its share of the parameters only (ZeRO-1): less memory, and updated parameters travel.
+    #[serde(default)]
+    pub shard_optimizer: bool,
+    /// How gradients are compressed.
+    #[serde(with = "text")]
+    pub codec: Codec,
+}
+
+impl Default for Settings {
+    fn default() -> Self {
+        Self {
+            model: Config::default(),
+            dp: 1,
+            tp: 1,
+            pp: 1,
+            schedule: Schedule::default(),
+            micro_batches: 1,
+            batch: 16,
+            steps: 300,
+            learning_rate: 2e-3,
+            warm_up: 20,
+            decay: 0.1,
+            clip: 1.0,
+            seed: 1,
+            bucket_bytes: 1 << 20,
+            shard_optimizer: false,
+            codec: Codec::default(),
+        }
+    }
+}
+
+/// Settings that are written as text.
+mod text {
+    use std::fmt::Display;
+    use std::str::FromStr;
+
+    use serde::{Deserialize, Deserializer, Serializer, de};
+
+    pub(super) fn serialize<T: Display, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(value)
+    }
+
+    pub(super) fn deserialize<'de, T, D>(deserializer: D) -> Result<T, D::Error>
+    where
+        T: FromStr<Err: Display>,
+        D: Deserializer<'de>,
+    {
+        String::deserialize(deserializer)?.parse().map_err(de::Error::custom)
+    }
+}
+
+impl Settings {
+    /// Fails if they contradict each other.
+    pub fn check(&self) -> Result<(), TrainError> {
+        let wrong = |text: String| Err(TrainError::Settings(text));
+        for (name, size) in [
+            ("dp", self.dp),
+            ("tp", self.tp),
+            ("pp", self.pp),
+            ("micro-batches", self.micro_batches),
+            ("batch", self.batch),
+        ] {
+            if size == 0 || size > 1 << 20 {
+                return wrong(format!("{name} is {size}; use at least 1 and at most {}", 1 << 20));
+            }
+        }
+        let parts = self.dp * self.micro_batches;
+        if !self.batch.is_multiple_of(parts) {
+            return wrong(format!(
+                "a batch of {} sequences cannot be shared evenly by {} replicas × {} micro-batches; use a multiple of {parts}",
+                self.batch, self.dp, self.micro_batches
+            ));
+        }
+        for (name, value) in [("learning rate", self.learning_rate), ("clip", self.clip)] {
+            if !(value.is_finite() && value > 0.0) {
+                return wrong(format!("the {name} is {value}; use a number above 0"));
+            }
+        }
+        if !(self.decay.is_finite() && self.decay >= 0.0) {
+            return wrong(format!("the weight decay is {}; use 0 or more", self.decay));
+        }
+        self.schedule.actions(self.pp, 0, self.micro_batches)?;
+        self.model.check(self.tp, self.pp * self.schedule.chunks())
+    }
+
+    /// Ranks that these settings need.
+    pub fn ranks(&self) -> usize {
+        self.dp * self.tp * self.pp
+    }
+
+    /// The learning rate of a step: up in a line, down in half a cosine to a tenth.
+    pub fn rate(&self, step: usize) -> f64 {
+        if step < self.warm_up {
+            return self.learning_rate * (step + 1) as f64 / self.warm_up as f64;
+        }
+        let left = self.steps.saturating_sub(self.warm_up).max(1) as f64;
+        let done = ((step - self.warm_up) as f64 / left).min(1.0);
+        self.learning_rate * (0.1 + 0.9 * 0.5 * (1.0 + (std::f64::consts::PI * done).cos()))
+    }
+
+    /// Whether a run with these settings can go on from a checkpoint of one with `other`: all but layout and length must be the same.
+    pub(crate) fn continues(&self, other: &Self) -> Result<(), String> {
+        let differs = |name: &str, mine: &dyn std::fmt::Debug, theirs: &dyn std::fmt::Debug| {
+            Err(format!(
+                "it was made with {name} {theirs:?}, not {mine:?}; give the same, or start without resuming"
+            ))
+        };
+        if self.model != other.model {
+            return differs("a model of", &self.model, &other.model);
+        }
+        for (name, mine, theirs) in [
+            ("batch", self.batch as f64, other.batch as f64),
+            ("seed", self.seed as f64, other.seed as f64),
+            ("learning rate", self.learning_rate, other.learning_rate),
+            ("weight decay", self.decay, other.decay),
+            ("clip", self.clip, other.clip),
+            ("warm-up", self.warm_up as f64, other.warm_up as f64),
+        ] {
+            // Text does not always keep the last bit.
+            if (mine - theirs).abs() > 1e-12 * mine.abs() {
+                return differs(name, &mine, &theirs);
+            }
+        }
+        if self.codec != other.codec {
+            return differs("codec", &self.codec, &other.codec);
+        }
+        Ok(())
+    }
+}
+
+/// What a step brought.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct StepReport {
+    /// Which step, from 0.
+    pub step: usize,
+    /// The mean loss over the batch, before the update.
+    pub loss: f64,
+    /// The gradient's length, before it was cut.
+    pub norm: f64,
+    /// Tokens learned from, over all ranks.
+    pub tokens: usize,
+    /// Bytes that all ranks sent in this step, as their links counted them.
+    pub wire_bytes: u64,
+    /// Bytes that a dense exchange of the gradients sends: what a ratio is taken against.
+    pub dense_bytes: u64,
+    /// The share of the exchange's time in which this rank computed; 1 where there is no exchange.
+    pub hidden: f64,
+    /// Where this rank's time went.
+    pub times: Times,
+    /// Whether some rank wants to stop.
+    pub stop: bool,
+}
+
+/// Where a rank's time went in a step, in seconds.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+pub struct Times {
+    /// Forward, without sums over tp.
+    pub forward: f64,
+    /// Backward, without sums over tp.
+    pub backward: f64,
+    /// Sums over tp inside forward and backward.
+    pub tensor: f64,
+    /// Waiting for other stages.
+    pub pipeline: f64,
+    /// Held up by the exchange of gradients: handing them over, and waiting at the end of backward.
+    pub exchange: f64,
+    /// The exchange from its start to its end, hidden or not.
+    pub exchange_busy: f64,
+    /// The norm, the update and the rest.
+    pub update: f64,
+    /// All in all.
+    pub total: f64,
+}
+
+/// A model in training: this rank's share of it.
+pub struct Trainer {
+    settings: Settings,
+    mesh: Mesh,
+    tensor: Group,
+    pipeline: Pipeline,
+    exchange: Exchange<Box<dyn Reducer + Send>>,
+    params: BTreeMap<String, Param>,
+    /// Which replica updates a parameter, where the optimizer is sharded.
+    owners: BTreeMap<String, usize>,
+    adam: AdamW,
+    batches: Batches,
+    step: usize,
+    /// Bytes of the last step that were sent after they had been counted.
+    uncounted: u64,
+    trace: Vec<Span>,
+}
+
+impl Trainer {
+    /// A model at its start. All ranks of `world` must call this with the same settings and text.
+    pub fn new(world: &Communicator, settings: Settings, text: &[u8]) -> Result<Self, TrainError> {
+        settings.check()?;
+        let mesh = Mesh::new(world, [("pp", settings.pp), ("dp", settings.dp), ("tp", settings.tp)])?;
+        let axis = |name| mesh.axis(name).expect("the mesh was made with these axes");
+        let (tensor, stages) = (Group::of(axis("tp")), Group::of(axis("pp")));
+        let chunks = settings.schedule.chunks();
+        let mut made = Params::from_seed(settings.seed, &tensor);
+        let chunks = (0..chunks)
+            .map(|chunk| {
+                let stage = chunk * settings.pp + stages.rank();
+                Ok(Stage::new(gpt::stage(&mut made, settings.model, stage, settings.pp * chunks)?))
+            })
+            .collect::<Result<Vec<_>, TrainError>>()?;
+        let sequences = settings.batch / settings.dp / settings.micro_batches;
+        let shape = [sequences, settings.model.context, settings.model.width];
+        let pipeline = Pipeline::new(&stages, settings.schedule, settings.micro_batches, chunks, &shape)?;
+
+        let order: Vec<&Param> = pipeline.backward_order().collect();
+        let plan = plan(order.iter().map(|param| (&param.name[..], &param.var)))?;
+        plan.agree(axis("dp"))?;
+        // Replicas start from the same bits: shares over dp, what is not cut over tp, too.
+        broadcast(axis("tp"), order.iter().filter(|param| param.cut.is_none()).map(|param| &param.var))?;
+        broadcast(axis("dp"), order.iter().map(|param| &param.var))?;
+        let params = order.into_iter().map(|param| (param.name.clone(), param.clone())).collect();
+        let owners = if settings.shard_optimizer { owners(&plan, settings.dp) } else { BTreeMap::new() };
+        // Biases and norms are few and matter much: they travel as they are.
+        let dense = || Codec::None.to_string();
+        let groups = Rules::new(settings.codec.to_string()).on("*.bias", dense()).on("*norm*", dense());
+        let exchange =
+            Exchange::new(settings.codec.reducer(axis("dp")), &plan, settings.bucket_bytes, &groups);
+        let decay = Rules::new(settings.decay).on("*.bias", 0.0).on("*norm*", 0.0).on("embedding.*", 0.0);
+        let batches = Batches::new(text, settings.seed, settings.model.context, settings.batch)?;
+        let adam = AdamW::new(decay);
+        let (step, uncounted, trace) = (0, 0, Vec::new());
+        Ok(Self {
+            settings,
+            mesh,
+            tensor,
+            pipeline,
+            exchange,
+            params,
+            owners,
+            adam,
+            batches,
+            step,
+            uncounted,
+            trace,
+        })
+    }
+
+    /// The settings.
+    pub fn settings(&self) -> &Settings {
+        &self.settings
+    }
+
+    /// The mesh.
+    pub fn mesh(&self) -> &Mesh {
+        &self.mesh
+    }
+
+    /// Steps done.
+    pub fn steps_done(&self) -> usize {
+        self.step
+    }
+
+    /// Elements that this rank keeps optimizer state for.
+    pub fn optimizer_elements(&self) -> usize {
+        let mine = self.params.iter().filter(|(name, _)| owns(&self.owners, &self.mesh, name));
+        mine.map(|(_, param)| param.var.elem_count()).sum()
+    }
+
+    /// This rank's share of the parameters, by name.
+    pub fn params(&self) -> impl Iterator<Item = &Param> {
+        self.params.values()
+    }
+
+    /// What ran when in the last step on this rank: backward of each segment, and each bucket's way.
+    pub fn trace(&self) -> &[Span] {
+        &self.trace
+    }
+
+    /// One step. If any rank has a `wish` to stop, every rank's report says so.
+    pub fn step(&mut self, wish: bool) -> Result<StepReport, TrainError> {
+        let begun = Instant::now();
+        let sent_before = self.mesh.world().traffic().bytes;
+        let tensor_before = self.tensor.spent();
+        let (flow, summary) = self.gradients()?;
+        let in_layers = (self.tensor.spent() - tensor_before).as_secs_f64();
+
+        let update = Instant::now();
+        let norm = self.norm()?;
+        let scale = (self.settings.clip / (norm + 1e-6)).min(1.0);
+        let rate = self.settings.rate(self.step);
+        self.adam.begin();
+        for (name, gradient) in self.exchange.gradients() {
+            if owns(&self.owners, &self.mesh, name) {
+                let param = &self.params[name];
+                let mut data = values(&param.var)?;
+                self.adam.update(name, &mut data, gradient, scale, rate);
+                set(&param.var, &data)?;
+            }
+        }
+        self.share_updates()?;
+
+        // Everyone learns the loss, the bytes, and whether to go on.
+        let world = self.mesh.world();
+        let sent = world.traffic().bytes;
+        let shares = self.settings.dp * self.settings.tp * self.settings.micro_batches;
+        let loss: f64 = flow.losses.iter().map(|loss| f64::from(*loss)).sum::<f64>() / shares as f64;
+        let bytes = sent - sent_before + self.uncounted;
+        let all =
+            world.all_reduce(vec![loss, bytes as f64, f64::from(u8::from(wish))], ReduceOp::Sum).wait()?;
+        self.uncounted = world.traffic().bytes - sent;
+
+        let seconds = |time: Duration| time.as_secs_f64();
+        // Sums over tp happen inside forward and backward; they are taken off both alike.
+        let compute = (seconds(flow.forward) + seconds(flow.backward)).max(1e-12);
+        let without = |time: Duration| seconds(time) * (1.0 - (in_layers / compute).min(1.0));
+        let times = Times {
+            forward: without(flow.forward),
+            // Buckets are handed over within backward.
+            backward: without(flow.backward.saturating_sub(summary.handing_over)),
+            tensor: in_layers,
+            pipeline: seconds(flow.waiting),
+            exchange: seconds(summary.exposed()),
+            exchange_busy: if self.settings.dp > 1 { seconds(summary.busy()) } else { 0.0 },
+            update: seconds(update.elapsed()),
+            total: seconds(begun.elapsed()),
+        };
+        let report = StepReport {
+            step: self.step,
+            loss: all[0],
+            norm,
+            tokens: self.settings.batch * self.settings.model.context,
+            wire_bytes: all[1] as u64,
+            dense_bytes: self.dense_bytes(),
+            hidden: if self.settings.dp > 1 { summary.hidden() } else { 1.0 },
+            times,
+            stop: all[2] > 0.0,
+        };
+        self.step += 1;
+        Ok(report)
+    }
+
+    /// Computes and exchanges the gradients of the next step, without the update. They are then in [`gathered_gradients`](Self::gathered_gradients).
+    pub fn compute_gradients(&mut self) -> Result<(), TrainError> {
+        self.gradients().map(|_| ())
+    }
+
+    fn gradients(&mut self) -> Result<(Flow, farwire_train::Summary), TrainError> {
+        let Settings { micro_batches, batch, dp, model, .. } = self.settings;
+        let sequences = batch / dp / micro_batches;
+        let first = self.mesh.coordinate("dp") * micro_batches * sequences;
+        let part = |micro: usize| -> Range<usize> {
+            let start = first + micro * sequences;
+            start..start + sequences
+        };
+        let tensor = |tokens| Tensor::from_vec(tokens, (sequences, model.context), &Device::Cpu);
+        let (mut inputs, mut targets) = (Vec::new(), Vec::new());
+        for micro in 0..micro_batches {
+            let batch = self.batches.at(self.step, part(micro));
+            inputs.push(tensor(batch.inputs)?);
+            targets.push(tensor(batch.targets)?);
+        }
+        let loss = |micro: usize, logits: &Tensor| gpt::cross_entropy(logits, &targets[micro]);
+        let exchange = &mut self.exchange;
+        exchange.begin(micro_batches);
+        let flow = self.pipeline.run(&inputs, &loss, &mut |param, gradient| {
+            Ok(exchange.add(&param.name, &gradient.flatten_all()?.to_vec1::<f32>()?)?)
+        })?;
+        let summary = exchange.finish()?;
+        let since = |at: Instant| at.saturating_duration_since(exchange.begun());
+        self.trace = self
+            .pipeline
+            .take_trace()
+            .into_iter()
+            .map(|(name, start, end)| Span {
+                name: format!("backward {name}"),
+                start: since(start),
+                end: since(end),
+            })
+            .collect();
+        self.trace.extend(
+            summary.buckets.iter().map(|span| Span { name: format!("bucket {}", span.name), ..*span }),
+        );
+        Ok((flow, summary))
+    }
+
+    /// Gives every replica the parameters that others have updated.
+    fn share_updates(&self) -> Result<(), TrainError> {
+        if self.owners.is_empty() {
+            return Ok(());
+        }
+        let replicas = self.mesh.axis("dp").expect("the mesh was made with these axes");
+        let mut counts = vec![0; replicas.size()];
+        let mut mine = Vec::new();
+        for (name, owner) in &self.owners {
+            let var = &self.params[name].var;
+            counts[*owner] += var.elem_count();
+            if *owner == replicas.rank() {
+                mine.extend(values(var)?);
+            }
+        }
+        let all = replicas.all_gather_varied(mine, &counts).wait()?;
+        let mut rest = &all[..];
+        for replica in 0..replicas.size() {
+            for (name, _) in self.owners.iter().filter(|(_, owner)| **owner == replica) {
+                let var = &self.params[name].var;
+                let (data, after) = rest.split_at(var.elem_count());
+                rest = after;
+                if replica != replicas.rank() {
+                    set(var, data)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// This rank's share of a moment of every parameter; on the first replica all of them, wherever they are kept.
+    fn moment(&self, pick: fn(&Moments) -> &Vec<f32>) -> Result<BTreeMap<String, Vec<f32>>, TrainError> {
+        let replicas = self.mesh.axis("dp").expect("the mesh was made with these axes");
+        let mut found = BTreeMap::new();
+        for (name, param) in &self.params {
+            let mine = || {
+                let zeros = || vec![0.0; param.var.elem_count()];
+                self.adam.moments(name).map_or_else(zeros, |moments| pick(moments).clone())
+            };
+            let data = match (self.owners.get(name), replicas.rank()) {
+                (None | Some(0), _) => mine(),
+                (Some(owner), 0) => replicas.recv(param.var.elem_count(), *owner, 0).wait()?,
+                (Some(owner), rank) if *owner == rank => {
+                    replicas.send(mine(), 0, 0).wait()?;
+                    continue;
+                }
+                _ => continue,
+            };
+            found.insert(name.clone(), data);
+        }
+        Ok(found)
+    }
+
+    fn norm(&self) -> Result<f64, TrainError> {
+        let (whole, cut): (&[&str], &[&str]) = (&["pp"], &["pp", "tp"]);
+        let mut squares = Squares::new(&[whole, cut]);
+        for (name, gradient) in self.exchange.gradients() {
+            squares.add(if self.params[name].cut.is_some() { cut } else { whole }, gradient);
+        }
+        Ok(global_norm(&self.mesh, squares)?)
+    }
+
+    /// What all ranks together send in a dense exchange: 2·(dp − 1) times the gradients of a replica, and half of that again for updates of a sharded optimizer.
+    fn dense_bytes(&self) -> u64 {
+        let elements: usize = self.exchange.buckets().iter().map(farwire_train::Bucket::len).sum();
+        let copies = 2 * (self.settings.dp - 1) * self.settings.tp * self.settings.pp;
+        let updates = if self.owners.is_empty() { 0 } else { copies / 2 };
+        (elements * size_of::<f32>() * (copies + updates)) as u64
+    }
+
+    /// Whether all replicas of this rank's parameters have the same bits: shares over dp, what is not cut over tp, too.
+    pub fn replicas_agree(&self) -> Result<bool, TrainError> {
+        let gather = |whole_only: bool| -> Result<Vec<f32>, TrainError> {
+            let params = self.params.values().filter(|param| !whole_only || param.cut.is_none());
+            Ok(params.map(|param| values(&param.var)).collect::<candle_core::Result<Vec<_>>>()?.concat())
+        };
+        let axis = |name| self.mesh.axis(name).expect("the mesh was made with these axes");
+        let over_dp = axis("dp").is_in_sync(&gather(false)?)?;
+        let over_tp = axis("tp").is_in_sync(&gather(true)?)?;
+        Ok(over_dp && over_tp)
+    }
+
+    /// The whole model's weights by name: on rank 0 of the world, none elsewhere. All ranks must call it.
+    pub fn gathered_weights(&self) -> Result<Option<BTreeMap<String, Tensor>>, TrainError> {
+        self.gather(|param| Ok(values(&param.var)?))
+    }
+
+    /// The whole model's gradients of the last step by name, as [`gathered_weights`](Self::gathered_weights) gives weights.
+    pub fn gathered_gradients(&self) -> Result<Option<BTreeMap<String, Tensor>>, TrainError> {
+        let gradients: BTreeMap<&str, &[f32]> = self.exchange.gradients().collect();
+        self.gather(|param| Ok(gradients[&param.name[..]].to_vec()))
+    }
+
+    /// The optimizer's moments, as `first.NAME` and `second.NAME`.
+    pub(crate) fn gathered_moments(&self) -> Result<Option<BTreeMap<String, Tensor>>, TrainError> {
+        let of = |pick| {
+            let moment = self.moment(pick)?;
+            self.gather(|param| Ok(moment[&param.name].clone()))
+        };
+        let (first, second) = (of(|moments| &moments.first)?, of(|moments| &moments.second)?);
+        let (Some(first), Some(second)) = (first, second) else { return Ok(None) };
+        let named = |prefix: &'static str| move |(name, tensor)| (format!("{prefix}.{name}"), tensor);
+        Ok(Some(
+            first.into_iter().map(named("first")).chain(second.into_iter().map(named("second"))).collect(),
+        ))
+    }
+
+    /// Joins shares over tp, then stages over pp, of the first replica.
+    fn gather(
+        &self,
+        of: impl Fn(&Param) -> Result<Vec<f32>, TrainError>,
+    ) -> Result<Option<BTreeMap<String, Tensor>>, TrainError> {
+        if self.mesh.coordinate("dp") > 0 {
+            return Ok(None);
+        }
+        let shares = self.params.values().map(|param| Ok((param, of(param)?)));
+        let shares = shares.collect::<Result<Vec<_>, TrainError>>()?;
+        let mut wholes = join_shares(&shares, &self.tensor)?;
+        if self.mesh.coordinate("tp") > 0 {
+            return Ok(None);
+        }
+        let stages = self.mesh.axis("pp").expect("the mesh was made with these axes");
+        if stages.rank() > 0 {
+            crate::checkpoint::send_tensors(stages, 0, &wholes)?;
+            return Ok(None);
+        }
+        for stage in 1..stages.size() {
+            wholes.extend(crate::checkpoint::receive_tensors(stages, stage)?);
+        }
+        Ok(Some(wholes))
+    }
+
+    /// Sets this rank's shares from whole tensors that rank 0 of the world has: weights by name, moments as `first.NAME` and `second.NAME`.
+    pub(crate) fn restore(
+        &mut self,
+        step: usize,
+        tensors: Option<BTreeMap<String, Tensor>>,
+    ) -> Result<(), TrainError> {
+        let mut moments: BTreeMap<String, Moments> = BTreeMap::new();
+        let (rank, ranks) = (self.tensor.rank(), self.tensor.size());
+        let mut set_weights = 0;
+        let mut take = |name: &str, whole: &Tensor| -> Result<(), TrainError> {
+            let (kind, bare) = match name.split_once('.') {
+                Some((kind @ ("first" | "second"), bare)) => (Some(kind), bare),
+                _ => (None, name),
+            };
+            let Some(param) = self.params.get(bare) else { return Ok(()) };
+            let share = match param.cut {
+                Some(cut) => cut.share(whole, rank, ranks)?,
+                None => whole.clone(),
+            };
+            if share.dims() != param.var.dims() {
+                let (found, needed) = (share.dims(), param.var.dims());
+                return Err(TrainError::Settings(format!(
+                    "`{name}` is {found:?}, but the model needs {needed:?}"
+                )));
+            }
+            match kind {
+                None => {
+                    param.var.set(&share)?;
+                    set_weights += 1;
+                }
+                Some(_) if !owns(&self.owners, &self.mesh, bare) => {}
+                Some(kind) => {
+                    let moments = moments.entry(bare.to_owned()).or_default();
+                    let data = share.flatten_all()?.to_vec1()?;
+                    *(if kind == "first" { &mut moments.first } else { &mut moments.second }) = data;
+                }
+            }
+            Ok(())
+        };
+        crate::checkpoint::broadcast_tensors(self.mesh.world(), tensors, &mut take)?;
+        if set_weights != self.params.len() {
+            let missing = self.params.len() - set_weights;
+            return Err(TrainError::Settings(format!(
+                "the weights lack {missing} of this model's parameters"
+            )));
+        }
+        self.adam.restore(step as u32, moments);
+        self.step = step;
+        Ok(())
+    }
+}
+
+/// Whether this replica updates a parameter.
+fn owns(owners: &BTreeMap<String, usize>, mesh: &Mesh, name: &str) -> bool {
+    owners.get(name).is_none_or(|owner| *owner == mesh.coordinate("dp"))
+}
+
+/// Gives each parameter to the replica that has least so far: about equal shares, the same on all ranks.
+fn owners(plan: &Plan, replicas: usize) -> BTreeMap<String, usize> {
+    let mut loads = vec![0; replicas];
+    let owner = |entry: &Entry| {
+        let lightest = (0..replicas).min_by_key(|replica| loads[*replica]).unwrap_or(0);
+        loads[lightest] += entry.shape.iter().product::<usize>();
+        (entry.name.clone(), lightest)
+    };
+    plan.entries().iter().map(owner).collect()
+}
+
+impl std::fmt::Debug for Trainer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Trainer")
+            .field("settings", &self.settings)
+            .field("step", &self.step)
+            .finish_non_exhaustive()
+    }
+}

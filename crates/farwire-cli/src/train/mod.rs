@@ -1,0 +1,351 @@
+//! `farwire train`: trains a GPT on this machine or as one rank of a job.
+//!
+//! Without a launcher it starts its own ranks, as processes of this very command. Rank 0 shows how it goes ([`view`]) and writes the report ([`report`]).
+
+mod report;
+mod view;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use farwire::{Communicator, EnvError, Place};
+use farwire_candle::gpt::{Config, Writer};
+use farwire_candle::{Settings, StepReport, TrainError, Trainer, embedded};
+use farwire_train::{Codec, Schedule};
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::launch::{Job, JobOutput, LaunchError, free_port};
+use crate::units;
+use view::{Run, View};
+
+/// How long ranks have to write a checkpoint once they were asked to end.
+const GRACE: Duration = Duration::from_secs(60);
+/// Bytes of text that the model writes at the end.
+const SAMPLE: usize = 240;
+
+/// Train a GPT over several ranks.
+///
+/// Without a launcher it starts its ranks here; under one (`farwire launch`, torchrun, mpirun, srun) it is one of them. Learns bytes: of a file, or of this project's own text.
+/// At the end it shows a summary and a sample of what the model writes, and leaves a report with plots.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  farwire train                                 4 ranks here, data parallel
+  farwire train --ranks 8 --dp 2 --tp 2 --pp 2 --micro-batches 4
+  farwire train --data book.txt --steps 2000 --checkpoint runs/book
+  farwire train --data book.txt --steps 2000 --checkpoint runs/book --resume
+  farwire launch -n 4 -- farwire train --json   as ranks of a launcher's job")]
+pub(crate) struct Args {
+    /// Ranks to start here; 4 if there is no launcher.
+    #[arg(short = 'n', long, value_parser = clap::value_parser!(u32).range(1..=256))]
+    ranks: Option<u32>,
+    /// Replicas of the model, which share the batch; as many as there are ranks for if not given.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    dp: Option<u32>,
+    /// Ranks that share each layer.
+    #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..))]
+    tp: u32,
+    /// Stages of the pipeline, each of which has some of the layers.
+    #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..))]
+    pp: u32,
+    /// Parts of a replica's batch: they pass through the pipeline one after the other, and their gradients add up.
+    #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..))]
+    micro_batches: u32,
+    /// How they pass through: gpipe, 1f1b, or interleaved:2 (with the number of chunks per rank).
+    #[arg(long, default_value_t)]
+    schedule: Schedule,
+    /// How gradients are compressed on the wire: none.
+    #[arg(long, default_value_t)]
+    codec: Codec,
+    /// Train once with each of these codecs, from the same start, and put all in one report.
+    #[arg(long, value_name = "CODEC,CODEC", value_delimiter = ',', conflicts_with_all = ["codec", "checkpoint"])]
+    compare: Vec<Codec>,
+    /// Steps of the run.
+    #[arg(long, default_value = "300", value_parser = clap::value_parser!(u32).range(1..))]
+    steps: u32,
+    /// Sequences per step, over all replicas.
+    #[arg(long, default_value = "16", value_parser = clap::value_parser!(u32).range(1..))]
+    batch: u32,
+    /// The highest learning rate.
+    #[arg(long, default_value = "0.003")]
+    lr: f64,
+    /// Decides the start and the order of the data.
+    #[arg(long, default_value = "1")]
+    seed: u64,
+    /// A file to learn from, on rank 0's machine; this project's own text if not given.
+    #[arg(long, value_name = "FILE")]
+    data: Option<PathBuf>,
+    /// Blocks of the model.
+    #[arg(long, default_value = "4", value_parser = clap::value_parser!(u32).range(1..))]
+    layers: u32,
+    /// Heads of each attention.
+    #[arg(long, default_value = "4", value_parser = clap::value_parser!(u32).range(1..))]
+    heads: u32,
+    /// Width of what passes between blocks.
+    #[arg(long, default_value = "128", value_parser = clap::value_parser!(u32).range(1..))]
+    width: u32,
+    /// Bytes that a prediction can see.
+    #[arg(long, default_value = "64", value_parser = clap::value_parser!(u32).range(1..))]
+    context: u32,
+    /// Bytes of gradients that travel together, as 1MiB.
+    #[arg(long, default_value = "1MiB", value_parser = units::size)]
+    bucket: usize,
+    /// Keep the optimizer's state of each parameter on one replica only (ZeRO-1).
+    #[arg(long)]
+    shard_optimizer: bool,
+    /// Start from these weights: a safetensors file of the whole model, on rank 0's machine.
+    #[arg(long, value_name = "FILE", conflicts_with = "resume")]
+    init: Option<PathBuf>,
+    /// Keep checkpoints here, on rank 0's machine.
+    #[arg(long, value_name = "DIR")]
+    checkpoint: Option<PathBuf>,
+    /// Steps between checkpoints; there is always one at the end.
+    #[arg(long, default_value = "100", value_parser = clap::value_parser!(u32).range(1..), requires = "checkpoint")]
+    checkpoint_every: u32,
+    /// Go on from the newest checkpoint.
+    #[arg(long, requires = "checkpoint")]
+    resume: bool,
+    /// Where the report goes.
+    #[arg(long, value_name = "FILE", default_value = "report.html")]
+    report: PathBuf,
+    /// Print one JSON object per step, and one at the end, rather than progress.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Why training stopped, or did not start.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum TrainCommandError {
+    #[error("a launcher has started {world} ranks, not {ranks}; leave --ranks out")]
+    Ranks { world: u32, ranks: u32 },
+    #[error("--tp {tp} × --pp {pp} does not divide {ranks} ranks; change one of them")]
+    Layout { ranks: u32, tp: u32, pp: u32 },
+    #[error("--dp {dp} × --tp {tp} × --pp {pp} is not {ranks} ranks; change one of them, or leave --dp out")]
+    Product { ranks: u32, dp: u32, tp: u32, pp: u32 },
+    #[error("could not read {path}: {source}")]
+    Data { path: PathBuf, source: std::io::Error },
+    #[error("could not write {path}: {source}")]
+    Report { path: PathBuf, source: std::io::Error },
+    #[error("rank 0 could not read {0}")]
+    DataElsewhere(PathBuf),
+    #[error("could not write the result: {0}")]
+    Output(#[from] std::io::Error),
+    #[error(transparent)]
+    Env(#[from] EnvError),
+    #[error(transparent)]
+    Launch(#[from] LaunchError),
+    #[error(transparent)]
+    Train(#[from] TrainError),
+    #[error(transparent)]
+    Farwire(#[from] farwire::Error),
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &Args) -> Result<ExitCode, TrainCommandError> {
+    match Place::from_env() {
+        Ok(place) => {
+            let world = place.world.get();
+            if let Some(ranks) = args.ranks.filter(|ranks| *ranks != world) {
+                return Err(TrainCommandError::Ranks { world, ranks });
+            }
+            args.settings(world)?.check()?;
+            be_a_rank(args, &Communicator::from_env()?)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Err(EnvError::Nothing) => start_ranks(args, args.ranks.unwrap_or(4)),
+        Err(error) => Err(error.into()),
+    }
+}
+
+impl Args {
+    fn settings(&self, ranks: u32) -> Result<Settings, TrainCommandError> {
+        let (tp, pp) = (self.tp, self.pp);
+        let shared = u64::from(tp) * u64::from(pp);
+        let dp = match self.dp {
+            Some(dp) if u64::from(dp).saturating_mul(shared) != u64::from(ranks) => {
+                return Err(TrainCommandError::Product { ranks, dp, tp, pp });
+            }
+            Some(dp) => dp,
+            None if !u64::from(ranks).is_multiple_of(shared) => {
+                return Err(TrainCommandError::Layout { ranks, tp, pp });
+            }
+            None => (u64::from(ranks) / shared) as u32,
+        };
+        Ok(Settings {
+            model: Config {
+                layers: self.layers as usize,
+                heads: self.heads as usize,
+                width: self.width as usize,
+                context: self.context as usize,
+            },
+            dp: dp as usize,
+            tp: tp as usize,
+            pp: pp as usize,
+            schedule: self.schedule,
+            micro_batches: self.micro_batches as usize,
+            batch: self.batch as usize,
+            steps: self.steps as usize,
+            learning_rate: self.lr,
+            seed: self.seed,
+            bucket_bytes: self.bucket,
+            codec: self.codec,
+            shard_optimizer: self.shard_optimizer,
+            ..Settings::default()
+        })
+    }
+}
+
+/// Starts this very command again, as each of the ranks.
+fn start_ranks(args: &Args, ranks: u32) -> Result<ExitCode, TrainCommandError> {
+    // What is wrong with the flags is better said once.
+    args.settings(ranks)?.check()?;
+    if let Some(path) = &args.data {
+        std::fs::metadata(path).map_err(|source| TrainCommandError::Data { path: path.clone(), source })?;
+    }
+    let system = |source| LaunchError::System { what: "could not find this program", source };
+    let mut command = vec![std::env::current_exe().map_err(system)?.into_os_string()];
+    command.extend(std::env::args_os().skip(1));
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let threads = (cores / ranks as usize).max(1);
+    let job = Job {
+        command,
+        ranks,
+        first_rank: 0,
+        world: ranks,
+        master: ("127.0.0.1".to_owned(), free_port()?),
+        token: Some(farwire::Token::generate()),
+        // Ranks share the cores; more threads than that would only wait for each other.
+        variables: match std::env::var_os("RAYON_NUM_THREADS") {
+            Some(_) => Vec::new(),
+            None => vec![("RAYON_NUM_THREADS", threads.to_string())],
+        },
+        output: JobOutput::Theirs,
+        grace: GRACE,
+    };
+    Ok(job.run()?)
+}
+
+/// Trains with each codec, as one rank of many.
+fn be_a_rank(args: &Args, comm: &Communicator) -> Result<(), TrainCommandError> {
+    let stop = watch_for_signals()?;
+    let text = text(args, comm)?;
+    let base = args.settings(comm.size() as u32)?;
+    let codecs = if args.compare.is_empty() { vec![args.codec] } else { args.compare.clone() };
+    let mut view = View::new(comm.rank() == 0, args.json);
+    let mut runs = Vec::new();
+    for codec in codecs {
+        let settings = Settings { codec, ..base.clone() };
+        let run = train(args, comm, settings, &text, &stop, &mut view)?;
+        let stopped = run.stopped;
+        runs.push(run);
+        if stopped {
+            break;
+        }
+    }
+    if comm.rank() == 0 {
+        std::fs::write(&args.report, report::html(&runs))
+            .map_err(|source| TrainCommandError::Report { path: args.report.clone(), source })?;
+        view.summary(&runs, &args.report, args.checkpoint.as_deref())?;
+    }
+    // Rank 0 is still writing while the others are done; they stay so that nobody is taken for lost.
+    comm.barrier().wait()?;
+    Ok(())
+}
+
+fn train(
+    args: &Args,
+    comm: &Communicator,
+    settings: Settings,
+    text: &[u8],
+    stop: &AtomicBool,
+    view: &mut View,
+) -> Result<Run, TrainCommandError> {
+    let steps = settings.steps;
+    let mut trainer = Trainer::new(comm, settings, text)?;
+    let mut run = Run::new(&trainer);
+    if let Some(path) = &args.init {
+        trainer.load_weights(path)?;
+    }
+    if let (true, Some(dir)) = (args.resume, &args.checkpoint) {
+        let about = trainer.resume(dir)?;
+        run.steps = serde_json::from_value::<Vec<StepReport>>(about.notes).unwrap_or_default();
+    }
+    view.begin(&run, &trainer)?;
+    while trainer.steps_done() < steps && !run.stopped {
+        let report = trainer.step(stop.load(Ordering::Relaxed))?;
+        run.stopped = report.stop;
+        run.seconds += report.times.total;
+        view.step(&run, &report)?;
+        run.steps.push(report);
+        let done = trainer.steps_done();
+        let last = done == steps || run.stopped;
+        if let Some(dir) = &args.checkpoint
+            && (last || done.is_multiple_of(args.checkpoint_every as usize))
+        {
+            save(&trainer, dir, &run)?;
+        }
+    }
+    run.trace = trainer.trace().to_vec();
+    view.end();
+    if let (Some(weights), false) = (trainer.gathered_weights()?, run.stopped) {
+        let writer = Writer::new(weights, run.settings.model).map_err(TrainError::from)?;
+        let prompt = "The ";
+        let sample = writer.write(prompt, SAMPLE, 0.7, run.settings.seed).map_err(TrainError::from)?;
+        // What it writes must not move the cursor.
+        run.sample = sample.chars().filter(|c| !c.is_control() || *c == '\n').collect();
+    }
+    Ok(run)
+}
+
+fn save(trainer: &Trainer, dir: &Path, run: &Run) -> Result<(), TrainCommandError> {
+    let notes = serde_json::to_value(&run.steps).unwrap_or_default();
+    Ok(trainer.save(dir, notes)?)
+}
+
+/// What to learn from; rank 0 reads it and gives it to the others.
+fn text(args: &Args, comm: &Communicator) -> Result<Vec<u8>, TrainCommandError> {
+    let Some(path) = &args.data else { return Ok(embedded()) };
+    let found = if comm.rank() == 0 { Some(std::fs::read(path)) } else { None };
+    // A length of its own for failure, so that all ranks end alike.
+    let length = match &found {
+        Some(Ok(text)) => text.len() as u64,
+        _ => u64::MAX,
+    };
+    let length = comm.broadcast(vec![length], 0).wait()?[0];
+    let mine = match found {
+        Some(result) => result.map_err(|source| TrainCommandError::Data { path: path.clone(), source })?,
+        None if length == u64::MAX => return Err(TrainCommandError::DataElsewhere(path.clone())),
+        None => vec![0; length as usize],
+    };
+    Ok(comm.broadcast(mine, 0).wait()?)
+}
+
+/// Set once somebody asks this process to end; asking twice ends it at once.
+fn watch_for_signals() -> Result<Arc<AtomicBool>, TrainCommandError> {
+    let stop = Arc::new(AtomicBool::new(false));
+    let asked = stop.clone();
+    let system = |source| LaunchError::System { what: "could not watch for signals", source };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(system)?;
+    let guard = runtime.enter();
+    let mut interrupted = signal(SignalKind::interrupt()).map_err(system)?;
+    let mut terminated = signal(SignalKind::terminate()).map_err(system)?;
+    drop(guard);
+    let watch = move || {
+        runtime.block_on(async {
+            loop {
+                tokio::select! {
+                    _ = interrupted.recv() => {}
+                    _ = terminated.recv() => {}
+                }
+                if asked.swap(true, Ordering::Relaxed) {
+                    std::process::exit(130);
+                }
+            }
+        })
+    };
+    std::thread::Builder::new().name("farwire-signals".into()).spawn(watch).map_err(system)?;
+    Ok(stop)
+}

@@ -1,0 +1,258 @@
+//! How a run goes, on the terminal: a line that updates, plain lines, or JSON; and a table at the end.
+
+use std::io::{IsTerminal, Write};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use farwire_candle::{Settings, StepReport, Trainer};
+use farwire_train::Span;
+use indicatif::{ProgressBar, ProgressStyle};
+use serde::Serialize;
+
+use crate::units::show_bytes;
+
+/// Between plain lines.
+const EVERY: Duration = Duration::from_secs(2);
+
+/// One training run.
+#[derive(Debug)]
+pub(crate) struct Run {
+    pub(crate) settings: Settings,
+    pub(crate) layout: String,
+    pub(crate) steps: Vec<StepReport>,
+    /// Of this process; steps before a checkpoint it went on from are not in it.
+    pub(crate) seconds: f64,
+    pub(crate) trace: Vec<Span>,
+    pub(crate) sample: String,
+    pub(crate) stopped: bool,
+}
+
+/// What a run came to.
+#[derive(Clone, Debug, Serialize)]
+pub(crate) struct Outcome {
+    pub(crate) codec: String,
+    pub(crate) steps: usize,
+    pub(crate) first_loss: f64,
+    /// The mean of the last steps, for single ones are noisy.
+    pub(crate) final_loss: f64,
+    pub(crate) seconds: f64,
+    pub(crate) tokens_per_second: f64,
+    pub(crate) wire_bytes: u64,
+    pub(crate) wire_bytes_per_step: f64,
+    /// Bytes of a dense exchange over bytes sent; none where there is no exchange, or more than that is sent.
+    pub(crate) ratio: Option<f64>,
+    /// The share of the exchange's time that was hidden behind backward; none without an exchange.
+    pub(crate) hidden: Option<f64>,
+    /// The share of a step that rank 0 waited for other stages; none without a pipeline.
+    pub(crate) bubble: Option<f64>,
+    /// And what the schedule allows at best.
+    pub(crate) bubble_formula: Option<f64>,
+}
+
+impl Run {
+    pub(crate) fn new(trainer: &Trainer) -> Self {
+        Self {
+            settings: trainer.settings().clone(),
+            layout: layout(trainer.settings()),
+            steps: Vec::new(),
+            seconds: 0.0,
+            trace: Vec::new(),
+            sample: String::new(),
+            stopped: false,
+        }
+    }
+
+    pub(crate) fn name(&self) -> String {
+        self.settings.codec.to_string()
+    }
+
+    pub(crate) fn outcome(&self) -> Outcome {
+        let Settings { dp, pp, schedule, micro_batches, .. } = self.settings;
+        let last = &self.steps[self.steps.len().saturating_sub(10)..];
+        let total = |of: fn(&StepReport) -> f64| self.steps.iter().map(of).sum::<f64>();
+        let count = self.steps.len().max(1) as f64;
+        let seconds = total(|step| step.times.total).max(1e-9);
+        let (sent, dense) = (total(|step| step.wire_bytes as f64), total(|step| step.dense_bytes as f64));
+        let busy = total(|step| step.times.exchange_busy);
+        Outcome {
+            codec: self.name(),
+            steps: self.steps.len(),
+            first_loss: self.steps.first().map_or(f64::NAN, |step| step.loss),
+            final_loss: last.iter().map(|step| step.loss).sum::<f64>() / last.len().max(1) as f64,
+            seconds,
+            tokens_per_second: total(|step| step.tokens as f64) / seconds,
+            wire_bytes: sent as u64,
+            wire_bytes_per_step: sent / count,
+            ratio: only_exchange(&self.settings).then(|| dense / sent.max(1.0)),
+            hidden: (dp > 1 && busy > 0.0)
+                .then(|| (1.0 - total(|step| step.times.exchange) / busy).clamp(0.0, 1.0)),
+            bubble: (pp > 1).then(|| total(|step| step.times.pipeline) / seconds),
+            bubble_formula: (pp > 1).then(|| schedule.bubble(pp, micro_batches)),
+        }
+    }
+}
+
+/// Shows runs, on rank 0; nothing elsewhere.
+#[derive(Debug)]
+pub(crate) struct View {
+    shown: bool,
+    json: bool,
+    bar: Option<ProgressBar>,
+    last_line: Option<Instant>,
+}
+
+impl View {
+    pub(crate) fn new(shown: bool, json: bool) -> Self {
+        Self { shown, json, bar: None, last_line: None }
+    }
+
+    pub(crate) fn begin(&mut self, run: &Run, trainer: &Trainer) -> std::io::Result<()> {
+        if !self.shown || self.json {
+            return Ok(());
+        }
+        let Settings { model, batch, steps, micro_batches, pp, schedule, .. } = &run.settings;
+        let pipeline =
+            if *pp > 1 { format!(", {micro_batches} micro-batches, {schedule}") } else { String::new() };
+        let mut out = std::io::stdout();
+        writeln!(
+            out,
+            "a GPT of {} layers, width {}, context {}; {} ranks ({}{pipeline}), codec {}",
+            model.layers,
+            model.width,
+            model.context,
+            run.settings.ranks(),
+            run.layout,
+            run.name()
+        )?;
+        let done = trainer.steps_done();
+        let from = if done > 0 { format!(", going on from step {done}") } else { String::new() };
+        writeln!(out, "{steps} steps of {batch} × {} bytes{from}", model.context)?;
+        out.flush()?;
+        if std::io::stderr().is_terminal() {
+            let bar = ProgressBar::new(*steps as u64).with_position(done as u64);
+            let style = ProgressStyle::with_template("{bar:8} {pos}/{len} {wide_msg}");
+            if let Ok(style) = style {
+                bar.set_style(style);
+            }
+            self.bar = Some(bar);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn step(&mut self, run: &Run, report: &StepReport) -> std::io::Result<()> {
+        if !self.shown {
+            return Ok(());
+        }
+        if self.json {
+            let mut line = serde_json::to_value(report).unwrap_or_default();
+            line["event"] = "step".into();
+            line["codec"] = run.name().into();
+            line["tokens_per_second"] = (report.tokens as f64 / report.times.total).into();
+            return writeln!(std::io::stdout(), "{line}");
+        }
+        let line = line(&run.settings, report);
+        if let Some(bar) = &self.bar {
+            bar.set_message(line);
+            bar.set_position(report.step as u64 + 1);
+            return Ok(());
+        }
+        let is_last = report.step + 1 == run.settings.steps || report.stop;
+        if is_last || self.last_line.is_none_or(|at| at.elapsed() >= EVERY) {
+            self.last_line = Some(Instant::now());
+            writeln!(std::io::stdout(), "step {}/{} {line}", report.step + 1, run.settings.steps)?;
+        }
+        Ok(())
+    }
+
+    pub(crate) fn end(&mut self) {
+        if let Some(bar) = self.bar.take() {
+            bar.finish_and_clear();
+        }
+        self.last_line = None;
+    }
+
+    pub(crate) fn summary(
+        &self,
+        runs: &[Run],
+        report: &Path,
+        checkpoint: Option<&Path>,
+    ) -> std::io::Result<()> {
+        let mut out = std::io::stdout();
+        if self.json {
+            for run in runs {
+                let mut line = serde_json::to_value(run.outcome()).unwrap_or_default();
+                line["event"] = "summary".into();
+                line["stopped"] = run.stopped.into();
+                line["sample"] = run.sample.clone().into();
+                line["report"] = report.display().to_string().into();
+                writeln!(out, "{line}")?;
+            }
+            return out.flush();
+        }
+        writeln!(
+            out,
+            "\n{:<12} {:>6} {:>15} {:>9} {:>9} {:>11} {:>7} {:>7}",
+            "codec", "steps", "loss", "time", "tokens/s", "bytes/step", "ratio", "hidden"
+        )?;
+        for outcome in runs.iter().map(Run::outcome) {
+            let percent = |share: f64| format!("{:.0} %", 100.0 * share);
+            writeln!(
+                out,
+                "{:<12} {:>6} {:>15} {:>9} {:>9.0} {:>11} {:>7} {:>7}",
+                outcome.codec,
+                outcome.steps,
+                format!("{:.3} → {:.3}", outcome.first_loss, outcome.final_loss),
+                format!("{:.1} s", outcome.seconds),
+                outcome.tokens_per_second,
+                show_bytes(outcome.wire_bytes_per_step.round()),
+                outcome.ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.1}×")),
+                outcome.hidden.map_or("-".to_owned(), percent),
+            )?;
+            if let (Some(bubble), Some(formula)) = (outcome.bubble, outcome.bubble_formula) {
+                let (bubble, formula) = (percent(bubble), percent(formula));
+                writeln!(
+                    out,
+                    "  rank 0 waited for other stages {bubble} of the time; the schedule's bubble is {formula}"
+                )?;
+            }
+        }
+        for run in runs.iter().filter(|run| !run.sample.is_empty()) {
+            writeln!(out, "\nwhat it writes ({}):", run.name())?;
+            run.sample.lines().try_for_each(|line| writeln!(out, "  {line}"))?;
+        }
+        writeln!(out, "\nreport: {}", report.display())?;
+        match (runs.iter().any(|run| run.stopped), checkpoint) {
+            (true, Some(dir)) => {
+                writeln!(out, "stopped; go on with --checkpoint {} --resume", dir.display())?;
+            }
+            (true, None) => writeln!(out, "stopped, without a checkpoint: --checkpoint DIR keeps one")?,
+            (false, Some(dir)) => writeln!(out, "checkpoint: {}", dir.display())?,
+            (false, None) => {}
+        }
+        out.flush()
+    }
+}
+
+/// The axes that have more than one rank.
+fn layout(settings: &Settings) -> String {
+    let axes = [("dp", settings.dp), ("tp", settings.tp), ("pp", settings.pp)];
+    let named: Vec<String> =
+        axes.into_iter().filter(|(_, size)| *size > 1).map(|(name, size)| format!("{name}={size}")).collect();
+    if named.is_empty() { "alone".to_owned() } else { named.join(" × ") }
+}
+
+/// Whether the exchange of gradients is all that is sent, so that its bytes can be told.
+fn only_exchange(settings: &Settings) -> bool {
+    settings.dp > 1 && settings.tp == 1 && settings.pp == 1
+}
+
+/// A step in one line.
+fn line(settings: &Settings, report: &StepReport) -> String {
+    let StepReport { loss, tokens, wire_bytes, dense_bytes, hidden, times, .. } = report;
+    let speed = *tokens as f64 / times.total.max(1e-9);
+    let bytes = show_bytes(*wire_bytes as f64);
+    let ratio = *dense_bytes as f64 / (*wire_bytes).max(1) as f64;
+    let ratio = if only_exchange(settings) { format!("  ratio {ratio:.1}×") } else { String::new() };
+    let hidden = if settings.dp > 1 { format!("  hidden {:.0} %", 100.0 * hidden) } else { String::new() };
+    format!("loss {loss:.3}  {speed:.0} tok/s  {bytes}/step{ratio}{hidden}")
+}

@@ -1,0 +1,489 @@
+//! From gradients to their mean over all replicas, while backward still runs.
+//!
+//! Small messages waste a network, so gradients travel in *buckets*. Buckets are laid out in the order in which backward brings gradients forth: the first bucket
+//! is full, and on its way, while backward works on earlier layers.
+//!
+//! ```text
+//!  backward  ██ head ██ block 3 ██ block 2 ██ block 1 ██ block 0 ██ embedding
+//!  bucket 0               ░░░░░░░░░░
+//!  bucket 1                                  ░░░░░░░░░░
+//!  bucket 2                                                            ░░░░░░░░░░   only this one is waited for
+//! ```
+//!
+//! Buckets start in the same order on every rank, whatever order gradients come in.
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::ops::Range;
+use std::pin::Pin;
+use std::sync::{Arc, OnceLock};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::{Duration, Instant};
+
+use farwire::{Communicator, Error, Pending, ReduceOp};
+
+use crate::plan::Plan;
+use crate::rules::Rules;
+
+/// How a bucket becomes its mean over all replicas: the one place where compression comes in.
+pub trait Reducer {
+    /// Starts the reduction of a bucket. All ranks start the same buckets in the same order.
+    fn start(&mut self, bucket: &Bucket, data: Vec<f32>) -> Pending<Vec<f32>>;
+}
+
+impl<R: Reducer + ?Sized> Reducer for Box<R> {
+    fn start(&mut self, bucket: &Bucket, data: Vec<f32>) -> Pending<Vec<f32>> {
+        (**self).start(bucket, data)
+    }
+}
+
+/// Every element as it is.
+#[derive(Clone, Debug)]
+pub struct Dense(pub Communicator);
+
+impl Reducer for Dense {
+    fn start(&mut self, _: &Bucket, data: Vec<f32>) -> Pending<Vec<f32>> {
+        self.0.all_reduce(data, ReduceOp::Mean)
+    }
+}
+
+/// Gradients that travel together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Bucket {
+    /// Its name: that of its last parameter, with which it is full.
+    pub name: String,
+    /// What the rules say of its parameters; parameters of different groups do not share a bucket.
+    pub group: String,
+    /// Which parameters lie where in it.
+    pub parts: Vec<Part>,
+}
+
+/// A parameter's place in a bucket.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Part {
+    /// The parameter.
+    pub name: String,
+    /// Its elements.
+    pub range: Range<usize>,
+}
+
+impl Bucket {
+    /// Elements of all parameters.
+    pub fn len(&self) -> usize {
+        self.parts.last().map_or(0, |part| part.range.end)
+    }
+
+    /// Whether it has no elements.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
+/// Collects gradients and exchanges them.
+///
+/// One step: [`begin`](Self::begin), [`add`](Self::add) every gradient, [`finish`](Self::finish), read [`gradients`](Self::gradients).
+#[derive(Debug)]
+pub struct Exchange<R> {
+    reducer: R,
+    buckets: Vec<Bucket>,
+    places: HashMap<String, Place>,
+    /// What each bucket holds: sums before it is sent, means after.
+    data: Vec<Vec<f32>>,
+    /// Gradients that each bucket still waits for.
+    missing: Vec<usize>,
+    /// How often each parameter may still come, in this step.
+    rounds: usize,
+    running: Vec<Running>,
+    /// Spent in starting reductions, in this step.
+    handing_over: Duration,
+    begun: Instant,
+}
+
+#[derive(Debug)]
+struct Place {
+    bucket: usize,
+    part: usize,
+    come: usize,
+}
+
+/// Why gradients were not exchanged.
+#[derive(Debug, thiserror::Error)]
+pub enum ExchangeError {
+    /// A parameter that is not in the plan.
+    #[error("parameter `{0}` is not in the plan; the plan has to name every parameter that is trained")]
+    Unknown(String),
+    /// A gradient of the wrong size.
+    #[error("the gradient of `{name}` has {len} elements, but the plan says {expected}")]
+    Length {
+        /// The parameter.
+        name: String,
+        /// Elements of the gradient.
+        len: usize,
+        /// Elements in the plan.
+        expected: usize,
+    },
+    /// A gradient too many.
+    #[error(
+        "parameter `{name}` had {rounds} gradients in this step already; begin the next step, or announce more"
+    )]
+    TooMany {
+        /// The parameter.
+        name: String,
+        /// Gradients announced.
+        rounds: usize,
+    },
+    /// A gradient too few.
+    #[error(
+        "parameter `{0}` got no gradient in this step; check that the loss depends on it and that every operation between has a backward"
+    )]
+    Missing(String),
+    /// The reduction failed.
+    #[error("bucket `{bucket}`: {source}")]
+    Reduce {
+        /// Which bucket.
+        bucket: String,
+        /// Why.
+        source: Error,
+    },
+}
+
+/// From when to when something was under way, since the step began.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// What.
+    pub name: String,
+    /// From.
+    pub start: Duration,
+    /// To.
+    pub end: Duration,
+}
+
+/// When buckets travelled in a step.
+#[derive(Clone, Debug, Default)]
+pub struct Summary {
+    /// Each bucket's way, from its start to the arrival of its mean; waiting for slower ranks included.
+    pub buckets: Vec<Span>,
+    /// How long the caller was held up while it handed buckets over.
+    pub handing_over: Duration,
+    /// How long it waited at the end, until the last had come back.
+    pub waiting: Duration,
+}
+
+impl Summary {
+    /// How long at least one bucket was under way.
+    pub fn busy(&self) -> Duration {
+        let mut spans: Vec<(Duration, Duration)> =
+            self.buckets.iter().map(|span| (span.start, span.end)).collect();
+        spans.sort_unstable();
+        let mut reached = Duration::ZERO;
+        spans.into_iter().fold(Duration::ZERO, |total, (start, end)| {
+            let new = end.saturating_sub(start.max(reached));
+            reached = reached.max(end);
+            total + new
+        })
+    }
+
+    /// How long the caller was held up, all in all.
+    pub fn exposed(&self) -> Duration {
+        self.handing_over + self.waiting
+    }
+
+    /// The share of the time under way which the caller spent on something else; 1 if nothing was under way.
+    pub fn hidden(&self) -> f64 {
+        let busy = self.busy().as_secs_f64();
+        if busy > 0.0 { (1.0 - self.exposed().as_secs_f64() / busy).clamp(0.0, 1.0) } else { 1.0 }
+    }
+}
+
+impl<R: Reducer> Exchange<R> {
+    /// An exchange of the plan's parameters, which must be in backward order, in buckets of about `bucket_bytes`. Parameters for which `groups` differ do not share a bucket.
+    pub fn new(reducer: R, plan: &Plan, bucket_bytes: usize, groups: &Rules<String>) -> Self {
+        let buckets = lay_out(plan, bucket_bytes / size_of::<f32>(), groups);
+        let mut places = HashMap::new();
+        for (bucket, Bucket { parts, .. }) in buckets.iter().enumerate() {
+            for (part, Part { name, .. }) in parts.iter().enumerate() {
+                places.insert(name.clone(), Place { bucket, part, come: 0 });
+            }
+        }
+        let data = buckets.iter().map(|bucket| vec![0.0; bucket.len()]).collect();
+        let missing = vec![0; buckets.len()];
+        let begun = Instant::now();
+        Self {
+            reducer,
+            buckets,
+            places,
+            data,
+            missing,
+            rounds: 0,
+            running: Vec::new(),
+            handing_over: Duration::ZERO,
+            begun,
+        }
+    }
+
+    /// The buckets, in the order in which they start.
+    pub fn buckets(&self) -> &[Bucket] {
+        &self.buckets
+    }
+
+    /// Begins a step in which each parameter gets `rounds` gradients, one per micro-batch, which are added up.
+    pub fn begin(&mut self, rounds: usize) {
+        self.rounds = rounds;
+        self.running.clear();
+        self.handing_over = Duration::ZERO;
+        self.places.values_mut().for_each(|place| place.come = 0);
+        for (bucket, (data, missing)) in self.buckets.iter().zip(self.data.iter_mut().zip(&mut self.missing))
+        {
+            data.clear();
+            data.resize(bucket.len(), 0.0);
+            *missing = rounds * bucket.parts.len();
+        }
+        self.begun = Instant::now();
+    }
+
+    /// Adds a gradient. The last one of a bucket sends it off.
+    pub fn add(&mut self, name: &str, gradient: &[f32]) -> Result<(), ExchangeError> {
+        let place = self.places.get_mut(name).ok_or_else(|| ExchangeError::Unknown(name.to_owned()))?;
+        let Part { range, .. } = &self.buckets[place.bucket].parts[place.part];
+        if gradient.len() != range.len() {
+            let (len, expected) = (gradient.len(), range.len());
+            return Err(ExchangeError::Length { name: name.to_owned(), len, expected });
+        }
+        if place.come == self.rounds {
+            return Err(ExchangeError::TooMany { name: name.to_owned(), rounds: self.rounds });
+        }
+        place.come += 1;
+        let sum = &mut self.data[place.bucket][range.clone()];
+        sum.iter_mut().zip(gradient).for_each(|(sum, x)| *sum += x);
+        self.missing[place.bucket] -= 1;
+        self.send_full_ones();
+        Ok(())
+    }
+
+    /// Waits until every bucket is the mean over all replicas.
+    pub fn finish(&mut self) -> Result<Summary, ExchangeError> {
+        if let Some(late) = self.missing.iter().position(|missing| *missing > 0) {
+            let parts = self.buckets[late].parts.iter();
+            let name = parts.map(|part| &part.name).find(|name| self.places[*name].come < self.rounds);
+            return Err(ExchangeError::Missing(name.cloned().unwrap_or_default()));
+        }
+        let waited = Instant::now();
+        let mut summary = Summary::default();
+        for (index, running) in std::mem::take(&mut self.running).into_iter().enumerate() {
+            let name = self.buckets[index].name.clone();
+            let (started, result, ended) = running.wait();
+            self.data[index] =
+                result.map_err(|source| ExchangeError::Reduce { bucket: name.clone(), source })?;
+            let (start, end) = (started - self.begun, ended.saturating_duration_since(self.begun));
+            summary.buckets.push(Span { name, start, end });
+        }
+        (summary.handing_over, summary.waiting) = (self.handing_over, waited.elapsed());
+        Ok(summary)
+    }
+
+    /// The gradients of the step that has finished.
+    pub fn gradients(&self) -> impl Iterator<Item = (&str, &[f32])> {
+        self.buckets.iter().zip(&self.data).flat_map(|(bucket, data)| {
+            bucket.parts.iter().map(|part| (&part.name[..], &data[part.range.clone()]))
+        })
+    }
+
+    /// When the step began.
+    pub fn begun(&self) -> Instant {
+        self.begun
+    }
+
+    fn send_full_ones(&mut self) {
+        while let Some(0) = self.missing.get(self.running.len()) {
+            let next = self.running.len();
+            let data = std::mem::take(&mut self.data[next]);
+            let started = Instant::now();
+            let pending = self.reducer.start(&self.buckets[next], data);
+            self.running.push(Running::new(started, pending));
+            self.handing_over += started.elapsed();
+        }
+    }
+}
+
+/// Fills one open bucket per group, and closes it when it is full.
+fn lay_out(plan: &Plan, limit: usize, groups: &Rules<String>) -> Vec<Bucket> {
+    let mut open: Vec<Bucket> = Vec::new();
+    let mut closed = Vec::new();
+    for entry in plan.entries() {
+        let group = groups.of(&entry.name);
+        let at = open.iter().position(|bucket| bucket.group == *group).unwrap_or_else(|| {
+            open.push(Bucket { name: String::new(), group: group.clone(), parts: Vec::new() });
+            open.len() - 1
+        });
+        let bucket = &mut open[at];
+        let (start, elements) = (bucket.len(), entry.shape.iter().product::<usize>());
+        bucket.name.clone_from(&entry.name);
+        bucket.parts.push(Part { name: entry.name.clone(), range: start..start + elements });
+        if bucket.len() >= limit {
+            closed.push(open.swap_remove(at));
+        }
+    }
+    // The rest in the order in which they become full, which is that of their last parameters.
+    let position = |bucket: &Bucket| plan.entries().iter().position(|entry| entry.name == bucket.name);
+    open.sort_by_key(position);
+    closed.extend(open);
+    closed.sort_by_key(position);
+    closed
+}
+
+/// A reduction under way, which notes when it ends.
+#[derive(Debug)]
+struct Running {
+    started: Instant,
+    pending: Pending<Vec<f32>>,
+    ready: Option<Result<Vec<f32>, Error>>,
+    stamp: Arc<Stamp>,
+}
+
+#[derive(Debug, Default)]
+struct Stamp(OnceLock<Instant>);
+
+impl Wake for Stamp {
+    fn wake(self: Arc<Self>) {
+        let _ = self.0.set(Instant::now()); // the first is the end
+    }
+}
+
+impl Running {
+    fn new(started: Instant, mut pending: Pending<Vec<f32>>) -> Self {
+        let stamp = Arc::new(Stamp::default());
+        let waker = Waker::from(stamp.clone());
+        let ready = match Pin::new(&mut pending).poll(&mut Context::from_waker(&waker)) {
+            Poll::Ready(result) => {
+                waker.wake();
+                Some(result)
+            }
+            Poll::Pending => None,
+        };
+        Self { started, pending, ready, stamp }
+    }
+
+    fn wait(self) -> (Instant, Result<Vec<f32>, Error>, Instant) {
+        let result = self.ready.unwrap_or_else(|| self.pending.wait());
+        let ended = self.stamp.0.get().copied().unwrap_or_else(Instant::now);
+        (self.started, result, ended)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::plan::Entry;
+    use proptest::prelude::*;
+
+    fn plan(sizes: &[(&str, usize)]) -> Plan {
+        let entry = |(name, size): &(&str, usize)| Entry {
+            name: (*name).to_owned(),
+            shape: vec![*size],
+            dtype: "f32".to_owned(),
+        };
+        Plan::new(sizes.iter().map(entry)).unwrap()
+    }
+
+    fn everywhere() -> Rules<String> {
+        Rules::new(String::new())
+    }
+
+    #[test]
+    fn buckets_are_means_over_ranks_of_sums_over_rounds() {
+        std::thread::scope(|scope| {
+            for comm in farwire::local(3).unwrap() {
+                scope.spawn(move || {
+                    let plan = plan(&[("c", 3), ("b", 5), ("a", 2)]);
+                    let mut exchange = Exchange::new(Dense(comm.clone()), &plan, 16, &everywhere());
+                    assert_eq!(exchange.buckets().len(), 2);
+                    for step in 0..3 {
+                        exchange.begin(2);
+                        for round in 0..2 {
+                            // Ranks bring them in different orders; buckets still start alike.
+                            let mut order = vec![("a", 2), ("b", 5), ("c", 3)];
+                            order.rotate_left(comm.rank());
+                            for (name, size) in order {
+                                let value = (comm.rank() * 3 + round + step) as f32;
+                                exchange.add(name, &vec![value; size]).unwrap();
+                            }
+                        }
+                        let summary = exchange.finish().unwrap();
+                        assert_eq!(summary.buckets.len(), 2);
+                        let gradients: Vec<_> = exchange.gradients().collect();
+                        // Ranks 0, 1, 2 have 0, 3, 6 per round, of which the mean is 3; rounds add 0 and 1.
+                        let expected = (2 * 3 + 1 + 2 * step) as f32;
+                        assert_eq!(gradients.len(), 3);
+                        for ((name, gradient), entry) in gradients.into_iter().zip(plan.entries()) {
+                            assert_eq!((name, gradient.len()), (&entry.name[..], entry.shape[0]));
+                            assert!(gradient.iter().all(|x| *x == expected), "{gradient:?}");
+                        }
+                    }
+                });
+            }
+        });
+    }
+
+    #[test]
+    fn wrong_gradients_are_refused_by_name() {
+        let comm = farwire::local(1).unwrap().remove(0);
+        let mut exchange = Exchange::new(Dense(comm), &plan(&[("b", 2), ("a", 1)]), 0, &everywhere());
+        exchange.begin(1);
+        assert!(matches!(exchange.add("x", &[1.0]), Err(ExchangeError::Unknown(_))));
+        assert!(matches!(exchange.add("b", &[1.0]), Err(ExchangeError::Length { expected: 2, .. })));
+        exchange.add("b", &[1.0, 2.0]).unwrap();
+        assert!(matches!(exchange.add("b", &[1.0, 2.0]), Err(ExchangeError::TooMany { .. })));
+        match exchange.finish() {
+            Err(ExchangeError::Missing(name)) => assert_eq!(name, "a"),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn hidden_time_is_what_the_caller_did_not_wait_for() {
+        let ms = Duration::from_millis;
+        let span = |start, end| Span { name: String::new(), start: ms(start), end: ms(end) };
+        let buckets = vec![span(10, 30), span(20, 40), span(60, 80)];
+        let summary = Summary { buckets, handing_over: ms(4), waiting: ms(6) };
+        assert_eq!(summary.busy(), ms(50));
+        assert!((summary.hidden() - 0.8).abs() < 1e-9);
+        assert_eq!(Summary::default().hidden(), 1.0);
+    }
+
+    proptest! {
+        #[test]
+        fn every_parameter_lies_in_one_bucket_of_its_group(
+            sizes in proptest::collection::vec((0usize..40, 0usize..3), 1..30),
+            limit in 0usize..100,
+        ) {
+            let names: Vec<String> =
+                sizes.iter().enumerate().map(|(index, (_, group))| format!("p{index}.g{group}")).collect();
+            let entries: Vec<(&str, usize)> =
+                names.iter().zip(&sizes).map(|(name, (size, _))| (&name[..], *size)).collect();
+            let groups = everywhere().on("*.g0", "zero".to_owned()).on("*.g1", "one".to_owned());
+            let plan = plan(&entries);
+            let buckets = lay_out(&plan, limit, &groups);
+            let mut seen: Vec<&str> = Vec::new();
+            for bucket in &buckets {
+                let mut end = 0;
+                for Part { name, range } in &bucket.parts {
+                    prop_assert_eq!(range.start, end);
+                    end = range.end;
+                    prop_assert_eq!(groups.of(name), &bucket.group);
+                    seen.push(name);
+                }
+                // Only the last parameter may take it over the limit.
+                let before_last = bucket.parts.last().unwrap().range.start;
+                prop_assert!(before_last < limit.max(1));
+            }
+            seen.sort_unstable();
+            let mut all: Vec<&str> = names.iter().map(|name| &name[..]).collect();
+            all.sort_unstable();
+            prop_assert_eq!(seen, all);
+            // In backward order, each bucket is full before the next.
+            let full: Vec<usize> =
+                buckets.iter().map(|bucket| names.iter().position(|name| *name == bucket.name).unwrap()).collect();
+            prop_assert!(full.is_sorted());
+        }
+    }
+}

@@ -1,0 +1,30 @@
+//! What training in parallel needs and no tensor library has to know of.
+//!
+//! Gradients enter here as plain vectors with a parameter's name, and leave as the mean over all replicas. Read it in this order:
+//!
+//! - [`Mesh`]: named axes over a communicator, such as `dp` × `tp` × `pp`.
+//! - [`Plan`]: which parameters there are, compared between ranks at the start.
+//! - [`Exchange`]: gradients become buckets, and buckets are reduced while backward still runs. [`Reducer`] is the one place that knows how, [`Codec`] picks one by name.
+//! - [`global_norm`]: one number for a gradient that lies on many ranks.
+//! - [`Schedule`]: which micro-batch a pipeline stage works on when, as a list of actions; [`simulate()`] runs such lists in virtual time.
+//! - [`Rules`]: settings by parameter name (`*.bias`).
+
+#![forbid(unsafe_code)]
+
+mod codec;
+mod exchange;
+mod mesh;
+mod norm;
+mod plan;
+mod rules;
+mod schedule;
+mod simulate;
+
+pub use codec::{Codec, CodecError};
+pub use exchange::{Bucket, Dense, Exchange, ExchangeError, Part, Reducer, Span, Summary};
+pub use mesh::{Mesh, MeshError};
+pub use norm::{Squares, global_norm};
+pub use plan::{Entry, Plan, PlanError};
+pub use rules::{Rules, matches};
+pub use schedule::{Action, Schedule, ScheduleError, Unit, Work};
+pub use simulate::{Costs, Deadlock, Timeline, simulate};
