@@ -6,7 +6,6 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::{AdamW, Linear, Module, Optimizer, VarBuilder, VarMap, linear};
 use farwire::Communicator;
 use farwire_candle::DataParallel;
-use farwire_train::Codec;
 
 /// Two layers, to learn sin(x).
 struct Model {
@@ -31,7 +30,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // All ranks start with rank 0's weights.
     let vars = varmap.data().lock().map_err(|error| error.to_string())?.clone();
-    let mut replicas = DataParallel::new(&comm, vars, Codec::None)?;
+    let mut replicas = DataParallel::new(&comm, vars, "int8".parse().expect("it is a codec"))?;
     let mut optimizer = AdamW::new_lr(varmap.all_vars(), 0.01)?;
 
     // This rank's share of the points: every size-th, from its rank on.

@@ -1,7 +1,7 @@
 //! Saving a run, and going on from it.
 //!
 //! A checkpoint is a directory `step-00000100` with the whole model (`model.safetensors`), the optimizer's moments (`optimizer.safetensors`) and the job's settings
-//! (`job.json`). It holds whole tensors, so a run can go on in another layout; in the same layout it goes on bit for bit. It appears under its name
+//! (`job.json`), and what error feedback owes on each rank (`residuals.rank0.safetensors`, …). It holds whole tensors, so a run can go on in another layout; in the same layout it goes on bit for bit. It appears under its name
 //! only when it is complete. Only rank 0 writes and reads: no file system has to be shared.
 
 use std::collections::BTreeMap;
@@ -33,10 +33,11 @@ impl Trainer {
     /// Writes a checkpoint into `dir`, and removes all but the newest. All ranks must call it; rank 0 of the world writes.
     pub fn save(&self, dir: &Path, notes: serde_json::Value) -> Result<(), TrainError> {
         let (weights, moments) = (self.gathered_weights()?, self.gathered_moments()?);
+        let residuals = self.gathered_residuals()?;
         let mut result = Ok(());
-        if let (Some(weights), Some(moments)) = (weights, moments) {
+        if let (Some(weights), Some(moments), Some(residuals)) = (weights, moments, residuals) {
             let about = Checkpoint { step: self.steps_done(), settings: self.settings().clone(), notes };
-            result = write(dir, &about, &weights, &moments);
+            result = write(dir, &about, &weights, &moments, &residuals);
         }
         // Nobody goes on before it is there; and if it could not be written, rank 0 says why.
         self.mesh().world().barrier().wait()?;
@@ -52,13 +53,17 @@ impl Trainer {
             _ => Vec::new(),
         };
         let text = broadcast_bytes(self.mesh().world(), text)?;
-        let tensors = match found {
-            Some(result) => Some(result?.1),
+        let (tensors, residuals) = match found {
+            Some(result) => {
+                let (_, Saved { tensors, residuals }) = result?;
+                (Some(tensors), Some(residuals))
+            }
             None if text.is_empty() => return Err(bad(dir, "rank 0 could not read it".to_owned())),
-            None => None,
+            None => (None, None),
         };
         let about: Checkpoint = serde_json::from_slice(&text).map_err(|error| bad(dir, error.to_string()))?;
         self.restore(about.step, tensors)?;
+        self.restore_residuals(residuals)?;
         Ok(about)
     }
 
@@ -89,6 +94,7 @@ fn write(
     about: &Checkpoint,
     weights: &BTreeMap<String, Tensor>,
     moments: &BTreeMap<String, Tensor>,
+    residuals: &[Vec<u8>],
 ) -> Result<(), TrainError> {
     let io = |path: &Path| {
         let path = path.display().to_string();
@@ -105,6 +111,10 @@ fn write(
         candle_core::safetensors::save(&tensors, &path)?;
         File::open(&path).and_then(|file| file.sync_all()).map_err(io(&path))?;
     }
+    for (rank, bytes) in residuals.iter().enumerate() {
+        let path = draft.join(residuals_of(rank));
+        fs::write(&path, bytes).map_err(io(&path))?;
+    }
     let path = draft.join("job.json");
     let text = serde_json::to_vec_pretty(about).map_err(|error| bad(&path, error.to_string()))?;
     fs::write(&path, text).map_err(io(&path))?;
@@ -119,7 +129,19 @@ fn write(
     Ok(())
 }
 
-fn read(dir: &Path, settings: &Settings) -> Result<(Checkpoint, BTreeMap<String, Tensor>), TrainError> {
+/// What error feedback owes on a rank.
+fn residuals_of(rank: usize) -> String {
+    format!("residuals.rank{rank}.safetensors")
+}
+
+/// What a checkpoint holds.
+struct Saved {
+    tensors: BTreeMap<String, Tensor>,
+    /// By rank; empty if the run goes on in another layout.
+    residuals: Vec<Vec<u8>>,
+}
+
+fn read(dir: &Path, settings: &Settings) -> Result<(Checkpoint, Saved), TrainError> {
     let newest = steps_in(dir).pop();
     let newest =
         newest.ok_or_else(|| bad(dir, "there is no checkpoint here; start without resuming".to_owned()))?;
@@ -134,7 +156,17 @@ fn read(dir: &Path, settings: &Settings) -> Result<(Checkpoint, BTreeMap<String,
         let found = candle_core::safetensors::load(&path, &Device::Cpu);
         tensors.extend(found.map_err(|error| bad(&path, error.to_string()))?);
     }
-    Ok((about, tensors))
+    let layout = |settings: &Settings| (settings.dp, settings.tp, settings.pp, settings.schedule.chunks());
+    let mut residuals = vec![Vec::new(); settings.ranks()];
+    // What was owed belongs to ranks: in another layout it is left behind.
+    if layout(settings) == layout(&about.settings) {
+        for (rank, residuals) in residuals.iter_mut().enumerate() {
+            let path = newest.join(residuals_of(rank));
+            *residuals = fs::read(&path)
+                .map_err(|source| TrainError::Checkpoint { path: path.display().to_string(), source })?;
+        }
+    }
+    Ok((about, Saved { tensors, residuals }))
 }
 
 /// The complete checkpoints, oldest first.
@@ -214,6 +246,36 @@ pub(crate) fn broadcast_tensors(
         take(&name, &Tensor::from_vec(data, shape, &Device::Cpu)?)?;
     }
     Ok(())
+}
+
+/// Every rank's bytes: on rank 0, by rank; none elsewhere.
+pub(crate) fn gather_bytes(comm: &Communicator, mine: Vec<u8>) -> Result<Option<Vec<Vec<u8>>>, TrainError> {
+    if comm.rank() > 0 {
+        comm.send(vec![mine.len() as u64], 0, TAG).wait()?;
+        comm.send(mine, 0, TAG).wait()?;
+        return Ok(None);
+    }
+    let mut all = vec![mine];
+    for from in 1..comm.size() {
+        let length = comm.recv::<u64>(1, from, TAG).wait()?[0];
+        all.push(comm.recv::<u8>(length as usize, from, TAG).wait()?);
+    }
+    Ok(Some(all))
+}
+
+/// Gives each rank its own of the bytes that rank 0 has, by rank.
+pub(crate) fn scatter_bytes(comm: &Communicator, all: Option<Vec<Vec<u8>>>) -> Result<Vec<u8>, TrainError> {
+    if comm.rank() > 0 {
+        let length = comm.recv::<u64>(1, 0, TAG).wait()?[0];
+        return Ok(comm.recv::<u8>(length as usize, 0, TAG).wait()?);
+    }
+    let mut all = all.unwrap_or_else(|| vec![Vec::new(); comm.size()]).into_iter();
+    let mine = all.next().unwrap_or_default();
+    for (to, bytes) in (1..).zip(all) {
+        comm.send(vec![bytes.len() as u64], to, TAG).wait()?;
+        comm.send(bytes, to, TAG).wait()?;
+    }
+    Ok(mine)
 }
 
 fn broadcast_bytes(comm: &Communicator, bytes: Vec<u8>) -> Result<Vec<u8>, TrainError> {

@@ -2,8 +2,8 @@
 
 use candle_core::backprop::GradStore;
 use candle_core::{Device, Result, Tensor, Var};
-use farwire::Communicator;
-use farwire_train::{Codec, Entry, Exchange, Plan, Reducer, Rules, Summary};
+use farwire::{CodecSpec, Communicator};
+use farwire_train::{Compressed, DENSE, Entry, Exchange, Plan, Rules, Summary};
 
 use crate::error::TrainError;
 
@@ -13,30 +13,33 @@ use crate::error::TrainError;
 /// optimizer, makes every gradient the mean over all ranks.
 pub struct DataParallel {
     vars: Vec<(String, Var)>,
-    exchange: Exchange<Box<dyn Reducer + Send>>,
+    exchange: Exchange<Compressed>,
+    steps: u64,
 }
 
 /// Bytes of a bucket: enough to fill a network, and several of them to overlap.
 pub(crate) const BUCKET_BYTES: usize = 4 << 20;
 
 impl DataParallel {
-    /// Checks that all ranks have the same variables, and gives them rank 0's values.
+    /// Checks that all ranks have the same variables, and gives them rank 0's values. Gradients of biases and norms travel as they are, the others through the codec, with error feedback.
     pub fn new(
         comm: &Communicator,
         vars: impl IntoIterator<Item = (String, Var)>,
-        codec: Codec,
+        codec: CodecSpec,
     ) -> std::result::Result<Self, TrainError> {
         let mut vars: Vec<(String, Var)> = vars.into_iter().collect();
         vars.sort_by(|(a, _), (b, _)| a.cmp(b));
         let plan = plan(vars.iter().map(|(name, var)| (&name[..], var)))?;
         plan.agree(comm)?;
         broadcast(comm, vars.iter().map(|(_, var)| var))?;
-        let exchange = Exchange::new(codec.reducer(comm), &plan, BUCKET_BYTES, &Rules::new(String::new()));
-        Ok(Self { vars, exchange })
+        let exchange = Exchange::new(Compressed::new(comm, codec, 0), &plan, BUCKET_BYTES, &groups(codec));
+        Ok(Self { vars, exchange, steps: 0 })
     }
 
     /// Makes every variable's gradient the mean over all ranks. A variable without one is an error.
     pub fn average(&mut self, gradients: &mut GradStore) -> std::result::Result<Summary, TrainError> {
+        farwire_train::Reducer::at_step(self.exchange.reducer_mut(), self.steps);
+        self.steps += 1;
         self.exchange.begin(1);
         for (name, var) in &self.vars {
             let gradient = gradients.get(var).ok_or_else(|| TrainError::NoGradient(name.clone()))?;
@@ -59,6 +62,12 @@ impl std::fmt::Debug for DataParallel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("DataParallel").field("vars", &self.vars.len()).finish_non_exhaustive()
     }
+}
+
+/// Biases and norms are few and matter much: they travel as they are.
+pub(crate) fn groups(codec: CodecSpec) -> Rules<String> {
+    let dense = || DENSE.to_owned();
+    Rules::new(codec.to_string()).on("*.bias", dense()).on("*norm*", dense())
 }
 
 pub(crate) fn plan<'a>(

@@ -12,16 +12,16 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use candle_core::{Device, Tensor};
-use farwire::{Communicator, ReduceOp};
+use farwire::{CodecSpec, Communicator, ErrorFeedback, ReduceOp};
 use farwire_train::{
-    Codec, Entry, Exchange, Mesh, Plan, Reducer, Rules, Schedule, Span, Squares, global_norm,
+    Compressed, Entry, Exchange, Mesh, Plan, Reducer, Rules, Schedule, Span, Squares, global_norm,
 };
 use serde::{Deserialize, Serialize};
 
 use crate::adamw::{AdamW, Moments};
 use crate::collective::Group;
 use crate::corpus::Batches;
-use crate::data_parallel::{broadcast, plan, set, values};
+use crate::data_parallel::{broadcast, groups, plan, set, values};
 use crate::error::TrainError;
 use crate::gpt::{self, Config};
 use crate::params::{Param, Params, join_shares};
@@ -65,7 +65,10 @@ pub struct Settings {
     pub shard_optimizer: bool,
     /// How gradients are compressed.
     #[serde(with = "text")]
-    pub codec: Codec,
+    pub codec: CodecSpec,
+    /// Steps at the start in which gradients are not compressed.
+    #[serde(default)]
+    pub dense_steps: usize,
 }
 
 impl Default for Settings {
@@ -86,7 +89,8 @@ impl Default for Settings {
             seed: 1,
             bucket_bytes: 1 << 20,
             shard_optimizer: false,
-            codec: Codec::default(),
+            codec: CodecSpec::default(),
+            dense_steps: 20,
         }
     }
 }
@@ -177,6 +181,7 @@ impl Settings {
             ("weight decay", self.decay, other.decay),
             ("clip", self.clip, other.clip),
             ("warm-up", self.warm_up as f64, other.warm_up as f64),
+            ("dense steps", self.dense_steps as f64, other.dense_steps as f64),
         ] {
             // Text does not always keep the last bit.
             if (mine - theirs).abs() > 1e-12 * mine.abs() {
@@ -184,7 +189,7 @@ impl Settings {
             }
         }
         if self.codec != other.codec {
-            return differs("codec", &self.codec, &other.codec);
+            return differs("codec", &self.codec.to_string(), &other.codec.to_string());
         }
         Ok(())
     }
@@ -240,7 +245,7 @@ pub struct Trainer {
     mesh: Mesh,
     tensor: Group,
     pipeline: Pipeline,
-    exchange: Exchange<Box<dyn Reducer + Send>>,
+    exchange: Exchange<Compressed>,
     params: BTreeMap<String, Param>,
     /// Which replica updates a parameter, where the optimizer is sharded.
     owners: BTreeMap<String, usize>,
@@ -279,11 +284,8 @@ impl Trainer {
         broadcast(axis("dp"), order.iter().map(|param| &param.var))?;
         let params = order.into_iter().map(|param| (param.name.clone(), param.clone())).collect();
         let owners = if settings.shard_optimizer { owners(&plan, settings.dp) } else { BTreeMap::new() };
-        // Biases and norms are few and matter much: they travel as they are.
-        let dense = || Codec::None.to_string();
-        let groups = Rules::new(settings.codec.to_string()).on("*.bias", dense()).on("*norm*", dense());
-        let exchange =
-            Exchange::new(settings.codec.reducer(axis("dp")), &plan, settings.bucket_bytes, &groups);
+        let reducer = Compressed::new(axis("dp"), settings.codec, settings.dense_steps as u64);
+        let exchange = Exchange::new(reducer, &plan, settings.bucket_bytes, &groups(settings.codec));
         let decay = Rules::new(settings.decay).on("*.bias", 0.0).on("*norm*", 0.0).on("embedding.*", 0.0);
         let batches = Batches::new(text, settings.seed, settings.model.context, settings.batch)?;
         let adam = AdamW::new(decay);
@@ -420,6 +422,7 @@ impl Trainer {
         }
         let loss = |micro: usize, logits: &Tensor| gpt::cross_entropy(logits, &targets[micro]);
         let exchange = &mut self.exchange;
+        exchange.reducer_mut().at_step(self.step as u64);
         exchange.begin(micro_batches);
         let flow = self.pipeline.run(&inputs, &loss, &mut |param, gradient| {
             Ok(exchange.add(&param.name, &gradient.flatten_all()?.to_vec1::<f32>()?)?)
@@ -547,6 +550,22 @@ impl Trainer {
         Ok(Some(
             first.into_iter().map(named("first")).chain(second.into_iter().map(named("second"))).collect(),
         ))
+    }
+
+    /// What error feedback still owes on every rank, as files by rank: on rank 0 of the world, none elsewhere. All ranks must call it.
+    pub(crate) fn gathered_residuals(&self) -> Result<Option<Vec<Vec<u8>>>, TrainError> {
+        let mine = self.exchange.reducer().feedback().map(ErrorFeedback::to_bytes).unwrap_or_default();
+        crate::checkpoint::gather_bytes(self.mesh.world(), mine)
+    }
+
+    /// Goes on with what was owed: this rank's of the files that rank 0 of the world has.
+    pub(crate) fn restore_residuals(&mut self, files: Option<Vec<Vec<u8>>>) -> Result<(), TrainError> {
+        let mine = crate::checkpoint::scatter_bytes(self.mesh.world(), files)?;
+        if !mine.is_empty() {
+            let feedback = ErrorFeedback::from_bytes(&mine).map_err(farwire::Error::from)?;
+            self.exchange.reducer_mut().restore(feedback);
+        }
+        Ok(())
     }
 
     /// Joins shares over tp, then stages over pp, of the first replica.

@@ -148,7 +148,7 @@ fn wrong_flags_are_refused_with_what_to_use() {
         ("--ranks 4 --dp 3", "is not 4 ranks"),
         ("--ranks 4 --tp 3", "does not divide 4 ranks"),
         ("--ranks 0", "1..=256"),
-        ("--codec int8", "use none"),
+        ("--codec int9", "int8"),
         ("--compare none,zip", "use none"),
         ("--schedule 2f2b", "use gpipe, 1f1b, or interleaved:2"),
         ("--ranks 3", "use a multiple of 3"),

@@ -20,7 +20,7 @@ use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
-use farwire::{Communicator, Error, Pending, ReduceOp};
+use farwire::{Communicator, Error, ErrorFeedback, Pending, ReduceOp};
 
 use crate::plan::Plan;
 use crate::rules::Rules;
@@ -29,13 +29,40 @@ use crate::rules::Rules;
 pub trait Reducer {
     /// Starts the reduction of a bucket. All ranks start the same buckets in the same order.
     fn start(&mut self, bucket: &Bucket, data: Vec<f32>) -> Pending<Vec<f32>>;
+
+    /// The next buckets are those of this step, the same on all ranks.
+    fn at_step(&mut self, _step: u64) {}
+
+    /// What is still owed to other steps, to be saved with the model.
+    fn feedback(&self) -> Option<&ErrorFeedback> {
+        None
+    }
+
+    /// Goes on with what was owed when it was saved.
+    fn restore(&mut self, _feedback: ErrorFeedback) {}
 }
 
 impl<R: Reducer + ?Sized> Reducer for Box<R> {
     fn start(&mut self, bucket: &Bucket, data: Vec<f32>) -> Pending<Vec<f32>> {
         (**self).start(bucket, data)
     }
+
+    fn at_step(&mut self, step: u64) {
+        (**self).at_step(step);
+    }
+
+    fn feedback(&self) -> Option<&ErrorFeedback> {
+        (**self).feedback()
+    }
+
+    fn restore(&mut self, feedback: ErrorFeedback) {
+        (**self).restore(feedback);
+    }
 }
+
+/// The group of parameters that travel as they are, many to a bucket. Of any other group each parameter has a bucket of its own, so that what a codec owes is its own, too, however
+/// buckets are cut.
+pub const DENSE: &str = "none";
 
 /// Every element as it is.
 #[derive(Clone, Debug)]
@@ -65,6 +92,8 @@ pub struct Part {
     pub name: String,
     /// Its elements.
     pub range: Range<usize>,
+    /// Its dimensions.
+    pub shape: Vec<usize>,
 }
 
 impl Bucket {
@@ -196,7 +225,8 @@ impl Summary {
 }
 
 impl<R: Reducer> Exchange<R> {
-    /// An exchange of the plan's parameters, which must be in backward order, in buckets of about `bucket_bytes`. Parameters for which `groups` differ do not share a bucket.
+    /// An exchange of the plan's parameters, which must be in backward order, in buckets of about `bucket_bytes`. Parameters for which `groups` differ do not share a bucket, and only those of the group [`DENSE`] share
+    /// one at all.
     pub fn new(reducer: R, plan: &Plan, bucket_bytes: usize, groups: &Rules<String>) -> Self {
         let buckets = lay_out(plan, bucket_bytes / size_of::<f32>(), groups);
         let mut places = HashMap::new();
@@ -219,6 +249,16 @@ impl<R: Reducer> Exchange<R> {
             handing_over: Duration::ZERO,
             begun,
         }
+    }
+
+    /// How buckets are exchanged.
+    pub fn reducer(&self) -> &R {
+        &self.reducer
+    }
+
+    /// How buckets are exchanged, to be told something.
+    pub fn reducer_mut(&mut self) -> &mut R {
+        &mut self.reducer
     }
 
     /// The buckets, in the order in which they start.
@@ -318,8 +358,9 @@ fn lay_out(plan: &Plan, limit: usize, groups: &Rules<String>) -> Vec<Bucket> {
         let bucket = &mut open[at];
         let (start, elements) = (bucket.len(), entry.shape.iter().product::<usize>());
         bucket.name.clone_from(&entry.name);
-        bucket.parts.push(Part { name: entry.name.clone(), range: start..start + elements });
-        if bucket.len() >= limit {
+        let range = start..start + elements;
+        bucket.parts.push(Part { name: entry.name.clone(), range, shape: entry.shape.clone() });
+        if bucket.len() >= limit || bucket.group != DENSE {
             closed.push(open.swap_remove(at));
         }
     }
@@ -386,7 +427,7 @@ mod tests {
     }
 
     fn everywhere() -> Rules<String> {
-        Rules::new(String::new())
+        Rules::new(DENSE.to_owned())
     }
 
     #[test]
@@ -460,7 +501,7 @@ mod tests {
                 sizes.iter().enumerate().map(|(index, (_, group))| format!("p{index}.g{group}")).collect();
             let entries: Vec<(&str, usize)> =
                 names.iter().zip(&sizes).map(|(name, (size, _))| (&name[..], *size)).collect();
-            let groups = everywhere().on("*.g0", "zero".to_owned()).on("*.g1", "one".to_owned());
+            let groups = everywhere().on("*.g1", "one".to_owned());
             let plan = plan(&entries);
             let buckets = lay_out(&plan, limit, &groups);
             let mut seen: Vec<&str> = Vec::new();

@@ -11,7 +11,7 @@
 
 #![forbid(unsafe_code)]
 
-mod codec;
+mod compressed;
 mod exchange;
 mod mesh;
 mod norm;
@@ -20,8 +20,8 @@ mod rules;
 mod schedule;
 mod simulate;
 
-pub use codec::{Codec, CodecError};
-pub use exchange::{Bucket, Dense, Exchange, ExchangeError, Part, Reducer, Span, Summary};
+pub use compressed::{Compressed, DENSE_BELOW};
+pub use exchange::{Bucket, DENSE, Dense, Exchange, ExchangeError, Part, Reducer, Span, Summary};
 pub use mesh::{Mesh, MeshError};
 pub use norm::{Squares, global_norm};
 pub use plan::{Entry, Plan, PlanError};

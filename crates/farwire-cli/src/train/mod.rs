@@ -11,10 +11,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use farwire::{Communicator, EnvError, Place};
+use farwire::{CodecSpec, Communicator, EnvError, Place};
 use farwire_candle::gpt::{Config, Writer};
 use farwire_candle::{Settings, StepReport, TrainError, Trainer, embedded};
-use farwire_train::{Codec, Schedule};
+use farwire_train::Schedule;
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::launch::{Job, JobOutput, LaunchError, free_port};
@@ -34,6 +34,7 @@ const SAMPLE: usize = 240;
 #[command(after_help = "\
 Examples:
   farwire train                                 4 ranks here, data parallel
+  farwire train --compare none,int8,topk:0.01   what compression costs and saves
   farwire train --ranks 8 --dp 2 --tp 2 --pp 2 --micro-batches 4
   farwire train --data book.txt --steps 2000 --checkpoint runs/book
   farwire train --data book.txt --steps 2000 --checkpoint runs/book --resume
@@ -57,12 +58,15 @@ pub(crate) struct Args {
     /// How they pass through: gpipe, 1f1b, or interleaved:2 (with the number of chunks per rank).
     #[arg(long, default_value_t)]
     schedule: Schedule,
-    /// How gradients are compressed on the wire: none.
-    #[arg(long, default_value_t)]
-    codec: Codec,
+    /// How gradients are compressed on the wire, with error feedback: none, int8, topk:0.01, randk:0.01, sign, powersgd:4, … Biases and norms travel as they are.
+    #[arg(long, default_value = "int8")]
+    codec: CodecSpec,
+    /// Steps at the start in which they are not compressed.
+    #[arg(long, default_value = "20")]
+    dense_steps: u32,
     /// Train once with each of these codecs, from the same start, and put all in one report.
-    #[arg(long, value_name = "CODEC,CODEC", value_delimiter = ',', conflicts_with_all = ["codec", "checkpoint"])]
-    compare: Vec<Codec>,
+    #[arg(long, value_name = "CODEC,CODEC", value_parser = codecs, conflicts_with_all = ["codec", "checkpoint"])]
+    compare: Option<Codecs>,
     /// Steps of the run.
     #[arg(long, default_value = "300", value_parser = clap::value_parser!(u32).range(1..))]
     steps: u32,
@@ -114,6 +118,26 @@ pub(crate) struct Args {
     /// Print one JSON object per step, and one at the end, rather than progress.
     #[arg(long)]
     json: bool,
+}
+
+/// Several codecs.
+#[derive(Clone, Debug)]
+struct Codecs(Vec<CodecSpec>);
+
+/// Codecs with commas between, of which some have commas themselves: what is an option belongs to the codec before it.
+fn codecs(text: &str) -> Result<Codecs, String> {
+    let mut names: Vec<String> = Vec::new();
+    for part in text.split(',') {
+        match names.last_mut() {
+            Some(last) if part.contains('=') && !part.contains(':') => {
+                last.push(',');
+                last.push_str(part);
+            }
+            _ => names.push(part.to_owned()),
+        }
+    }
+    let parsed: Result<Vec<CodecSpec>, _> = names.iter().map(|name| name.parse()).collect();
+    parsed.map(Codecs).map_err(|error| error.to_string())
 }
 
 /// Why training stopped, or did not start.
@@ -192,6 +216,7 @@ impl Args {
             seed: self.seed,
             bucket_bytes: self.bucket,
             codec: self.codec,
+            dense_steps: self.dense_steps as usize,
             shard_optimizer: self.shard_optimizer,
             ..Settings::default()
         })
@@ -233,7 +258,7 @@ fn be_a_rank(args: &Args, comm: &Communicator) -> Result<(), TrainCommandError> 
     let stop = watch_for_signals()?;
     let text = text(args, comm)?;
     let base = args.settings(comm.size() as u32)?;
-    let codecs = if args.compare.is_empty() { vec![args.codec] } else { args.compare.clone() };
+    let Codecs(codecs) = args.compare.clone().unwrap_or_else(|| Codecs(vec![args.codec]));
     let mut view = View::new(comm.rank() == 0, args.json);
     let mut runs = Vec::new();
     for codec in codecs {
