@@ -26,8 +26,11 @@ fn settings() -> Settings {
     }
 }
 
-fn trainer(comm: &Communicator) -> Trainer {
-    Trainer::new(comm, settings(), &text()).unwrap()
+fn trainer(comm: &Communicator, codec: &str) -> Trainer {
+    // Wide enough that its matrices are worth a codec.
+    let model = gpt::Config { width: 32, ..settings().model };
+    let codec = codec.parse().unwrap();
+    Trainer::new(comm, Settings { model, codec, dense_steps: 1, ..settings() }, &text()).unwrap()
 }
 
 /// A directory that the processes of a test share.
@@ -46,39 +49,46 @@ fn write_losses(comm: &Communicator, path: &Path, losses: &[f64]) {
 #[test]
 fn a_killed_run_goes_on_bit_for_bit() {
     const TEST: &str = "a_killed_run_goes_on_bit_for_bit";
-    let dir = directory("resume");
-    std::fs::create_dir_all(&dir).unwrap();
-    job_succeeds(TEST, "whole", 4, |comm| {
-        let mut trainer = trainer(&comm);
-        let losses: Vec<f64> = (0..STEPS).map(|_| trainer.step(false).unwrap().loss).collect();
-        write_losses(&comm, &dir.join("whole"), &losses);
-    });
-    let killed = job(TEST, "killed", 4, |comm| {
-        let mut trainer = trainer(&comm);
-        for step in 0..STEPS {
-            if step % 3 == 0 {
-                trainer.save(&dir, serde_json::json!({ "step": step })).unwrap();
+    for codec in ["none", "topk:0.1", "randk:0.2"] {
+        let dir = directory(&format!("resume-{}", codec.replace(':', "-")));
+        std::fs::create_dir_all(&dir).unwrap();
+        let case = |what: &str| format!("{what} {codec}");
+        job_succeeds(TEST, &case("whole"), 4, |comm| {
+            let mut trainer = trainer(&comm, codec);
+            let losses = (0..STEPS).map(|_| {
+                let loss = trainer.step(false).unwrap().loss;
+                assert!(trainer.replicas_agree().unwrap(), "{codec}");
+                loss
+            });
+            write_losses(&comm, &dir.join("whole"), &losses.collect::<Vec<_>>());
+        });
+        let killed = job(TEST, &case("killed"), 4, |comm| {
+            let mut trainer = trainer(&comm, codec);
+            for step in 0..STEPS {
+                if step % 3 == 0 {
+                    trainer.save(&dir, serde_json::json!({ "step": step })).unwrap();
+                }
+                if step == 5 && comm.rank() == 2 {
+                    std::process::abort();
+                }
+                trainer.step(false).unwrap();
             }
-            if step == 5 && comm.rank() == 2 {
-                std::process::abort();
-            }
-            trainer.step(false).unwrap();
+        });
+        assert!(is_rank() || killed.iter().all(|output| !output.status.success()));
+        job_succeeds(TEST, &case("resumed"), 4, |comm| {
+            let mut trainer = trainer(&comm, codec);
+            let about = trainer.resume(&dir).unwrap();
+            assert_eq!((about.step, &about.notes["step"]), (3, &3.into()));
+            let losses: Vec<f64> = (about.step..STEPS).map(|_| trainer.step(false).unwrap().loss).collect();
+            write_losses(&comm, &dir.join("resumed"), &losses);
+        });
+        if !is_rank() {
+            let read = |name: &str| std::fs::read_to_string(dir.join(name)).unwrap();
+            let (whole, resumed) = (read("whole"), read("resumed"));
+            let whole: Vec<&str> = whole.split(' ').collect();
+            assert_eq!(whole[3..].join(" "), resumed, "{codec}");
+            std::fs::remove_dir_all(dir).unwrap();
         }
-    });
-    assert!(is_rank() || killed.iter().all(|output| !output.status.success()));
-    job_succeeds(TEST, "resumed", 4, |comm| {
-        let mut trainer = trainer(&comm);
-        let about = trainer.resume(&dir).unwrap();
-        assert_eq!((about.step, &about.notes["step"]), (3, &3.into()));
-        let losses: Vec<f64> = (about.step..STEPS).map(|_| trainer.step(false).unwrap().loss).collect();
-        write_losses(&comm, &dir.join("resumed"), &losses);
-    });
-    if !is_rank() {
-        let read = |name: &str| std::fs::read_to_string(dir.join(name)).unwrap();
-        let (whole, resumed) = (read("whole"), read("resumed"));
-        let whole: Vec<&str> = whole.split(' ').collect();
-        assert_eq!(whole[3..].join(" "), resumed);
-        std::fs::remove_dir_all(dir).unwrap();
     }
 }
 
