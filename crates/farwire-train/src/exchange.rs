@@ -507,7 +507,7 @@ mod tests {
             let mut seen: Vec<&str> = Vec::new();
             for bucket in &buckets {
                 let mut end = 0;
-                for Part { name, range } in &bucket.parts {
+                for Part { name, range, .. } in &bucket.parts {
                     prop_assert_eq!(range.start, end);
                     end = range.end;
                     prop_assert_eq!(groups.of(name), &bucket.group);

@@ -4,7 +4,7 @@
 //!
 //! - [`Mesh`]: named axes over a communicator, such as `dp` × `tp` × `pp`.
 //! - [`Plan`]: which parameters there are, compared between ranks at the start.
-//! - [`Exchange`]: gradients become buckets, and buckets are reduced while backward still runs. [`Reducer`] is the one place that knows how, [`Codec`] picks one by name.
+//! - [`Exchange`]: gradients become buckets, and buckets are reduced while backward still runs. [`Reducer`] is the one place that knows how, [`Compressed`] does it through a codec.
 //! - [`global_norm`]: one number for a gradient that lies on many ranks.
 //! - [`Schedule`]: which micro-batch a pipeline stage works on when, as a list of actions; [`simulate()`] runs such lists in virtual time.
 //! - [`Rules`]: settings by parameter name (`*.bias`).

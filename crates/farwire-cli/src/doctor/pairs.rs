@@ -78,10 +78,11 @@ fn receive_from(comm: &Communicator, from: usize) -> Result<(), Error> {
 
 fn table(cells: &[f64], ranks: usize) -> String {
     let cell = |a: usize, b: usize| &cells[(a * ranks + b) * 3..][..3];
-    let shows: [(&str, &dyn Fn(&[f64]) -> String); 3] = [
-        ("Link", &|cell| LINKS[cell[2] as usize % LINKS.len()].to_owned()),
-        ("Latency, one way, of 8 bytes (median)", &|cell| show_time(Duration::from_secs_f64(cell[0]))),
-        ("Bandwidth of 8 MiB (best)", &|cell| show_rate(cell[1])),
+    type Show = fn(&[f64]) -> String;
+    let shows: [(&str, Show); 3] = [
+        ("Link", |cell| LINKS[cell[2] as usize % LINKS.len()].to_owned()),
+        ("Latency, one way, of 8 bytes (median)", |cell| show_time(Duration::from_secs_f64(cell[0]))),
+        ("Bandwidth of 8 MiB (best)", |cell| show_rate(cell[1])),
     ];
     let mut text = String::new();
     for (title, show) in shows {

@@ -5,9 +5,9 @@
 //!
 //! | codec | all-reduce | rounds |
 //! |---|---|---|
-//! | partitioned | shards to their owners; the owners' sums to everybody ([`two_phase`]) | 2 per chunk |
-//! | low rank | P summed, then Q, each as above ([`low_rank`]) | 4 |
-//! | a user's own | everybody's message to everybody ([`all_to_all`]) | 1 |
+//! | partitioned | shards to their owners; the owners' sums to everybody (`two_phase.rs`) | 2 per chunk |
+//! | low rank | P summed, then Q, each as above (`low_rank.rs`) | 4 |
+//! | a user's own | everybody's message to everybody (`all_to_all.rs`) | 1 |
 //!
 //! Sums are made in rank order at one place, and everyone, the owner included, decodes the same bytes: so every rank ends with the same bits, whatever arrives first. A reduce-scatter
 //! is the first round of an all-reduce, an all-gather its second.

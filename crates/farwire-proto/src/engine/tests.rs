@@ -299,7 +299,7 @@ fn exchange(
     let mut parcels: Vec<_> = world.ranks().map(|_| crate::Parcels::default()).collect();
     let mut came = vec![HashMap::new(); ranks as usize];
     let mut done = 0;
-    let mut streams: HashMap<(Peer, Lane), VecDeque<(Header, Vec<u8>)>> = HashMap::new();
+    let mut streams: HashMap<_, VecDeque<(Header, Vec<u8>)>> = HashMap::new();
     let supply = |engine: &mut Engine, store: &mut crate::Parcels, op, round| {
         let me = engine.me().0;
         for to in world.others(Rank(me)) {
