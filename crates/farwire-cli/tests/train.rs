@@ -149,7 +149,7 @@ fn wrong_flags_are_refused_with_what_to_use() {
         ("--ranks 4 --tp 3", "does not divide 4 ranks"),
         ("--ranks 0", "1..=256"),
         ("--codec int9", "int8"),
-        ("--compare none,zip", "use none"),
+        ("--compare none,zip", "accepted: none"),
         ("--schedule 2f2b", "use gpipe, 1f1b, or interleaved:2"),
         ("--ranks 3", "use a multiple of 3"),
         ("--ranks 2 --pp 2 --schedule interleaved --micro-batches 2", "use a multiple of 4 layers"),

@@ -52,6 +52,7 @@
 //! assert_eq!(acc, [1.0, 0.0, 0.0, 4.0, 0.0]);
 //! ```
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use crate::error::{DecodeError, EncodeError};
@@ -96,10 +97,16 @@ impl Partitioned for Opaque {
             let values = &mut out.residual[shard.start - first..shard.end - first];
             let place = job.place.part(shard.clone());
             message.clear();
-            self.0.encode(values, &place, message);
+            guarded(|| Ok(self.0.encode(values, &place, message))).map_err(EncodeError::OwnMessage)?;
+            let (need, given) = (self.0.max_message_len(values.len()), message.len());
+            if given > need {
+                // Peers would not take it.
+                return Err(EncodeError::OwnMessage(DecodeError::Length { need, given }));
+            }
             decoded.clear();
             decoded.resize(values.len(), 0.0);
-            self.0.add_decoded_into(message, &place, &mut decoded).map_err(EncodeError::OwnMessage)?;
+            guarded(|| self.0.add_decoded_into(message, &place, &mut decoded))
+                .map_err(EncodeError::OwnMessage)?;
             simd::sub_scaled(level, values, &decoded, 1.0);
         }
         out.finish(job.residual);
@@ -107,10 +114,15 @@ impl Partitioned for Opaque {
     }
 
     fn add_decoded_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
-        self.0.add_decoded_into(bytes, place, acc)
+        guarded(|| self.0.add_decoded_into(bytes, place, acc))
     }
 
     fn max_message_len(&self, elements: usize) -> usize {
         self.0.max_message_len(elements)
     }
+}
+
+/// Runs foreign code. A panic in it is an error like any other: other ranks wait for this one.
+fn guarded<T>(work: impl FnOnce() -> Result<T, DecodeError>) -> Result<T, DecodeError> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or(Err(DecodeError::Field("panic")))
 }

@@ -286,6 +286,11 @@ impl Plan {
         self.partner
     }
 
+    /// Whether it may take for ever, and nobody misses it.
+    pub fn is_endless(&self) -> bool {
+        self.deadline == Some(Duration::MAX)
+    }
+
     pub(crate) fn deadline(&self) -> Option<Duration> {
         self.deadline
     }

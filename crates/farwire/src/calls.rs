@@ -9,7 +9,7 @@
 //! response  8 id   1 whether it worked    body, or what went wrong
 //! ```
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
@@ -17,7 +17,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::Wake;
 use std::time::{Duration, Instant};
 
-use farwire_proto::{Call, CommId, Options, Peer, Rank, Tag};
+use farwire_proto::{Call, CommId, OpError, Options, Peer, Rank, Tag};
 
 use crate::buffer::Buffer;
 use crate::error::Error;
@@ -31,13 +31,17 @@ const RESPONSES: Tag = Tag(1);
 const LONGEST: usize = 64 << 20;
 /// What a parcel has around it.
 const AROUND: usize = 1 << 16;
+/// Bytes of the longest reason why something could not be done.
+const LONGEST_EXCUSE: usize = 1 << 16;
+/// Requests to one rank that may be without an answer. More wait in this process.
+const UNANSWERED: usize = 16;
 /// Handlers that run at once. More requests wait where they are.
 const RUNNING: usize = 64;
 
 /// Longer than any job.
 const FOREVER: Duration = Duration::from_secs(1 << 32);
 
-type Handler = dyn Fn(usize, Vec<u8>) -> Result<Vec<u8>, String> + Send + Sync;
+pub(crate) type Handler = dyn Fn(usize, Vec<u8>) -> Result<Vec<u8>, String> + Send + Sync;
 
 /// The calls of one group on one rank.
 #[derive(Debug)]
@@ -54,7 +58,17 @@ struct Shared {
     handlers: Mutex<HashMap<String, Arc<Handler>>>,
     /// Calls that wait for their response, by id.
     outstanding: Mutex<HashMap<u64, Outstanding>>,
+    flow: Mutex<Flow>,
     next_id: AtomicU64,
+}
+
+/// Requests on their way. A rank that does not answer holds up requests to itself, here, and nothing else.
+#[derive(Default)]
+struct Flow {
+    /// Sent and not answered, given up or not, by receiver.
+    unanswered: HashMap<Rank, usize>,
+    /// Those that wait until others are answered.
+    queued: HashMap<Rank, VecDeque<(u64, Vec<u8>)>>,
 }
 
 struct Outstanding {
@@ -80,7 +94,15 @@ enum News {
 
 impl Calls {
     /// Opens the communicator for calls and posts the first receives.
-    pub(crate) fn start(node: Weak<Node>, group: CommId, me: Rank, members: &[Peer]) -> Result<Self, Error> {
+    ///
+    /// Requests that wait are answered from now on, so the first handler, if there is one, must be there already.
+    pub(crate) fn start(
+        node: Weak<Node>,
+        group: CommId,
+        me: Rank,
+        members: &[Peer],
+        first: Option<(&str, Arc<Handler>)>,
+    ) -> Result<Self, Error> {
         let comm = group.child(u32::MAX, u32::MAX);
         if let Some(node) = node.upgrade() {
             node.driver().open(comm, members)?;
@@ -89,8 +111,11 @@ impl Calls {
             node,
             comm,
             me,
-            handlers: Mutex::default(),
+            handlers: Mutex::new(
+                first.map(|(name, handler)| (name.to_owned(), handler)).into_iter().collect(),
+            ),
             outstanding: Mutex::default(),
+            flow: Mutex::default(),
             next_id: AtomicU64::new(0),
         });
         let (news, heard) = mpsc::channel();
@@ -100,10 +125,15 @@ impl Calls {
             news: news.clone(),
             posted: HashMap::new(),
             running: 0,
-            parked: Vec::new(),
+            parked: VecDeque::new(),
         };
         on_a_thread("farwire-calls", move || dealer.deal(&heard, &others))?;
         Ok(Self { shared, news })
+    }
+
+    /// Lets go of all handlers, and of what they hold.
+    pub(crate) fn clear(&self) {
+        lock(&self.shared.handlers).clear();
     }
 
     pub(crate) fn register(&self, name: &str, handler: Arc<Handler>) {
@@ -134,7 +164,7 @@ impl Calls {
         } else {
             let name_len = (name.len() as u32).to_le_bytes();
             let parcel = [&id.to_le_bytes()[..], &name_len, name.as_bytes(), &request].concat();
-            self.shared.send(to, REQUESTS, parcel)
+            self.shared.request(to, id, parcel)
         };
         if sent.is_err() {
             lock(&self.shared.outstanding).remove(&id);
@@ -159,6 +189,35 @@ impl Shared {
         let sent = node.driver().send_parcel(self.comm, to, &call, parcel, Arc::default());
         node.call_keeper();
         sent
+    }
+
+    /// Sends a request, now or when fewer are on their way.
+    fn request(&self, to: Rank, id: u64, parcel: Vec<u8>) -> Result<(), Error> {
+        {
+            let mut flow = lock(&self.flow);
+            let unanswered = flow.unanswered.entry(to).or_insert(0);
+            if *unanswered >= UNANSWERED {
+                flow.queued.entry(to).or_default().push_back((id, parcel));
+                return Ok(());
+            }
+            *unanswered += 1;
+        }
+        self.send(to, REQUESTS, parcel)
+    }
+
+    /// A rank has answered a request; the next one to it may go, if its caller still waits.
+    fn next_request(&self, to: Rank) {
+        let next = {
+            let mut flow = lock(&self.flow);
+            let unanswered = flow.unanswered.entry(to).or_insert(0);
+            *unanswered = unanswered.saturating_sub(1);
+            let queued = flow.queued.entry(to).or_default();
+            std::iter::from_fn(|| queued.pop_front()).find(|(id, _)| lock(&self.outstanding).contains_key(id))
+        };
+        if let Some((id, parcel)) = next {
+            // If it cannot be sent, the group has failed, and its caller is told with all others.
+            let _ = self.request(to, id, parcel);
+        }
     }
 
     /// What a handler says to a request.
@@ -198,6 +257,14 @@ impl Shared {
         lock(&self.outstanding).values().map(|call| call.due).min()
     }
 
+    /// The group has failed: no response will come.
+    fn fail_all(&self, source: &OpError) {
+        let all: Vec<_> = lock(&self.outstanding).drain().collect();
+        for (_, Outstanding { completion, .. }) in all {
+            self.complete(&completion, Err(Error::Failed { source: Box::new(*source), input: None }));
+        }
+    }
+
     fn complete(&self, completion: &Completion, result: Result<Buffer, Error>) {
         if let Some(waker) = completion.complete(result) {
             waker.wake();
@@ -217,7 +284,7 @@ struct Dealer {
     /// Handlers that run.
     running: usize,
     /// Ranks whose next request has to wait until a handler ends.
-    parked: Vec<Rank>,
+    parked: VecDeque<Rank>,
 }
 
 impl Dealer {
@@ -233,7 +300,7 @@ impl Dealer {
                 Ok(News::Called) | Err(RecvTimeoutError::Timeout) => {}
                 Ok(News::Handled) => {
                     self.running -= 1;
-                    if let Some(from) = self.parked.pop() {
+                    if let Some(from) = self.parked.pop_front() {
                         self.post(from, REQUESTS);
                     }
                 }
@@ -257,14 +324,19 @@ impl Dealer {
     }
 
     fn arrived(&mut self, from: Rank, tag: Tag) {
-        let parcel = self.posted.remove(&(from, tag)).and_then(|completion| completion.take());
-        let Some(Ok(Buffer::U8(parcel))) = parcel else { return };
-        let understood = if tag == REQUESTS { self.request(from, parcel) } else { self.response(&parcel) };
+        let parcel = match self.posted.remove(&(from, tag)).and_then(|completion| completion.take()) {
+            Some(Ok(Buffer::U8(parcel))) => parcel,
+            // Nobody of this group will answer any more.
+            Some(Err(Error::Failed { source, .. })) => return self.shared.fail_all(&source),
+            _ => return,
+        };
+        let understood =
+            if tag == REQUESTS { self.request(from, parcel) } else { self.response(from, &parcel) };
         if understood.is_none() {
             tracing::warn!(rank = from.0, "ignoring a call that makes no sense");
         }
         if tag == REQUESTS && self.running >= RUNNING {
-            self.parked.push(from);
+            self.parked.push_back(from);
         } else {
             self.post(from, tag);
         }
@@ -279,7 +351,8 @@ impl Dealer {
         let (shared, news) = (self.shared.clone(), self.news.clone());
         let started = on_a_thread("farwire-handler", move || {
             let answer = shared.handle(from, &name, parcel);
-            let (worked, body) = answer.map_or_else(|why| (0, why.into_bytes()), |body| (1, body));
+            let (worked, mut body) = answer.map_or_else(|why| (0, why.into_bytes()), |body| (1, body));
+            body.truncate(if worked == 0 { LONGEST_EXCUSE } else { LONGEST });
             // If it cannot be sent, its caller finds out by itself.
             let _ = shared.send(from, RESPONSES, [&id.to_le_bytes()[..], &[worked], &body].concat());
             let _ = news.send(News::Handled);
@@ -294,7 +367,8 @@ impl Dealer {
         Some(())
     }
 
-    fn response(&self, parcel: &[u8]) -> Option<()> {
+    fn response(&self, from: Rank, parcel: &[u8]) -> Option<()> {
+        self.shared.next_request(from);
         let (id, rest) = parcel.split_first_chunk()?;
         let (worked, body) = rest.split_first()?;
         let failure = || Err(String::from_utf8_lossy(body).into_owned());

@@ -1,9 +1,11 @@
 //! The coding thread: what codecs do to long vectors, away from the driver's lock.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use farwire_codec::DecodeError;
 use farwire_codec::exchange::{Exchange, Finished, Floats, Nonsense};
 use farwire_proto::OpId;
 use half::{bf16, f16};
@@ -48,17 +50,31 @@ fn work(node: &Node, op: OpId) {
         None => {}
         Some(Coding::Finish { exchange, completion }) => finish(node, *exchange, &completion),
         Some(Coding::Go { mut exchange, came, alone }) => {
-            // What others sent may be here before this rank has made its own part, which comes first.
-            let mut nonsense = make(node, op, &mut exchange, alone).err();
-            for (round, parcels) in came {
-                if nonsense.is_none() {
-                    let heard = exchange.came(round, &parcels);
-                    nonsense = heard.and_then(|()| make(node, op, &mut exchange, alone)).err();
-                }
-            }
+            let me = exchange.rank();
+            // A bug must not leave the other ranks waiting; and this thread is needed by other operations.
+            let worked = catch_unwind(AssertUnwindSafe(|| go(node, op, &mut exchange, &came, alone)));
+            let bug = || Err(Nonsense { from: me, round: 0, why: DecodeError::Field("panic") });
+            let nonsense = worked.unwrap_or_else(|_| bug()).err();
             node.driver().give_coding_back(op, exchange, nonsense);
         }
     }
+    node.nudge(); // an operation may have ended, well or badly, while its caller sleeps
+}
+
+fn go(
+    node: &Node,
+    op: OpId,
+    exchange: &mut Exchange,
+    came: &[(u32, Vec<Vec<u8>>)],
+    alone: bool,
+) -> Result<(), Nonsense> {
+    // What others sent may be here before this rank has made its own part, which comes first.
+    make(node, op, exchange, alone)?;
+    for (round, parcels) in came {
+        exchange.came(*round, parcels)?;
+        make(node, op, exchange, alone)?;
+    }
+    Ok(())
 }
 
 /// Makes and supplies all parcels that can be made.
@@ -97,5 +113,4 @@ fn finish(node: &Node, exchange: Exchange, completion: &Arc<Completion>) {
     if let Some(waker) = completion.complete(result) {
         waker.wake();
     }
-    node.nudge();
 }

@@ -8,7 +8,7 @@ use std::time::Duration;
 use farwire_proto::{Call, CommId, Counts, OpenError, Options, Peer, Rank, ReduceOp, Tag, WorldSize};
 
 use crate::buffer::{Buffer, Element};
-use crate::calls::Calls;
+use crate::calls::{Calls, Handler};
 use crate::driver::Traffic;
 use crate::error::Error;
 use crate::node::Membership;
@@ -27,13 +27,13 @@ pub struct Communicator {
 }
 
 struct Group {
+    /// Once somebody registers or calls. They end before the membership does.
+    calls: OnceLock<Calls>,
     node: Arc<Membership>,
     id: CommId,
     rank: Rank,
     members: Vec<Peer>,
     splits: AtomicU32,
-    /// Once somebody registers or calls.
-    calls: OnceLock<Calls>,
     starting: Mutex<()>,
 }
 
@@ -196,12 +196,13 @@ impl Communicator {
     /// Has `handler` answer the calls that any rank of the group makes by this name: it is given the caller's rank and the request, and returns the response, or what went wrong.
     ///
     /// Handlers run on threads of their own, several at once, and may take their time. A call that comes before this rank has registered anything waits for it; one by a name
-    /// that is not registered fails. Registering a name again replaces its handler.
+    /// that is not registered fails. Registering a name again replaces its handler. A handler that makes calls holds a clone of the communicator, until [`shutdown`](Self::shutdown).
     pub fn register<F>(&self, name: &str, handler: F) -> Result<(), Error>
     where
         F: Fn(usize, Vec<u8>) -> Result<Vec<u8>, String> + Send + Sync + 'static,
     {
-        self.calls()?.register(name, Arc::new(handler));
+        let handler: Arc<Handler> = Arc::new(handler);
+        self.calls(Some((name, handler.clone())))?.register(name, handler);
         Ok(())
     }
 
@@ -209,21 +210,22 @@ impl Communicator {
     pub fn call(&self, to: usize, name: &str, request: Vec<u8>, deadline: Duration) -> Pending<Vec<u8>> {
         let completion = Arc::new(Completion::default());
         let called =
-            self.calls().and_then(|calls| calls.call(rank(to), name, request, deadline, &completion));
+            self.calls(None).and_then(|calls| calls.call(rank(to), name, request, deadline, &completion));
         match called {
             Err(error) => Pending::ready(Err(error)),
             Ok(()) => Pending::running(self.node.clone(), completion, unwrap),
         }
     }
 
-    fn calls(&self) -> Result<&Calls, Error> {
+    /// The calls of this group, started with a first handler if there is one.
+    fn calls(&self, first: Option<(&str, Arc<Handler>)>) -> Result<&Calls, Error> {
         if let Some(calls) = self.group.calls.get() {
             return Ok(calls);
         }
         let _one_at_a_time = self.group.starting.lock().unwrap_or_else(PoisonError::into_inner);
         if self.group.calls.get().is_none() {
             let Group { id, rank, members, .. } = &*self.group;
-            let calls = Calls::start(self.node.downgrade(), *id, *rank, members)?;
+            let calls = Calls::start(self.node.downgrade(), *id, *rank, members, first)?;
             self.group.calls.set(calls).expect("one at a time");
         }
         Ok(self.group.calls.get().expect("it was just set"))
@@ -263,8 +265,14 @@ impl Communicator {
     }
 
     /// Leaves the group in good order: returns once every rank has come to this point, so that nothing is lost.
+    ///
+    /// Handlers of calls are let go, with the communicators that they may hold.
     pub fn shutdown(self) -> Result<(), Error> {
-        self.barrier().wait()
+        let left = self.barrier().wait();
+        if let Some(calls) = self.group.calls.get() {
+            calls.clear();
+        }
+        left
     }
 
     /// [`all_reduce`](Self::all_reduce) in place, blocking. On failure the vector is as it was.

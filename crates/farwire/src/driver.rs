@@ -285,10 +285,12 @@ impl Driver {
     fn start(&mut self, plan: Plan, work: Work, completion: Arc<Completion>) -> Result<OpId, Error> {
         let (comm, call) = (plan.comm(), plan.fingerprint());
         let seq = self.engine.next_seq(&plan);
+        let endless = plan.is_endless();
         match self.engine.submit(self.now(), plan) {
             Ok(op) => {
                 let seq = seq.expect("it was submitted on an open communicator");
-                let ticket = self.observer.began(op, comm, seq, call);
+                // A receive that may wait for ever is not something that happens.
+                let ticket = if endless { Ticket::NONE } else { self.observer.began(op, comm, seq, call) };
                 let span = self.observer.span(comm, seq, call);
                 self.jobs.insert(op, Job { work, completion, ticket, span });
                 Ok(op)

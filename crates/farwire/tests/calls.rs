@@ -116,3 +116,20 @@ fn calls_can_be_awaited() {
     let answer = runtime.block_on(async { a.call(1, "double", vec![1, 2], LONG).await });
     assert_eq!(answer.unwrap(), [1, 2, 1, 2]);
 }
+
+/// A rank that never answers costs its callers their calls, and nothing else; one that dies ends them at once.
+#[test]
+fn unanswered_calls_do_not_stop_collectives() {
+    on_threads(2, |comm| {
+        if comm.rank() == 1 {
+            let calls: Vec<_> =
+                (0..300).map(|_| comm.call(0, "x", vec![0; 100], Duration::from_millis(20))).collect();
+            for call in calls {
+                assert!(matches!(call.wait(), Err(Error::Unanswered { .. })));
+            }
+        }
+        let options = farwire::Options { deadline: Some(LONG), ..farwire::Options::default() };
+        let sum = comm.with_options(options).all_reduce(vec![1.0f32; 100_000], ReduceOp::Sum).wait().unwrap();
+        assert_eq!(sum[0], 2.0);
+    });
+}

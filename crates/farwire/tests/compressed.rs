@@ -203,3 +203,68 @@ fn a_rank_that_dies_half_way_leaves_the_others_owing_what_they_owed() {
         }
     }
 }
+
+/// A codec that is wrong in one way or another, on one rank only or on all.
+#[derive(Debug)]
+enum Wrong {
+    RefusesOnRank0,
+    PanicsInEncode,
+    PanicsInDecode,
+    TooLong,
+}
+
+impl farwire::Codec for Wrong {
+    fn name(&self) -> String {
+        "wrong".into()
+    }
+
+    fn encode(&self, values: &[f32], _: &farwire::CodedPlace, out: &mut Vec<u8>) {
+        assert!(!matches!(self, Self::PanicsInEncode), "as asked");
+        values.iter().for_each(|value| out.extend(value.to_le_bytes()));
+        if matches!(self, Self::TooLong) {
+            out.extend([0; 100]);
+        }
+    }
+
+    fn add_decoded_into(
+        &self,
+        bytes: &[u8],
+        _: &farwire::CodedPlace,
+        acc: &mut [f32],
+    ) -> Result<(), farwire::DecodeError> {
+        assert!(!matches!(self, Self::PanicsInDecode), "as asked");
+        // Rank 1's vector starts with a two.
+        if matches!(self, Self::RefusesOnRank0) && bytes[..4] == 2f32.to_le_bytes() {
+            return Err(farwire::DecodeError::Field("two"));
+        }
+        for (acc, value) in acc.iter_mut().zip(bytes.as_chunks::<4>().0) {
+            *acc += f32::from_le_bytes(*value);
+        }
+        Ok(())
+    }
+
+    fn max_message_len(&self, elements: usize) -> usize {
+        4 * elements
+    }
+}
+
+#[test]
+fn a_codec_that_is_wrong_is_an_error_and_never_a_result_or_a_wait() {
+    for which in 0..4 {
+        on_threads(2, |comm| {
+            let on_0 = comm.rank() == 0;
+            let codec = match which {
+                0 if on_0 => Wrong::RefusesOnRank0,
+                0 => Wrong::RefusesOnRank0,
+                1 => Wrong::PanicsInEncode,
+                2 => Wrong::PanicsInDecode,
+                _ => Wrong::TooLong,
+            };
+            let compressor = Compressor::custom(std::sync::Arc::new(codec)).without_feedback();
+            let mine = vec![if on_0 { 1.0f32 } else { 2.0 }; 4];
+            let error = comm.all_reduce_compressed("w", mine.clone(), ReduceOp::Sum, &compressor).wait();
+            let mut error = error.expect_err("a wrong codec has no result");
+            assert_eq!(error.take_input::<f32>(), Some(mine), "{which}: {error}");
+        });
+    }
+}

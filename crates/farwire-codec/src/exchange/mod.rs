@@ -387,6 +387,11 @@ impl Exchange {
         &self.call
     }
 
+    /// This rank.
+    pub fn rank(&self) -> Rank {
+        self.common.rank
+    }
+
     /// Rounds that parcels were made for.
     pub fn made(&self) -> u32 {
         self.made
@@ -436,7 +441,12 @@ impl Exchange {
     /// If this rank's own of that round have not been made.
     pub fn came(&mut self, round: u32, parcels: &[Vec<u8>]) -> Result<(), Nonsense> {
         assert!(round < self.made, "a rank makes its own part of a round before it hears the others'");
+        self.understand(round, parcels)?;
         self.came = round + 1;
+        Ok(())
+    }
+
+    fn understand(&mut self, round: u32, parcels: &[Vec<u8>]) -> Result<(), Nonsense> {
         let Self { script, common, .. } = self;
         let mut messages = vec![&[][..]; common.world.len()];
         for from in common.world.others(common.rank) {

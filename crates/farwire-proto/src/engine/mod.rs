@@ -340,6 +340,12 @@ impl Engine {
     pub fn close(&mut self, id: CommId) {
         if let Some(comm) = self.comms.get_mut(&id) {
             comm.closed = true;
+            // Nobody waits for receives that may take for ever.
+            let endless = |op: &&Op| op.plan.comm() == id && op.due == Time::MAX;
+            let endless: Vec<_> = self.ops.values().filter(endless).map(|op| op.id).collect();
+            for op in endless {
+                self.fail_op(op, Fault::PeerLost(self.me), self.me);
+            }
             self.forget_if_closed(id);
         }
     }
@@ -464,7 +470,7 @@ impl Engine {
                 OpSeq::Message(tag, _) => comm.next_received.get(&(lane.from, tag)).copied().unwrap_or(0),
             };
             let (OpSeq::Collective(seq) | OpSeq::Message(_, seq)) = lane.seq;
-            if comm.failed.is_some() || !comm.ranks.contains_key(&lane.from) || seq < next {
+            if comm.failed.is_some() || comm.closed || !comm.ranks.contains_key(&lane.from) || seq < next {
                 return Verdict::Drop;
             }
         }
@@ -520,11 +526,11 @@ impl Engine {
         Ok(())
     }
 
-    /// A peer has sent something that its frames' headers do not show to be wrong, but that nobody can make sense of. The communicator fails.
-    pub fn handle_nonsense(&mut self, comm: CommId, from: Rank) {
-        if let Some(peer) = self.comms.get(&comm).and_then(|comm| comm.members.get(from.index())) {
-            self.fail_comm(comm, Fault::BadFrame(*peer), self.me);
-        }
+    /// A peer has sent something that its frames' headers do not show to be wrong, but that nobody can make sense of. The communicator fails; this is why.
+    pub fn handle_nonsense(&mut self, comm: CommId, from: Rank) -> Option<Fault> {
+        let fault = Fault::BadFrame(*self.comms.get(&comm)?.members.get(from.index())?);
+        self.fail_comm(comm, fault, self.me);
+        Some(fault)
     }
 
     /// The link to a peer is dead. Every communicator that the peer is a member of fails.

@@ -9,7 +9,9 @@ use std::sync::mpsc::Sender;
 
 use bytes::Bytes;
 use farwire_codec::exchange::{Exchange, Nonsense};
-use farwire_proto::{CommId, DType, OpError, OpId, Options, Parcels, Peer, Rank, WorldSize};
+use farwire_proto::{
+    CommId, DType, Fingerprint, OpError, OpId, OpSeq, Options, Parcels, Peer, Rank, WorldSize,
+};
 
 use super::{Driver, Job, Work};
 use crate::buffer::Buffer;
@@ -21,6 +23,8 @@ use crate::pending::Completion;
 pub(super) struct CodedJob {
     pub(super) parcels: Parcels,
     comm: CommId,
+    seq: OpSeq,
+    call: Fingerprint,
     me: Rank,
     world: WorldSize,
     /// Absent while the coding thread has it.
@@ -58,6 +62,8 @@ impl Driver {
         let job = CodedJob {
             parcels: Parcels::default(),
             comm,
+            seq: self.engine.next_seq(&plan).expect("it was planned on an open communicator"),
+            call: plan.fingerprint(),
             me: plan.me(),
             world: plan.world(),
             exchange: Some(Box::new(exchange)),
@@ -138,11 +144,17 @@ impl Driver {
     pub(crate) fn give_coding_back(&mut self, op: OpId, exchange: Box<Exchange>, nonsense: Option<Nonsense>) {
         let Some(Job { work: Work::Coded(job), .. }) = self.jobs.get_mut(&op) else { return };
         job.exchange = Some(exchange);
-        let comm = job.comm;
+        let (comm, seq, operation) = (job.comm, job.seq, job.call);
         if let Some(nonsense) = nonsense {
             tracing::error!(%nonsense, "giving a communicator up");
-            self.engine.handle_nonsense(comm, nonsense.from);
+            let fault = self.engine.handle_nonsense(comm, nonsense.from);
             self.settle();
+            // Its frames may all have moved; it has failed all the same.
+            let here = self.engine.me();
+            if let (Some(Job { work: Work::Coded(job), .. }), Some(fault)) = (self.jobs.get_mut(&op), fault) {
+                let error = OpError { operation, comm, seq, fault, reporter: here, here };
+                job.ended = Some(Err((Box::new(error), vec![fault.peer()])));
+            }
         }
         self.wants_coding(op); // something may have come meanwhile
     }

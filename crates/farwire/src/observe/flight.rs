@@ -95,10 +95,16 @@ impl Flight {
     /// Writes it where the environment says, if it does. Failing to is not worth failing for.
     pub(crate) fn save(&self) {
         let Some(path) = &self.path else { return };
+        // Whole or not at all: a full disk must not leave half a record.
+        let draft = path.with_extension("json.partial");
         let written = path
             .parent()
             .map_or(Ok(()), std::fs::create_dir_all)
-            .and_then(|()| std::fs::write(path, self.to_json()));
+            .and_then(|()| std::fs::write(&draft, self.to_json()))
+            .and_then(|()| std::fs::rename(&draft, path));
+        if written.is_err() {
+            let _ = std::fs::remove_file(&draft);
+        }
         match written {
             Ok(()) => {
                 tracing::warn!(path = %path.display(), "wrote a flight record; `farwire doctor` reads it")
@@ -122,6 +128,11 @@ pub(super) fn directory() -> Option<PathBuf> {
 /// Names an operation's record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Ticket(u64);
+
+impl Ticket {
+    /// Of an operation that is not worth a record.
+    pub(crate) const NONE: Self = Self(u64::MAX);
+}
 
 /// One operation, as it is kept.
 #[derive(Clone, Debug)]

@@ -180,7 +180,10 @@ async fn answer(mut stream: TcpStream, rank: u32, node: &Weak<Node>) -> std::io:
     let request = String::from_utf8_lossy(&request[..len]).into_owned();
     let (status, kind, body) = match request.split(' ').nth(1) {
         Some("/metrics" | "/") => ("200 OK", "text/plain; version=0.0.4", render(&node.driver(), rank)),
-        Some("/flight") => ("200 OK", "application/json", node.driver().flight("asked over HTTP").to_json()),
+        Some("/flight") => {
+            let flight = node.driver().flight("asked over HTTP"); // the lock is free again
+            ("200 OK", "application/json", flight.to_json())
+        }
         _ => ("404 Not Found", "text/plain", "there is /metrics, and /flight\n".to_owned()),
     };
     drop(node);
