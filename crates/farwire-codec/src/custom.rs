@@ -97,7 +97,11 @@ impl Partitioned for Opaque {
             let values = &mut out.residual[shard.start - first..shard.end - first];
             let place = job.place.part(shard.clone());
             message.clear();
-            guarded(|| Ok(self.0.encode(values, &place, message))).map_err(EncodeError::OwnMessage)?;
+            let encode = || {
+                self.0.encode(values, &place, message);
+                Ok(())
+            };
+            guarded(encode).map_err(EncodeError::OwnMessage)?;
             let (need, given) = (self.0.max_message_len(values.len()), message.len());
             if given > need {
                 // Peers would not take it.
