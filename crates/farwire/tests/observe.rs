@@ -53,10 +53,15 @@ fn a_failed_job_leaves_a_flight_record_per_survivor() {
     let directory = scratch(TEST);
     let settings = [("FARWIRE_FLIGHT_DIR", directory.to_str().unwrap())];
     let children = start_processes_with(TEST, 3, "shm", &settings, |comm| {
+        // Rank 1 dies when the others are surely done with what came before.
         comm.barrier().wait().unwrap();
         if comm.rank() == 1 {
+            for other in [0, 2] {
+                comm.recv::<u8>(1, other, 0).wait().unwrap();
+            }
             kill_process(getpid(), Signal::KILL).unwrap();
         }
+        comm.send(vec![0u8], 1, 0).wait().unwrap();
         assert!(comm.all_reduce(vec![1.0f32; 10], ReduceOp::Sum).wait().is_err());
     });
     if children.is_empty() {
