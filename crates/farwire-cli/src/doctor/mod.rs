@@ -18,7 +18,7 @@ use farwire::{Communicator, EnvError, Place};
 Examples:
   farwire doctor
   farwire launch -n 4 -- farwire doctor
-  farwire doctor /tmp/farwire-flight/job-1234/*.json
+  farwire doctor DIR/*.json                     (launch prints DIR when a job fails)
   farwire doctor --merge all.json trace.rank*.json   (then open all.json at ui.perfetto.dev)")]
 pub(crate) struct Args {
     /// Flight records of a failed job, one per rank; with --merge, traces.
