@@ -23,6 +23,19 @@ pub struct Moments {
     pub second: Vec<f32>,
 }
 
+/// A parameter's gradient in one step.
+#[derive(Clone, Copy, Debug)]
+pub struct Gradient<'a> {
+    /// Its elements.
+    pub data: &'a [f32],
+    /// Times this.
+    pub scale: f64,
+    /// The learning rate.
+    pub rate: f64,
+    /// The share of the elements that bring news; those that a codec left out are zero.
+    pub density: f64,
+}
+
 const BETA: (f64, f64) = (0.9, 0.95);
 const EPSILON: f64 = 1e-8;
 
@@ -37,19 +50,22 @@ impl AdamW {
         self.steps += 1;
     }
 
-    /// Updates one parameter, with its gradient times `scale`.
-    pub fn update(&mut self, name: &str, parameter: &mut [f32], gradient: &[f32], scale: f64, rate: f64) {
+    /// Updates one parameter.
+    pub fn update(&mut self, name: &str, parameter: &mut [f32], gradient: Gradient<'_>) {
+        let Gradient { data, scale, rate, density } = gradient;
+        // A gradient that error feedback brings late is a sum over many steps already; momentum on top of it only makes it later.
+        let beta1 = BETA.0 * density.sqrt();
         let decay = 1.0 - rate * self.decay.of(name);
         let moments = self.moments.entry(name.to_owned()).or_default();
         moments.first.resize(parameter.len(), 0.0);
         moments.second.resize(parameter.len(), 0.0);
-        let (beta1, beta2) = (BETA.0 as f32, BETA.1 as f32);
         let steps = i32::try_from(self.steps).unwrap_or(i32::MAX);
-        let (bias1, bias2) = (1.0 - BETA.0.powi(steps), 1.0 - BETA.1.powi(steps));
+        let (bias1, bias2) = (1.0 - beta1.powi(steps), 1.0 - BETA.1.powi(steps));
+        let (beta1, beta2) = (beta1 as f32, BETA.1 as f32);
         let (step, root, decay, scale) =
             ((rate / bias1) as f32, bias2.sqrt() as f32, decay as f32, scale as f32);
         let state = moments.first.iter_mut().zip(&mut moments.second);
-        for ((x, g), (first, second)) in parameter.iter_mut().zip(gradient).zip(state) {
+        for ((x, g), (first, second)) in parameter.iter_mut().zip(data).zip(state) {
             let g = g * scale;
             *first = beta1 * *first + (1.0 - beta1) * g;
             *second = beta2 * *second + (1.0 - beta2) * g * g;
@@ -86,11 +102,29 @@ mod tests {
         for step in 1..50 {
             let g = (f64::from(step) * 0.7).sin();
             adam.begin();
-            adam.update("x", &mut x, &[g as f32], 1.0, 0.01);
+            adam.update("x", &mut x, Gradient { data: &[g as f32], scale: 1.0, rate: 0.01, density: 1.0 });
             (m, v) = (0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g);
             let (mhat, vhat) = (m / (1.0 - 0.9f64.powi(step)), v / (1.0 - 0.95f64.powi(step)));
             exact = exact * (1.0 - 0.01 * 0.1) - 0.01 * mhat / (vhat.sqrt() + 1e-8);
             assert!((f64::from(x[0]) - exact).abs() < 1e-5, "step {step}: {} and {exact}", x[0]);
         }
+    }
+
+    /// The same sum of gradients, in one piece every hundred steps: with all its momentum an update would still be under way when the next comes.
+    #[test]
+    fn momentum_wanes_with_density() {
+        let moved_later = |density: f64| {
+            let mut adam = AdamW::new(Rules::new(0.0));
+            let mut x = [0.0f32];
+            let mut step = |g: f32| {
+                adam.begin();
+                adam.update("x", &mut x, Gradient { data: &[g], scale: 1.0, rate: 0.01, density });
+                x[0]
+            };
+            let at_once = step(1.0);
+            let after = (0..50).map(|_| step(0.0)).last().unwrap();
+            after / at_once
+        };
+        assert!(moved_later(0.01) < 1.2 && moved_later(1.0) > 3.0);
     }
 }

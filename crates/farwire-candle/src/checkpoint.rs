@@ -64,6 +64,7 @@ impl Trainer {
         let about: Checkpoint = serde_json::from_slice(&text).map_err(|error| bad(dir, error.to_string()))?;
         self.restore(about.step, tensors)?;
         self.restore_residuals(residuals)?;
+        self.restore_phase_in(&about.settings);
         Ok(about)
     }
 

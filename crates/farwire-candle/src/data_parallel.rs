@@ -3,7 +3,7 @@
 use candle_core::backprop::GradStore;
 use candle_core::{Device, Result, Tensor, Var};
 use farwire::{CodecSpec, Communicator};
-use farwire_train::{Compressed, DENSE, Entry, Exchange, Plan, Rules, Summary};
+use farwire_train::{Compressed, DENSE, Entry, Exchange, PhaseIn, Plan, Rules, Summary};
 
 use crate::error::TrainError;
 
@@ -32,8 +32,15 @@ impl DataParallel {
         let plan = plan(vars.iter().map(|(name, var)| (&name[..], var)))?;
         plan.agree(comm)?;
         broadcast(comm, vars.iter().map(|(_, var)| var))?;
-        let exchange = Exchange::new(Compressed::new(comm, codec, 0), &plan, BUCKET_BYTES, &groups(codec));
+        let exchange = Exchange::new(Compressed::new(comm, codec), &plan, BUCKET_BYTES, &groups(codec));
         Ok(Self { vars, exchange, steps: 0 })
+    }
+
+    /// Lets the codec begin gently: recommended for sparse ones ([`PhaseIn::over`]). Their gradients are sums over many steps already, so choose little momentum for them (for Adam, a β₁ near 0).
+    #[must_use]
+    pub fn with_phase_in(mut self, phase_in: PhaseIn) -> Self {
+        self.exchange.reducer_mut().set_phase_in(phase_in);
+        self
     }
 
     /// Makes every variable's gradient the mean over all ranks. A variable without one is an error.

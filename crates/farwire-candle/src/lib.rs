@@ -26,7 +26,7 @@ mod pipeline;
 mod stage;
 mod trainer;
 
-pub use adamw::{AdamW, Moments};
+pub use adamw::{AdamW, Gradient, Moments};
 pub use checkpoint::Checkpoint;
 pub use collective::Group;
 pub use corpus::{Batch, Batches, embedded};

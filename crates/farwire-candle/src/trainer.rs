@@ -14,11 +14,11 @@ use std::time::{Duration, Instant};
 use candle_core::{Device, Tensor};
 use farwire::{CodecSpec, Communicator, ErrorFeedback, ReduceOp};
 use farwire_train::{
-    Compressed, Entry, Exchange, Mesh, Plan, Reducer, Rules, Schedule, Span, Squares, global_norm,
+    Compressed, Entry, Exchange, Mesh, PhaseIn, Plan, Reducer, Rules, Schedule, Span, Squares, global_norm,
 };
 use serde::{Deserialize, Serialize};
 
-use crate::adamw::{AdamW, Moments};
+use crate::adamw::{AdamW, Gradient, Moments};
 use crate::collective::Group;
 use crate::corpus::Batches;
 use crate::data_parallel::{broadcast, groups, plan, set, values};
@@ -69,6 +69,9 @@ pub struct Settings {
     /// Steps at the start in which gradients are not compressed.
     #[serde(default)]
     pub dense_steps: usize,
+    /// Steps after those in which a sparse codec's density falls from a quarter to its own.
+    #[serde(default)]
+    pub falling_steps: usize,
 }
 
 impl Default for Settings {
@@ -90,7 +93,8 @@ impl Default for Settings {
             bucket_bytes: 1 << 20,
             shard_optimizer: false,
             codec: CodecSpec::default(),
-            dense_steps: 20,
+            dense_steps: 0,
+            falling_steps: 0,
         }
     }
 }
@@ -164,6 +168,10 @@ impl Settings {
         self.learning_rate * (0.1 + 0.9 * 0.5 * (1.0 + (std::f64::consts::PI * done).cos()))
     }
 
+    fn phase_in(&self) -> PhaseIn {
+        PhaseIn { dense: self.dense_steps as u64, falling: self.falling_steps as u64 }
+    }
+
     /// Whether a run with these settings can go on from a checkpoint of one with `other`: all but layout and length must be the same.
     pub(crate) fn continues(&self, other: &Self) -> Result<(), String> {
         let differs = |name: &str, mine: &dyn std::fmt::Debug, theirs: &dyn std::fmt::Debug| {
@@ -181,7 +189,6 @@ impl Settings {
             ("weight decay", self.decay, other.decay),
             ("clip", self.clip, other.clip),
             ("warm-up", self.warm_up as f64, other.warm_up as f64),
-            ("dense steps", self.dense_steps as f64, other.dense_steps as f64),
         ] {
             // Text does not always keep the last bit.
             if (mine - theirs).abs() > 1e-12 * mine.abs() {
@@ -284,7 +291,8 @@ impl Trainer {
         broadcast(axis("dp"), order.iter().map(|param| &param.var))?;
         let params = order.into_iter().map(|param| (param.name.clone(), param.clone())).collect();
         let owners = if settings.shard_optimizer { owners(&plan, settings.dp) } else { BTreeMap::new() };
-        let reducer = Compressed::new(axis("dp"), settings.codec, settings.dense_steps as u64);
+        let mut reducer = Compressed::new(axis("dp"), settings.codec);
+        reducer.set_phase_in(settings.phase_in());
         let exchange = Exchange::new(reducer, &plan, settings.bucket_bytes, &groups(settings.codec));
         let decay = Rules::new(settings.decay).on("*.bias", 0.0).on("*norm*", 0.0).on("embedding.*", 0.0);
         let batches = Batches::new(text, settings.seed, settings.model.context, settings.batch)?;
@@ -350,12 +358,13 @@ impl Trainer {
         let scale = (self.settings.clip / (norm + 1e-6)).min(1.0);
         let rate = self.settings.rate(self.step);
         self.adam.begin();
-        for (name, gradient) in self.exchange.gradients() {
+        for (name, data) in self.exchange.gradients() {
             if owns(&self.owners, &self.mesh, name) {
                 let param = &self.params[name];
-                let mut data = values(&param.var)?;
-                self.adam.update(name, &mut data, gradient, scale, rate);
-                set(&param.var, &data)?;
+                let mut weights = values(&param.var)?;
+                let gradient = Gradient { data, scale, rate, density: self.exchange.density(name) };
+                self.adam.update(name, &mut weights, gradient);
+                set(&param.var, &weights)?;
             }
         }
         self.share_updates()?;
@@ -556,6 +565,13 @@ impl Trainer {
     pub(crate) fn gathered_residuals(&self) -> Result<Option<Vec<Vec<u8>>>, TrainError> {
         let mine = self.exchange.reducer().feedback().map(ErrorFeedback::to_bytes).unwrap_or_default();
         crate::checkpoint::gather_bytes(self.mesh.world(), mine)
+    }
+
+    /// Phases the codec in as the run did that this one goes on from, however many steps are to follow.
+    pub(crate) fn restore_phase_in(&mut self, saved: &Settings) {
+        self.settings.dense_steps = saved.dense_steps;
+        self.settings.falling_steps = saved.falling_steps;
+        self.exchange.reducer_mut().set_phase_in(self.settings.phase_in());
     }
 
     /// Goes on with what was owed: this rank's of the files that rank 0 of the world has.

@@ -30,7 +30,8 @@ fn trainer(comm: &Communicator, codec: &str) -> Trainer {
     // Wide enough that its matrices are worth a codec.
     let model = gpt::Config { width: 32, ..settings().model };
     let codec = codec.parse().unwrap();
-    Trainer::new(comm, Settings { model, codec, dense_steps: 1, ..settings() }, &text()).unwrap()
+    Trainer::new(comm, Settings { model, codec, dense_steps: 1, falling_steps: 4, ..settings() }, &text())
+        .unwrap()
 }
 
 /// A directory that the processes of a test share.

@@ -76,6 +76,34 @@ impl CodecSpec {
         if *self == Self::None { 0 } else { digest(&self.to_string()) }
     }
 
+    /// The share of a vector's elements that one message brings news of: 1 unless the codec leaves elements out.
+    pub fn density(&self, elements: usize) -> f64 {
+        let of = |kept: usize, all: usize| kept as f64 / all.max(1) as f64;
+        match self {
+            Self::TopK(TopK { keep: Keep::Whole(share), .. })
+            | Self::RandomK(RandomK { keep: share, .. }) => of(share.of(elements), elements),
+            Self::TopK(TopK { keep: Keep::PerChunk { keep, chunk }, .. }) => of(*keep, *chunk),
+            _ => 1.0,
+        }
+    }
+
+    /// The same codec with another density, in (0, 1]; nothing changes if it leaves no elements out.
+    #[must_use]
+    pub fn with_density(self, density: f64) -> Self {
+        let share = Share::Fraction(density.clamp(f64::MIN_POSITIVE, 1.0));
+        match self {
+            Self::TopK(topk) => {
+                let keep = match topk.keep {
+                    Keep::Whole(_) => Keep::Whole(share),
+                    Keep::PerChunk { chunk, .. } => Keep::PerChunk { keep: share.of(chunk), chunk },
+                };
+                Self::TopK(TopK { keep, ..topk })
+            }
+            Self::RandomK(randk) => Self::RandomK(RandomK { keep: share, ..randk }),
+            other => other,
+        }
+    }
+
     /// Whether results suffer badly without error feedback.
     pub fn needs_feedback(&self) -> bool {
         matches!(self, Self::TopK(_) | Self::Sign | Self::PowerSgd(_))

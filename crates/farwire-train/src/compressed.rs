@@ -3,27 +3,41 @@
 use farwire::{CodecSpec, Communicator, Compressor, ErrorFeedback, Pending, ReduceOp};
 
 use crate::exchange::{Bucket, DENSE, Reducer};
+use crate::phase_in::PhaseIn;
 
 /// Tensors of fewer elements travel as they are: a codec would cost them more time than it saves.
 pub const DENSE_BELOW: usize = 1024;
 
-/// Exchanges buckets through a codec with error feedback, except those of the group [`DENSE`], and all of them in the first steps.
+/// Exchanges buckets through a codec with error feedback, except those of the group [`DENSE`].
 ///
-/// What a codec leaves out is remembered by parameter name. Under Adam the first steps decide the scale of the second moment; a few dense ones keep sparse updates from
-/// spoiling it.
+/// What a codec leaves out is remembered by parameter name.
 #[derive(Debug)]
 pub struct Compressed {
     group: Communicator,
+    codec: CodecSpec,
     compressor: Compressor,
-    dense_steps: u64,
+    phase_in: PhaseIn,
     step: u64,
 }
 
 impl Compressed {
-    /// Exchanges between the ranks of `group`, dense in the first `dense_steps` steps.
-    pub fn new(group: &Communicator, codec: CodecSpec, dense_steps: u64) -> Self {
+    /// Exchanges between the ranks of `group`.
+    pub fn new(group: &Communicator, codec: CodecSpec) -> Self {
         let compressor = Compressor::new(codec).dense_below(DENSE_BELOW);
-        Self { group: group.clone(), compressor, dense_steps, step: 0 }
+        Self { group: group.clone(), codec, compressor, phase_in: PhaseIn::default(), step: 0 }
+    }
+
+    /// The codec is phased in from now on; the same on all ranks.
+    pub fn set_phase_in(&mut self, phase_in: PhaseIn) {
+        self.phase_in = phase_in;
+    }
+
+    /// What a bucket goes through in this step.
+    fn codec(&self, bucket: &Bucket) -> CodecSpec {
+        if bucket.group == DENSE || bucket.len() < DENSE_BELOW {
+            return CodecSpec::None;
+        }
+        self.phase_in.codec_at(self.step, self.codec, bucket.len())
     }
 }
 
@@ -33,16 +47,17 @@ impl Reducer for Compressed {
     }
 
     fn start(&mut self, bucket: &Bucket, data: Vec<f32>) -> Pending<Vec<f32>> {
-        if bucket.group == DENSE || self.step < self.dense_steps {
-            return self.group.all_reduce(data, ReduceOp::Mean);
-        }
         // A random choice must not depend on how many calls came before, or a resumed run would choose differently.
-        let compressor = self.compressor.at_step(self.step);
+        let compressor = self.compressor.at_step(self.step).through(self.codec(bucket));
         let compressor = match &bucket.parts[..] {
             [part] => compressor.shaped(&part.shape),
             _ => compressor,
         };
         self.group.all_reduce_compressed(&bucket.name, data, ReduceOp::Mean, &compressor)
+    }
+
+    fn density(&self, bucket: &Bucket) -> f64 {
+        self.codec(bucket).density(bucket.len())
     }
 
     fn feedback(&self) -> Option<&ErrorFeedback> {

@@ -33,6 +33,11 @@ pub trait Reducer {
     /// The next buckets are those of this step, the same on all ranks.
     fn at_step(&mut self, _step: u64) {}
 
+    /// The share of a bucket's elements that this step brings news of; those left out are zero in its result.
+    fn density(&self, _bucket: &Bucket) -> f64 {
+        1.0
+    }
+
     /// What is still owed to other steps, to be saved with the model.
     fn feedback(&self) -> Option<&ErrorFeedback> {
         None
@@ -49,6 +54,10 @@ impl<R: Reducer + ?Sized> Reducer for Box<R> {
 
     fn at_step(&mut self, step: u64) {
         (**self).at_step(step);
+    }
+
+    fn density(&self, bucket: &Bucket) -> f64 {
+        (**self).density(bucket)
     }
 
     fn feedback(&self) -> Option<&ErrorFeedback> {
@@ -326,6 +335,11 @@ impl<R: Reducer> Exchange<R> {
         self.buckets.iter().zip(&self.data).flat_map(|(bucket, data)| {
             bucket.parts.iter().map(|part| (&part.name[..], &data[part.range.clone()]))
         })
+    }
+
+    /// The share of a parameter's elements that this step brought news of; 1 for one that is not in the plan.
+    pub fn density(&self, name: &str) -> f64 {
+        self.places.get(name).map_or(1.0, |place| self.reducer.density(&self.buckets[place.bucket]))
     }
 
     /// When the step began.

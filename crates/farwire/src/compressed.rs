@@ -107,6 +107,11 @@ impl Compressor {
         Self { step: Some(step), ..self.clone() }
     }
 
+    /// The same state, for calls through another codec: what was left out by one is made up for by the other. The same on all ranks.
+    pub fn through(&self, codec: CodecSpec) -> Self {
+        Self { through: Through::Spec(codec), ..self.clone() }
+    }
+
     /// The same state, for a tensor of these dimensions: PowerSGD sees it as a matrix of the first by the rest.
     pub fn shaped(&self, dimensions: &[usize]) -> Self {
         Self { dimensions: Some(dimensions.to_vec()), ..self.clone() }

@@ -14,7 +14,7 @@ use std::time::Duration;
 use farwire::{CodecSpec, Communicator, EnvError, Place};
 use farwire_candle::gpt::{Config, Writer};
 use farwire_candle::{Settings, StepReport, TrainError, Trainer, embedded};
-use farwire_train::Schedule;
+use farwire_train::{PhaseIn, Schedule};
 use tokio::signal::unix::{SignalKind, signal};
 
 use crate::launch::{Job, JobOutput, LaunchError, free_port};
@@ -61,9 +61,12 @@ pub(crate) struct Args {
     /// How gradients are compressed on the wire, with error feedback: none, int8, topk:0.01, randk:0.01, sign, powersgd:4, … Biases and norms travel as they are.
     #[arg(long, default_value = "int8")]
     codec: CodecSpec,
-    /// Steps at the start in which they are not compressed.
-    #[arg(long, default_value = "20")]
-    dense_steps: u32,
+    /// Steps at the start in which they are not compressed. If not given: an eighth of the run for codecs that leave much out (topk, randk, sign, powersgd), none for others. A resumed run keeps what it began with.
+    #[arg(long, value_name = "STEPS")]
+    dense_steps: Option<u32>,
+    /// Steps after those in which the share that topk and randk keep falls from a quarter to their own; two thirds of the run if not given.
+    #[arg(long, value_name = "STEPS")]
+    falling_steps: Option<u32>,
     /// Train once with each of these codecs, from the same start, and put all in one report.
     #[arg(long, value_name = "CODEC,CODEC", value_parser = codecs, conflicts_with_all = ["codec", "checkpoint"])]
     compare: Option<Codecs>,
@@ -175,7 +178,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, TrainCommandError> {
             if let Some(ranks) = args.ranks.filter(|ranks| *ranks != world) {
                 return Err(TrainCommandError::Ranks { world, ranks });
             }
-            args.settings(world)?.check()?;
+            args.settings(world, args.codec)?.check()?;
             be_a_rank(args, &Communicator::from_env()?)?;
             Ok(ExitCode::SUCCESS)
         }
@@ -185,7 +188,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, TrainCommandError> {
 }
 
 impl Args {
-    fn settings(&self, ranks: u32) -> Result<Settings, TrainCommandError> {
+    fn settings(&self, ranks: u32, codec: CodecSpec) -> Result<Settings, TrainCommandError> {
         let (tp, pp) = (self.tp, self.pp);
         let shared = u64::from(tp) * u64::from(pp);
         let dp = match self.dp {
@@ -198,6 +201,7 @@ impl Args {
             }
             None => (u64::from(ranks) / shared) as u32,
         };
+        let PhaseIn { dense, falling } = PhaseIn::over(codec, u64::from(self.steps));
         Ok(Settings {
             model: Config {
                 layers: self.layers as usize,
@@ -215,8 +219,9 @@ impl Args {
             learning_rate: self.lr,
             seed: self.seed,
             bucket_bytes: self.bucket,
-            codec: self.codec,
-            dense_steps: self.dense_steps as usize,
+            codec,
+            dense_steps: self.dense_steps.map_or(dense as usize, |steps| steps as usize),
+            falling_steps: self.falling_steps.map_or(falling as usize, |steps| steps as usize),
             shard_optimizer: self.shard_optimizer,
             ..Settings::default()
         })
@@ -226,7 +231,7 @@ impl Args {
 /// Starts this very command again, as each of the ranks.
 fn start_ranks(args: &Args, ranks: u32) -> Result<ExitCode, TrainCommandError> {
     // What is wrong with the flags is better said once.
-    args.settings(ranks)?.check()?;
+    args.settings(ranks, args.codec)?.check()?;
     if let Some(path) = &args.data {
         std::fs::metadata(path).map_err(|source| TrainCommandError::Data { path: path.clone(), source })?;
     }
@@ -257,12 +262,11 @@ fn start_ranks(args: &Args, ranks: u32) -> Result<ExitCode, TrainCommandError> {
 fn be_a_rank(args: &Args, comm: &Communicator) -> Result<(), TrainCommandError> {
     let stop = watch_for_signals()?;
     let text = text(args, comm)?;
-    let base = args.settings(comm.size() as u32)?;
     let Codecs(codecs) = args.compare.clone().unwrap_or_else(|| Codecs(vec![args.codec]));
     let mut view = View::new(comm.rank() == 0, args.json);
     let mut runs = Vec::new();
     for codec in codecs {
-        let settings = Settings { codec, ..base.clone() };
+        let settings = args.settings(comm.size() as u32, codec)?;
         let run = train(args, comm, settings, &text, &stop, &mut view)?;
         let stopped = run.stopped;
         runs.push(run);

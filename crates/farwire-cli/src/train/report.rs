@@ -104,9 +104,10 @@ fn table(runs: &[Run]) -> String {
         let outcome = run.outcome();
         let percent =
             |share: Option<f64>| share.map_or("–".to_owned(), |share| format!("{:.0} %", 100.0 * share));
+        let times = |ratio: Option<f64>| ratio.map_or("–".to_owned(), |ratio| format!("{ratio:.1}×"));
         let _ = writeln!(
             rows,
-            "<tr><td><i style=\"background:{colour}\"></i>{}</td><td>{}</td><td>{:.3}</td><td>{:.3}</td><td>{:.1} s</td><td>{:.0}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
+            "<tr><td><i style=\"background:{colour}\"></i>{}</td><td>{}</td><td>{:.3}</td><td>{:.3}</td><td>{:.1} s</td><td>{:.0}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
             escape(&outcome.codec),
             outcome.steps,
             outcome.first_loss,
@@ -114,20 +115,21 @@ fn table(runs: &[Run]) -> String {
             outcome.seconds,
             outcome.tokens_per_second,
             show_bytes(outcome.wire_bytes_per_step.round()),
-            outcome.ratio.map_or("–".to_owned(), |ratio| format!("{ratio:.1}×")),
+            times(outcome.ratio),
+            times(outcome.final_ratio),
             percent(outcome.hidden),
         );
         if let (Some(_), Some(_)) = (outcome.bubble, outcome.bubble_formula) {
             let _ = writeln!(
                 rows,
-                "<tr><td colspan=\"9\" class=\"note\">rank 0 waited for other stages {} of the time; the schedule's bubble is {}</td></tr>",
+                "<tr><td colspan=\"10\" class=\"note\">rank 0 waited for other stages {} of the time; the schedule's bubble is {}</td></tr>",
                 percent(outcome.bubble),
                 percent(outcome.bubble_formula)
             );
         }
     }
     format!(
-        "<div class=\"wide\"><table><thead><tr><th>codec</th><th>steps</th><th>first loss</th><th>final loss</th><th>time</th><th>tokens/s</th><th>bytes/step</th><th>ratio</th><th>hidden</th></tr></thead>\n<tbody>\n{rows}</tbody></table></div>\n"
+        "<div class=\"wide\"><table><thead><tr><th>codec</th><th>steps</th><th>first loss</th><th>final loss</th><th>time</th><th>tokens/s</th><th>bytes/step</th><th>ratio</th><th>ratio at the end</th><th>hidden</th></tr></thead>\n<tbody>\n{rows}</tbody></table></div>\n"
     )
 }
 

@@ -41,6 +41,8 @@ pub(crate) struct Outcome {
     pub(crate) wire_bytes_per_step: f64,
     /// Bytes of a dense exchange over bytes sent; none where there is no exchange, or more than that is sent.
     pub(crate) ratio: Option<f64>,
+    /// The same over the last steps, when a codec has been phased in.
+    pub(crate) final_ratio: Option<f64>,
     /// The share of the exchange's time that was hidden behind backward; none without an exchange.
     pub(crate) hidden: Option<f64>,
     /// The share of a step that rank 0 waited for other stages; none without a pipeline.
@@ -72,7 +74,12 @@ impl Run {
         let total = |of: fn(&StepReport) -> f64| self.steps.iter().map(of).sum::<f64>();
         let count = self.steps.len().max(1) as f64;
         let seconds = total(|step| step.times.total).max(1e-9);
-        let (sent, dense) = (total(|step| step.wire_bytes as f64), total(|step| step.dense_bytes as f64));
+        let sent = total(|step| step.wire_bytes as f64);
+        let ratio = |steps: &[StepReport]| {
+            let total = |of: fn(&StepReport) -> u64| steps.iter().map(of).sum::<u64>() as f64;
+            let ratio = total(|step| step.dense_bytes) / total(|step| step.wire_bytes).max(1.0);
+            only_exchange(&self.settings).then_some(ratio)
+        };
         let busy = total(|step| step.times.exchange_busy);
         Outcome {
             codec: self.name(),
@@ -83,7 +90,8 @@ impl Run {
             tokens_per_second: total(|step| step.tokens as f64) / seconds,
             wire_bytes: sent as u64,
             wire_bytes_per_step: sent / count,
-            ratio: only_exchange(&self.settings).then(|| dense / sent.max(1.0)),
+            ratio: ratio(&self.steps),
+            final_ratio: ratio(last),
             hidden: (dp > 1 && busy > 0.0)
                 .then(|| (1.0 - total(|step| step.times.exchange) / busy).clamp(0.0, 1.0)),
             bubble: (pp > 1).then(|| total(|step| step.times.pipeline) / seconds),
@@ -191,21 +199,23 @@ impl View {
         }
         writeln!(
             out,
-            "\n{:<12} {:>6} {:>15} {:>9} {:>9} {:>11} {:>7} {:>7}",
-            "codec", "steps", "loss", "time", "tokens/s", "bytes/step", "ratio", "hidden"
+            "\n{:<12} {:>6} {:>15} {:>9} {:>9} {:>11} {:>7} {:>7} {:>7}",
+            "codec", "steps", "loss", "time", "tokens/s", "bytes/step", "ratio", "at end", "hidden"
         )?;
         for outcome in runs.iter().map(Run::outcome) {
             let percent = |share: f64| format!("{:.0} %", 100.0 * share);
+            let times = |ratio: Option<f64>| ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.1}×"));
             writeln!(
                 out,
-                "{:<12} {:>6} {:>15} {:>9} {:>9.0} {:>11} {:>7} {:>7}",
+                "{:<12} {:>6} {:>15} {:>9} {:>9.0} {:>11} {:>7} {:>7} {:>7}",
                 outcome.codec,
                 outcome.steps,
                 format!("{:.3} → {:.3}", outcome.first_loss, outcome.final_loss),
                 format!("{:.1} s", outcome.seconds),
                 outcome.tokens_per_second,
                 show_bytes(outcome.wire_bytes_per_step.round()),
-                outcome.ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.1}×")),
+                times(outcome.ratio),
+                times(outcome.final_ratio),
                 outcome.hidden.map_or("-".to_owned(), percent),
             )?;
             if let (Some(bubble), Some(formula)) = (outcome.bubble, outcome.bubble_formula) {
