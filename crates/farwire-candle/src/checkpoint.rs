@@ -9,11 +9,11 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
-use farwire::Communicator;
+use farwire::{CodecChoice, CodecPolicy, Communicator};
 use serde::{Deserialize, Serialize};
 
 use crate::error::TrainError;
-use crate::trainer::{Settings, Trainer};
+use crate::trainer::{Settings, Trainer, text};
 
 /// What is known of a checkpoint beside its tensors.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -22,6 +22,9 @@ pub struct Checkpoint {
     pub step: usize,
     /// The job's settings.
     pub settings: Settings,
+    /// Which codecs were chosen, where the settings leave that to measuring.
+    #[serde(default, with = "text")]
+    pub codec: CodecPolicy,
     /// Whatever else the job wants to keep.
     pub notes: serde_json::Value,
 }
@@ -36,7 +39,8 @@ impl Trainer {
         let residuals = self.gathered_residuals()?;
         let mut result = Ok(());
         if let (Some(weights), Some(moments), Some(residuals)) = (weights, moments, residuals) {
-            let about = Checkpoint { step: self.steps_done(), settings: self.settings().clone(), notes };
+            let (settings, codec) = (self.settings().clone(), self.codec().clone());
+            let about = Checkpoint { step: self.steps_done(), settings, codec, notes };
             result = write(dir, &about, &weights, &moments, &residuals);
         }
         // Nobody goes on before it is there; and if it could not be written, rank 0 says why.
@@ -63,6 +67,12 @@ impl Trainer {
         };
         let about: Checkpoint = serde_json::from_slice(&text).map_err(|error| bad(dir, error.to_string()))?;
         self.restore(about.step, tensors)?;
+        // What is owed is owed through the same codecs, and a run that goes on must not depend on today's network.
+        if self.settings().layout() == about.settings.layout()
+            && !matches!(about.settings.codec, CodecChoice::Given(_))
+        {
+            self.restore_codec(about.codec.clone());
+        }
         self.restore_residuals(residuals)?;
         Ok(about)
     }
@@ -156,10 +166,9 @@ fn read(dir: &Path, settings: &Settings) -> Result<(Checkpoint, Saved), TrainErr
         let found = candle_core::safetensors::load(&path, &Device::Cpu);
         tensors.extend(found.map_err(|error| bad(&path, error.to_string()))?);
     }
-    let layout = |settings: &Settings| (settings.dp, settings.tp, settings.pp, settings.schedule.chunks());
     let mut residuals = vec![Vec::new(); settings.ranks()];
     // What was owed belongs to ranks: in another layout it is left behind.
-    if layout(settings) == layout(&about.settings) {
+    if settings.layout() == about.settings.layout() {
         for (rank, residuals) in residuals.iter_mut().enumerate() {
             let path = newest.join(residuals_of(rank));
             *residuals = fs::read(&path)

@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use candle_core::{Device, Tensor};
-use farwire::{CodecSpec, Communicator, ErrorFeedback, ReduceOp};
+use farwire::{CodecChoice, CodecPolicy, Communicator, ErrorFeedback, ReduceOp};
 use farwire_train::{
     Compressed, Entry, Exchange, Mesh, Plan, Reducer, Rules, Schedule, Span, Squares, global_norm,
 };
@@ -65,7 +65,7 @@ pub struct Settings {
     pub shard_optimizer: bool,
     /// How gradients are compressed.
     #[serde(with = "text")]
-    pub codec: CodecSpec,
+    pub codec: CodecChoice,
     /// Steps at the start in which gradients are not compressed.
     #[serde(default)]
     pub dense_steps: usize,
@@ -89,24 +89,24 @@ impl Default for Settings {
             seed: 1,
             bucket_bytes: 1 << 20,
             shard_optimizer: false,
-            codec: CodecSpec::default(),
+            codec: CodecChoice::default(),
             dense_steps: 20,
         }
     }
 }
 
 /// Settings that are written as text.
-mod text {
+pub(crate) mod text {
     use std::fmt::Display;
     use std::str::FromStr;
 
     use serde::{Deserialize, Deserializer, Serializer, de};
 
-    pub(super) fn serialize<T: Display, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
+    pub(crate) fn serialize<T: Display, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(value)
     }
 
-    pub(super) fn deserialize<'de, T, D>(deserializer: D) -> Result<T, D::Error>
+    pub(crate) fn deserialize<'de, T, D>(deserializer: D) -> Result<T, D::Error>
     where
         T: FromStr<Err: Display>,
         D: Deserializer<'de>,
@@ -152,6 +152,11 @@ impl Settings {
     /// Ranks that these settings need.
     pub fn ranks(&self) -> usize {
         self.dp * self.tp * self.pp
+    }
+
+    /// Who has what: what is owed in one layout cannot be paid in another.
+    pub(crate) fn layout(&self) -> [usize; 4] {
+        [self.dp, self.tp, self.pp, self.schedule.chunks()]
     }
 
     /// The learning rate of a step: up in a line, down in half a cosine to a tenth.
@@ -245,6 +250,8 @@ pub struct Trainer {
     mesh: Mesh,
     tensor: Group,
     pipeline: Pipeline,
+    plan: Plan,
+    codec: CodecPolicy,
     exchange: Exchange<Compressed>,
     params: BTreeMap<String, Param>,
     /// Which replica updates a parameter, where the optimizer is sharded.
@@ -284,8 +291,8 @@ impl Trainer {
         broadcast(axis("dp"), order.iter().map(|param| &param.var))?;
         let params = order.into_iter().map(|param| (param.name.clone(), param.clone())).collect();
         let owners = if settings.shard_optimizer { owners(&plan, settings.dp) } else { BTreeMap::new() };
-        let reducer = Compressed::new(axis("dp"), settings.codec, settings.dense_steps as u64);
-        let exchange = Exchange::new(reducer, &plan, settings.bucket_bytes, &groups(settings.codec));
+        let codec = settings.codec.settle(axis("dp"), world)?;
+        let exchange = exchange(&settings, &mesh, &plan, &codec);
         let decay = Rules::new(settings.decay).on("*.bias", 0.0).on("*norm*", 0.0).on("embedding.*", 0.0);
         let batches = Batches::new(text, settings.seed, settings.model.context, settings.batch)?;
         let adam = AdamW::new(decay);
@@ -295,6 +302,8 @@ impl Trainer {
             mesh,
             tensor,
             pipeline,
+            plan,
+            codec,
             exchange,
             params,
             owners,
@@ -309,6 +318,11 @@ impl Trainer {
     /// The settings.
     pub fn settings(&self) -> &Settings {
         &self.settings
+    }
+
+    /// Which codec gradients take, by their length: what is in the settings, or what was measured.
+    pub fn codec(&self) -> &CodecPolicy {
+        &self.codec
     }
 
     /// The mesh.
@@ -558,6 +572,12 @@ impl Trainer {
         crate::checkpoint::gather_bytes(self.mesh.world(), mine)
     }
 
+    /// Goes on with codecs that were chosen before.
+    pub(crate) fn restore_codec(&mut self, codec: CodecPolicy) {
+        self.exchange = exchange(&self.settings, &self.mesh, &self.plan, &codec);
+        self.codec = codec;
+    }
+
     /// Goes on with what was owed: this rank's of the files that rank 0 of the world has.
     pub(crate) fn restore_residuals(&mut self, files: Option<Vec<Vec<u8>>>) -> Result<(), TrainError> {
         let mine = crate::checkpoint::scatter_bytes(self.mesh.world(), files)?;
@@ -643,6 +663,13 @@ impl Trainer {
         self.step = step;
         Ok(())
     }
+}
+
+/// An exchange over dp.
+fn exchange(settings: &Settings, mesh: &Mesh, plan: &Plan, codec: &CodecPolicy) -> Exchange<Compressed> {
+    let replicas = mesh.axis("dp").expect("the mesh was made with these axes");
+    let reducer = Compressed::new(replicas, codec.clone(), settings.dense_steps as u64);
+    Exchange::new(reducer, plan, settings.bucket_bytes, &groups(plan, codec))
 }
 
 /// Whether this replica updates a parameter.

@@ -1,6 +1,6 @@
 //! Buckets through a codec.
 
-use farwire::{CodecSpec, Communicator, Compressor, ErrorFeedback, Pending, ReduceOp};
+use farwire::{CodecPolicy, Communicator, Compressor, ErrorFeedback, Pending, ReduceOp};
 
 use crate::exchange::{Bucket, DENSE, Reducer};
 
@@ -21,8 +21,8 @@ pub struct Compressed {
 
 impl Compressed {
     /// Exchanges between the ranks of `group`, dense in the first `dense_steps` steps.
-    pub fn new(group: &Communicator, codec: CodecSpec, dense_steps: u64) -> Self {
-        let compressor = Compressor::new(codec).dense_below(DENSE_BELOW);
+    pub fn new(group: &Communicator, codec: CodecPolicy, dense_steps: u64) -> Self {
+        let compressor = Compressor::by_size(codec).dense_below(DENSE_BELOW);
         Self { group: group.clone(), compressor, dense_steps, step: 0 }
     }
 }
