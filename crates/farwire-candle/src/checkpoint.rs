@@ -1,7 +1,7 @@
 //! Saving a run, and going on from it.
 //!
 //! A checkpoint is a directory `step-00000100` with the whole model (`model.safetensors`), the optimizer's moments (`optimizer.safetensors`) and the job's settings
-//! (`job.json`), and what error feedback owes on each rank (`residuals.rank0.safetensors`, …). It holds whole tensors, so a run can go on in another layout; in the same layout it goes on bit for bit. It appears under its name
+//! (`job.json`), the codecs that were chosen by measuring, and what error feedback owes on each rank (`residuals.rank0.safetensors`, …). It holds whole tensors, so a run can go on in another layout; in the same layout it goes on bit for bit. It appears under its name
 //! only when it is complete. Only rank 0 writes and reads: no file system has to be shared.
 
 use std::collections::BTreeMap;
