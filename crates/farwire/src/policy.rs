@@ -7,7 +7,7 @@ use farwire_codec::{CodecSpec, SpecError};
 use farwire_proto::DType;
 
 /// A codec counts as faster than dense if dense takes this many times as long: less is noise, and not worth an approximation.
-pub(crate) const MARGIN: f64 = 1.1;
+pub(crate) const MARGIN: f64 = 1.2;
 
 /// What people ask for: a codec, or that one be chosen by measuring.
 ///
@@ -186,7 +186,7 @@ mod tests {
             assert_eq!(text.parse::<CodecChoice>().unwrap().to_string(), text);
         }
         for text in
-            ["none", "topk:0.01", "topk:0.01,values=int8 from 4 KiB (1.1×); int8 from 16384 KiB (3.07×)"]
+            ["none", "topk:0.01", "topk:0.01,values=int8 from 4 KiB (1.2×); int8 from 16384 KiB (3.07×)"]
         {
             assert_eq!(text.parse::<CodecPolicy>().unwrap().to_string(), text);
         }
