@@ -632,8 +632,8 @@ impl fmt::Display for Heading<'_> {
         )?;
         write!(
             f,
-            "{:>10} {:>6} {:>11} {:>11} {:>8} {:>8} {:>11} {:>9} {:>6}  {}",
-            "size", "iters", "p50 µs", "p99 µs", "algbw", "busbw", "sent/rank", "cpu s/GB", "wrong", "codec"
+            "{:>10} {:>6} {:>11} {:>11} {:>8} {:>8} {:>11} {:>9} {:>6}  codec",
+            "size", "iters", "p50 µs", "p99 µs", "algbw", "busbw", "sent/rank", "cpu s/GB", "wrong"
         )
     }
 }
