@@ -1,7 +1,7 @@
 //! Saving a run, and going on from it.
 //!
 //! A checkpoint is a directory `step-00000100` with the whole model (`model.safetensors`), the optimizer's moments (`optimizer.safetensors`) and the job's settings
-//! (`job.json`), and what error feedback owes on each rank (`residuals.rank0.safetensors`, …). It holds whole tensors, so a run can go on in another layout; in the same layout it goes on bit for bit. It appears under its name
+//! (`job.json`), the codecs that were chosen by measuring, and what error feedback owes on each rank (`residuals.rank0.safetensors`, …). It holds whole tensors, so a run can go on in another layout; in the same layout it goes on bit for bit. It appears under its name
 //! only when it is complete. Only rank 0 writes and reads: no file system has to be shared.
 
 use std::collections::BTreeMap;
@@ -9,11 +9,11 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
 use candle_core::{Device, Tensor};
-use farwire::Communicator;
+use farwire::{CodecChoice, CodecPolicy, Communicator};
 use serde::{Deserialize, Serialize};
 
 use crate::error::TrainError;
-use crate::trainer::{Settings, Trainer};
+use crate::trainer::{Settings, Trainer, text};
 
 /// What is known of a checkpoint beside its tensors.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -22,6 +22,9 @@ pub struct Checkpoint {
     pub step: usize,
     /// The job's settings.
     pub settings: Settings,
+    /// Which codecs were chosen, where the settings leave that to measuring.
+    #[serde(default, with = "text")]
+    pub codec: CodecPolicy,
     /// Whatever else the job wants to keep.
     pub notes: serde_json::Value,
 }
@@ -36,7 +39,8 @@ impl Trainer {
         let residuals = self.gathered_residuals()?;
         let mut result = Ok(());
         if let (Some(weights), Some(moments), Some(residuals)) = (weights, moments, residuals) {
-            let about = Checkpoint { step: self.steps_done(), settings: self.settings().clone(), notes };
+            let (settings, codec) = (self.settings().clone(), self.codec().clone());
+            let about = Checkpoint { step: self.steps_done(), settings, codec, notes };
             result = write(dir, &about, &weights, &moments, &residuals);
         }
         // Nobody goes on before it is there; and if it could not be written, rank 0 says why.
@@ -63,8 +67,11 @@ impl Trainer {
         };
         let about: Checkpoint = serde_json::from_slice(&text).map_err(|error| bad(dir, error.to_string()))?;
         self.restore(about.step, tensors)?;
+        // What is owed is owed through the same codecs, and a run that goes on must not depend on today's network.
+        let is_known = self.settings().layout() == about.settings.layout()
+            && !matches!(about.settings.codec, CodecChoice::Given(_));
+        self.restore_codec(&about.settings, is_known.then(|| about.codec.clone()));
         self.restore_residuals(residuals)?;
-        self.restore_phase_in(&about.settings);
         Ok(about)
     }
 
@@ -157,10 +164,9 @@ fn read(dir: &Path, settings: &Settings) -> Result<(Checkpoint, Saved), TrainErr
         let found = candle_core::safetensors::load(&path, &Device::Cpu);
         tensors.extend(found.map_err(|error| bad(&path, error.to_string()))?);
     }
-    let layout = |settings: &Settings| (settings.dp, settings.tp, settings.pp, settings.schedule.chunks());
     let mut residuals = vec![Vec::new(); settings.ranks()];
     // What was owed belongs to ranks: in another layout it is left behind.
-    if layout(settings) == layout(&about.settings) {
+    if settings.layout() == about.settings.layout() {
         for (rank, residuals) in residuals.iter_mut().enumerate() {
             let path = newest.join(residuals_of(rank));
             *residuals = fs::read(&path)

@@ -2,8 +2,8 @@
 
 use candle_core::backprop::GradStore;
 use candle_core::{Device, Result, Tensor, Var};
-use farwire::{CodecSpec, Communicator};
-use farwire_train::{Compressed, DENSE, Entry, Exchange, PhaseIn, Plan, Rules, Summary};
+use farwire::{CodecChoice, CodecPolicy, CodecSpec, Communicator, DType};
+use farwire_train::{Compressed, DENSE, DENSE_BELOW, Entry, Exchange, PhaseIn, Plan, Rules, Summary};
 
 use crate::error::TrainError;
 
@@ -21,18 +21,21 @@ pub struct DataParallel {
 pub(crate) const BUCKET_BYTES: usize = 4 << 20;
 
 impl DataParallel {
-    /// Checks that all ranks have the same variables, and gives them rank 0's values. Gradients of biases and norms travel as they are, the others through the codec, with error feedback.
+    /// Checks that all ranks have the same variables, and gives them rank 0's values. Gradients of biases and norms travel as they are, the others through the codec, with error
+    /// feedback. The codec `auto` is chosen by measuring, for about a second.
     pub fn new(
         comm: &Communicator,
         vars: impl IntoIterator<Item = (String, Var)>,
-        codec: CodecSpec,
+        codec: CodecChoice,
     ) -> std::result::Result<Self, TrainError> {
         let mut vars: Vec<(String, Var)> = vars.into_iter().collect();
         vars.sort_by(|(a, _), (b, _)| a.cmp(b));
         let plan = plan(vars.iter().map(|(name, var)| (&name[..], var)))?;
         plan.agree(comm)?;
         broadcast(comm, vars.iter().map(|(_, var)| var))?;
-        let exchange = Exchange::new(Compressed::new(comm, codec), &plan, BUCKET_BYTES, &groups(codec));
+        let codec = codec.settle(comm, comm)?;
+        let groups = groups(&plan, &codec);
+        let exchange = Exchange::new(Compressed::new(comm, codec), &plan, BUCKET_BYTES, &groups);
         Ok(Self { vars, exchange, steps: 0 })
     }
 
@@ -71,10 +74,15 @@ impl std::fmt::Debug for DataParallel {
     }
 }
 
-/// Biases and norms are few and matter much: they travel as they are.
-pub(crate) fn groups(codec: CodecSpec) -> Rules<String> {
+/// Biases and norms are few and matter much: they travel as they are. So do parameters too small for a codec, which can then share buckets.
+pub(crate) fn groups(plan: &Plan, codec: &CodecPolicy) -> Rules<String> {
     let dense = || DENSE.to_owned();
-    Rules::new(codec.to_string()).on("*.bias", dense()).on("*norm*", dense())
+    let is_small = |entry: &&Entry| {
+        let elements = entry.shape.iter().product();
+        elements < DENSE_BELOW || codec.codec_for(elements, DType::F32) == CodecSpec::None
+    };
+    let rules = Rules::new(codec.to_string()).on("*.bias", dense()).on("*norm*", dense());
+    plan.entries().iter().filter(is_small).fold(rules, |rules, entry| rules.on(&entry.name[..], dense()))
 }
 
 pub(crate) fn plan<'a>(

@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use candle_core::{Device, Tensor};
-use farwire::{CodecSpec, Communicator, ErrorFeedback, ReduceOp};
+use farwire::{CodecChoice, CodecPolicy, Communicator, ErrorFeedback, ReduceOp};
 use farwire_train::{
     Compressed, Entry, Exchange, Mesh, PhaseIn, Plan, Reducer, Rules, Schedule, Span, Squares, global_norm,
 };
@@ -65,7 +65,7 @@ pub struct Settings {
     pub shard_optimizer: bool,
     /// How gradients are compressed.
     #[serde(with = "text")]
-    pub codec: CodecSpec,
+    pub codec: CodecChoice,
     /// Steps at the start in which gradients are not compressed.
     #[serde(default)]
     pub dense_steps: usize,
@@ -92,7 +92,7 @@ impl Default for Settings {
             seed: 1,
             bucket_bytes: 1 << 20,
             shard_optimizer: false,
-            codec: CodecSpec::default(),
+            codec: CodecChoice::default(),
             dense_steps: 0,
             falling_steps: 0,
         }
@@ -100,17 +100,17 @@ impl Default for Settings {
 }
 
 /// Settings that are written as text.
-mod text {
+pub(crate) mod text {
     use std::fmt::Display;
     use std::str::FromStr;
 
     use serde::{Deserialize, Deserializer, Serializer, de};
 
-    pub(super) fn serialize<T: Display, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
+    pub(crate) fn serialize<T: Display, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_str(value)
     }
 
-    pub(super) fn deserialize<'de, T, D>(deserializer: D) -> Result<T, D::Error>
+    pub(crate) fn deserialize<'de, T, D>(deserializer: D) -> Result<T, D::Error>
     where
         T: FromStr<Err: Display>,
         D: Deserializer<'de>,
@@ -158,6 +158,11 @@ impl Settings {
         self.dp * self.tp * self.pp
     }
 
+    /// Who has what: what is owed in one layout cannot be paid in another.
+    pub(crate) fn layout(&self) -> [usize; 4] {
+        [self.dp, self.tp, self.pp, self.schedule.chunks()]
+    }
+
     /// The learning rate of a step: up in a line, down in half a cosine to a tenth.
     pub fn rate(&self, step: usize) -> f64 {
         if step < self.warm_up {
@@ -166,10 +171,6 @@ impl Settings {
         let left = self.steps.saturating_sub(self.warm_up).max(1) as f64;
         let done = ((step - self.warm_up) as f64 / left).min(1.0);
         self.learning_rate * (0.1 + 0.9 * 0.5 * (1.0 + (std::f64::consts::PI * done).cos()))
-    }
-
-    fn phase_in(&self) -> PhaseIn {
-        PhaseIn { dense: self.dense_steps as u64, falling: self.falling_steps as u64 }
     }
 
     /// Whether a run with these settings can go on from a checkpoint of one with `other`: all but layout and length must be the same.
@@ -252,6 +253,8 @@ pub struct Trainer {
     mesh: Mesh,
     tensor: Group,
     pipeline: Pipeline,
+    plan: Plan,
+    codec: CodecPolicy,
     exchange: Exchange<Compressed>,
     params: BTreeMap<String, Param>,
     /// Which replica updates a parameter, where the optimizer is sharded.
@@ -291,9 +294,8 @@ impl Trainer {
         broadcast(axis("dp"), order.iter().map(|param| &param.var))?;
         let params = order.into_iter().map(|param| (param.name.clone(), param.clone())).collect();
         let owners = if settings.shard_optimizer { owners(&plan, settings.dp) } else { BTreeMap::new() };
-        let mut reducer = Compressed::new(axis("dp"), settings.codec);
-        reducer.set_phase_in(settings.phase_in());
-        let exchange = Exchange::new(reducer, &plan, settings.bucket_bytes, &groups(settings.codec));
+        let codec = settings.codec.settle(axis("dp"), world)?;
+        let exchange = exchange(&settings, &mesh, &plan, &codec);
         let decay = Rules::new(settings.decay).on("*.bias", 0.0).on("*norm*", 0.0).on("embedding.*", 0.0);
         let batches = Batches::new(text, settings.seed, settings.model.context, settings.batch)?;
         let adam = AdamW::new(decay);
@@ -303,6 +305,8 @@ impl Trainer {
             mesh,
             tensor,
             pipeline,
+            plan,
+            codec,
             exchange,
             params,
             owners,
@@ -317,6 +321,11 @@ impl Trainer {
     /// The settings.
     pub fn settings(&self) -> &Settings {
         &self.settings
+    }
+
+    /// Which codec gradients take, by their length: what is in the settings, or what was measured.
+    pub fn codec(&self) -> &CodecPolicy {
+        &self.codec
     }
 
     /// The mesh.
@@ -567,11 +576,12 @@ impl Trainer {
         crate::checkpoint::gather_bytes(self.mesh.world(), mine)
     }
 
-    /// Phases the codec in as the run did that this one goes on from, however many steps are to follow.
-    pub(crate) fn restore_phase_in(&mut self, saved: &Settings) {
+    /// Goes on as the run did that this one goes on from: with the codecs it chose, if they are for this layout, and phasing them in as it would have.
+    pub(crate) fn restore_codec(&mut self, saved: &Settings, codec: Option<CodecPolicy>) {
         self.settings.dense_steps = saved.dense_steps;
         self.settings.falling_steps = saved.falling_steps;
-        self.exchange.reducer_mut().set_phase_in(self.settings.phase_in());
+        self.codec = codec.unwrap_or_else(|| self.codec.clone());
+        self.exchange = exchange(&self.settings, &self.mesh, &self.plan, &self.codec);
     }
 
     /// Goes on with what was owed: this rank's of the files that rank 0 of the world has.
@@ -659,6 +669,15 @@ impl Trainer {
         self.step = step;
         Ok(())
     }
+}
+
+/// An exchange over dp.
+fn exchange(settings: &Settings, mesh: &Mesh, plan: &Plan, codec: &CodecPolicy) -> Exchange<Compressed> {
+    let replicas = mesh.axis("dp").expect("the mesh was made with these axes");
+    let mut reducer = Compressed::new(replicas, codec.clone());
+    reducer
+        .set_phase_in(PhaseIn { dense: settings.dense_steps as u64, falling: settings.falling_steps as u64 });
+    Exchange::new(reducer, plan, settings.bucket_bytes, &groups(plan, codec))
 }
 
 /// Whether this replica updates a parameter.

@@ -93,6 +93,56 @@ fn a_killed_run_goes_on_bit_for_bit() {
     }
 }
 
+/// What was measured at the start is kept: a run does not depend on how fast the network is when it goes on, and pays what it owes.
+#[test]
+fn a_run_with_a_measured_codec_goes_on_with_the_same() {
+    let dir = directory("auto");
+    let model = gpt::Config { width: 32, ..settings().model };
+    let settings = |codec: &str| Settings {
+        model,
+        tp: 1,
+        codec: codec.parse().unwrap(),
+        dense_steps: 1,
+        shard_optimizer: false,
+        ..settings()
+    };
+    std::thread::scope(|scope| {
+        for comm in farwire::local(2).unwrap() {
+            let (dir, text, settings) = (&dir, text(), &settings);
+            scope.spawn(move || {
+                let losses = |trainer: &mut Trainer, steps: usize| -> Vec<f64> {
+                    (0..steps).map(|_| trainer.step(false).unwrap().loss).collect()
+                };
+                let given = losses(&mut Trainer::new(&comm, settings("int8"), &text).unwrap(), 6);
+                // Whatever was chosen here, the checkpoint shall say that it was int8.
+                let start = Trainer::new(&comm, settings("auto"), &text).unwrap();
+                start.save(dir, serde_json::Value::Null).unwrap();
+                if comm.rank() == 0 {
+                    let path = dir.join("step-00000000").join("job.json");
+                    let file = std::fs::read(&path).unwrap();
+                    let mut about: serde_json::Value = serde_json::from_slice(&file).unwrap();
+                    assert_eq!(about["codec"], start.codec().to_string());
+                    about["codec"] = "int8 from 4 KiB (2.5×)".into();
+                    std::fs::write(&path, about.to_string()).unwrap();
+                }
+                comm.barrier().wait().unwrap();
+                let mut trainer = Trainer::new(&comm, settings("auto"), &text).unwrap();
+                trainer.resume(dir).unwrap();
+                assert_eq!(trainer.codec().to_string(), "int8 from 4 KiB (2.5×)");
+                assert_eq!(losses(&mut trainer, 3), given[..3]);
+                trainer.save(dir, serde_json::Value::Null).unwrap();
+                let mut trainer = Trainer::new(&comm, settings("auto"), &text).unwrap();
+                trainer.resume(dir).unwrap();
+                assert_eq!(losses(&mut trainer, 3), given[3..]);
+                // One codec or another is not the same run.
+                let mut other = Trainer::new(&comm, settings("auto:int8"), &text).unwrap();
+                assert!(other.resume(dir).is_err());
+            });
+        }
+    });
+    std::fs::remove_dir_all(dir).unwrap();
+}
+
 /// A checkpoint holds whole tensors, so the layout may change.
 #[test]
 fn a_run_goes_on_in_another_layout() {

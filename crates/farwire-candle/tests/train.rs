@@ -6,7 +6,7 @@ mod common;
 
 use candle_core::{Device, Tensor, Var};
 use common::text;
-use farwire::CodecSpec;
+use farwire::CodecChoice;
 use farwire::Communicator;
 use farwire_candle::{
     DataParallel, Group, Init, Params, Pipeline, Segment, Settings, Stage, TrainError, Trainer, gpt,
@@ -185,7 +185,7 @@ fn replicas_of_a_plain_model_start_and_stay_the_same() {
             (name.to_owned(), Var::from_tensor(&Tensor::new(&[value, 2.0], &Device::Cpu).unwrap()).unwrap())
         };
         let vars = vec![var("b", comm.rank() as f32), var("a", 5.0)];
-        let mut replicas = DataParallel::new(&comm, vars.clone(), CodecSpec::None).unwrap();
+        let mut replicas = DataParallel::new(&comm, vars.clone(), CodecChoice::default()).unwrap();
         assert_eq!(vars[0].1.to_vec1::<f32>().unwrap(), [0.0, 2.0]);
         let loss =
             ((vars[0].1.as_tensor() * (comm.rank() + 1) as f64).unwrap() + vars[1].1.as_tensor()).unwrap();
@@ -198,7 +198,7 @@ fn replicas_of_a_plain_model_start_and_stay_the_same() {
         assert!(matches!(&error, TrainError::NoGradient(name) if name == "b"), "{error}");
         // Ranks with different models.
         let odd = if comm.rank() == 1 { "c" } else { "b" };
-        let error = DataParallel::new(&comm, vec![var(odd, 1.0)], CodecSpec::None).unwrap_err();
+        let error = DataParallel::new(&comm, vec![var(odd, 1.0)], CodecChoice::default()).unwrap_err();
         assert!(matches!(error, TrainError::Plan(PlanError::Differ { .. })), "{error}");
     });
 }

@@ -121,6 +121,8 @@ fn wrong_launches_are_refused_with_what_to_do() {
         (&["bench", "all_reduce", "--size", "5", "--ranks", "2"], "whole number of f32 elements"),
         (&["bench", "all_reduce", "--link", "inproc"], "say how many with --ranks"),
         (&["bench", "all_reduce", "--codec", "zip"], "none"),
+        (&["bench", "codec", "--codec", "auto"], "name one"),
+        (&["bench", "broadcast", "--codec", "auto"], "--codec auto cannot serve broadcast"),
         (&["bench", "all_reduce"], "farwire launch -n 4"),
     ] {
         let output = Command::new(env!("CARGO_BIN_EXE_farwire"))
@@ -176,6 +178,26 @@ fn bench_measures_and_checks_every_operation_over_every_link() {
                     assert!(row[field].is_number(), "{field} in {row}");
                 }
             }
+        }
+    }
+}
+
+#[test]
+fn bench_says_what_auto_chose_and_gets_what_that_gives() {
+    for op in ["all_reduce", "reduce_scatter", "all_gather"] {
+        for codec in ["auto", "auto:topk:0.01"] {
+            let arguments = ["--ranks", "3", "--link", "quic", "--size", "12,120000,3145728", "--iters", "2"];
+            let said = succeeds(
+                &[&["bench", op, "--codec", codec][..], &arguments, &["--check", "--json"]].concat(),
+            );
+            let rows: Vec<Value> = said.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+            assert_eq!(rows.len(), 3, "{said}");
+            for row in &rows {
+                assert_eq!((&row["wrong"], &row["codec"]), (&0.into(), &codec.into()), "{row}");
+                let chosen = row["chosen"].as_str().unwrap();
+                assert!(["none", "bf16", "int8", "topk:0.01"].contains(&chosen), "{row}");
+            }
+            assert_eq!(rows[0]["chosen"], "none", "what is shorter than all that is measured stays dense");
         }
     }
 }

@@ -114,6 +114,23 @@ fn every_axis_works_from_the_command_line_and_under_launch() {
     assert!(!said.contains("[1]"), "only rank 0 speaks: {said}");
 }
 
+#[test]
+fn a_codec_can_be_left_to_measuring_and_a_run_goes_on_with_what_was_chosen() {
+    let dir = Folder::new("auto");
+    let job = "--ranks 2 --steps 4 --dense-steps 1 --codec auto --checkpoint kept";
+    let output = farwire(&dir.0, job);
+    let said = text(&output.stdout);
+    assert!(output.status.success(), "{said}{}", text(&output.stderr));
+    let chosen = said.lines().find_map(|line| line.strip_prefix("  auto is ")).unwrap();
+    assert!(said.contains(&format!("codec auto: {chosen}")), "{said}");
+    let page = std::fs::read_to_string(dir.0.join("report.html")).unwrap();
+    assert!(page.contains(&format!("auto is {chosen}")), "{chosen}");
+    let lines = json(&dir.0, &format!("{} --resume", job.replace("--steps 4", "--steps 6")));
+    let summary = lines.last().unwrap();
+    assert_eq!((&summary["codec"], &summary["chosen"]), (&"auto".into(), &chosen.into()));
+    assert_eq!(losses(&lines).len(), 2);
+}
+
 /// Ctrl-C ends a run with a checkpoint, and the run that goes on from it is the one that was not interrupted.
 #[test]
 fn an_interrupted_run_leaves_a_checkpoint_and_goes_on() {

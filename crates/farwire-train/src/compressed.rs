@@ -1,6 +1,6 @@
 //! Buckets through a codec.
 
-use farwire::{CodecSpec, Communicator, Compressor, ErrorFeedback, Pending, ReduceOp};
+use farwire::{CodecPolicy, CodecSpec, Communicator, Compressor, DType, ErrorFeedback, Pending, ReduceOp};
 
 use crate::exchange::{Bucket, DENSE, Reducer};
 use crate::phase_in::PhaseIn;
@@ -14,7 +14,7 @@ pub const DENSE_BELOW: usize = 1024;
 #[derive(Debug)]
 pub struct Compressed {
     group: Communicator,
-    codec: CodecSpec,
+    policy: CodecPolicy,
     compressor: Compressor,
     phase_in: PhaseIn,
     step: u64,
@@ -22,9 +22,9 @@ pub struct Compressed {
 
 impl Compressed {
     /// Exchanges between the ranks of `group`.
-    pub fn new(group: &Communicator, codec: CodecSpec) -> Self {
-        let compressor = Compressor::new(codec).dense_below(DENSE_BELOW);
-        Self { group: group.clone(), codec, compressor, phase_in: PhaseIn::default(), step: 0 }
+    pub fn new(group: &Communicator, policy: CodecPolicy) -> Self {
+        let compressor = Compressor::by_size(policy.clone()).dense_below(DENSE_BELOW);
+        Self { group: group.clone(), policy, compressor, phase_in: PhaseIn::default(), step: 0 }
     }
 
     /// The codec is phased in from now on; the same on all ranks.
@@ -37,7 +37,8 @@ impl Compressed {
         if bucket.group == DENSE || bucket.len() < DENSE_BELOW {
             return CodecSpec::None;
         }
-        self.phase_in.codec_at(self.step, self.codec, bucket.len())
+        let codec = self.policy.codec_for(bucket.len(), DType::F32);
+        self.phase_in.codec_at(self.step, codec, bucket.len())
     }
 }
 
@@ -48,7 +49,7 @@ impl Reducer for Compressed {
 
     fn start(&mut self, bucket: &Bucket, data: Vec<f32>) -> Pending<Vec<f32>> {
         // A random choice must not depend on how many calls came before, or a resumed run would choose differently.
-        let compressor = self.compressor.at_step(self.step).through(self.codec(bucket));
+        let compressor = self.compressor.at_step(self.step).with_codec(self.codec(bucket));
         let compressor = match &bucket.parts[..] {
             [part] => compressor.shaped(&part.shape),
             _ => compressor,

@@ -1,6 +1,6 @@
 //! How a run comes to its codec.
 
-use farwire::CodecSpec;
+use farwire::{CodecChoice, CodecSpec};
 
 /// A codec that leaves much out does harm while a model still learns fast; so it is phased in.
 ///
@@ -25,7 +25,10 @@ const FIRST: f64 = 0.25;
 
 impl PhaseIn {
     /// What a run of so many steps does well with. A codec that trains like dense needs none of it; others get an eighth of the run dense, and sparse ones two thirds to fall in.
-    pub fn over(codec: CodecSpec, steps: u64) -> Self {
+    pub fn over(codec: impl Into<CodecChoice>, steps: u64) -> Self {
+        let (CodecChoice::Given(codec) | CodecChoice::WhereFaster(codec)) = codec.into() else {
+            return Self::default();
+        };
         match codec {
             CodecSpec::TopK(_) | CodecSpec::RandomK(_) => Self { dense: steps / 8, falling: steps * 2 / 3 },
             CodecSpec::Sign | CodecSpec::PowerSgd(_) => Self { dense: steps / 8, falling: 0 },
@@ -87,6 +90,7 @@ mod tests {
             let PhaseIn { dense, falling } = PhaseIn::over(wanted, steps);
             assert!(dense + falling < steps, "{steps}");
         }
-        assert_eq!(PhaseIn::over("int8".parse().unwrap(), 300), PhaseIn::default());
+        assert_eq!(PhaseIn::over(CodecChoice::Auto, 300), PhaseIn::default());
+        assert_eq!(PhaseIn::over("int8".parse::<CodecSpec>().unwrap(), 300), PhaseIn::default());
     }
 }

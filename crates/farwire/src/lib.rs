@@ -24,6 +24,7 @@
 #[doc = include_str!("../../../README.md")]
 struct Readme;
 
+mod auto;
 mod buffer;
 mod calls;
 mod coder;
@@ -38,6 +39,7 @@ mod local;
 mod node;
 mod observe;
 mod pending;
+mod policy;
 mod process;
 mod quic;
 mod shm;
@@ -60,5 +62,6 @@ pub use join::rendezvous::JoinError;
 pub use local::{local, local_with};
 pub use observe::flight;
 pub use pending::Pending;
+pub use policy::{ChoiceError, CodecChoice, CodecPolicy, PolicyError};
 pub use process::{Builder, LinkChoice, Preset};
 pub use token::{Token, TokenError};

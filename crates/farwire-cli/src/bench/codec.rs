@@ -6,7 +6,7 @@ use std::io::Write;
 use std::num::NonZeroUsize;
 use std::time::Instant;
 
-use farwire::CodecSpec;
+use farwire::{CodecChoice, CodecSpec};
 use farwire_codec::{Context, Encoded, Job, Keep, Partitioned, Place, Plan, PowerSgd, Residual, Shape};
 use serde::Serialize;
 
@@ -52,9 +52,13 @@ struct Row {
 
 /// Measures each codec at each size.
 pub(super) fn run(args: &Args) -> Result<(), BenchError> {
-    let codecs = match &args.codec[..] {
+    let by_itself = |choice: &CodecChoice| match choice {
+        CodecChoice::Given(codec) => Ok(*codec),
+        other => Err(BenchError::NotByItself(*other)),
+    };
+    let codecs: Vec<CodecSpec> = match &args.codec[..] {
         [] => ALL.iter().map(|name| name.parse().expect("these are codecs")).collect(),
-        named => named.to_vec(),
+        named => named.iter().map(by_itself).collect::<Result<_, _>>()?,
     };
     let mut out = std::io::stdout().lock();
     if !args.json {

@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
 use farwire::{
-    Buffer, CodecSpec, Communicator, Compressor, Element, Error, ErrorFeedback, Float, LinkChoice, Options,
+    Buffer, CodecChoice, CodecPolicy, CodecSpec, Communicator, Compressor, Element, Error, ErrorFeedback,
+    Float, LinkChoice, Options,
 };
 use farwire_codec::Context;
 use farwire_codec::exchange::{Collective, Exchange, Order, Through};
@@ -35,6 +36,7 @@ Examples:
   farwire bench all_reduce --ranks 2
   farwire bench all_reduce --ranks 4 --size 4KiB,1MiB,64MiB --link quic --check
   farwire bench all_reduce --ranks 2 --link quic --codec topk:0.01
+  farwire bench all_reduce --ranks 2 --codec auto    (compressed where that is faster)
   farwire bench codec --codec int8 --size 64MiB      (a codec by itself)
   farwire launch -n 4 -- farwire bench broadcast --size 16MiB --json")]
 pub(crate) struct Args {
@@ -54,9 +56,9 @@ pub(crate) struct Args {
     #[arg(long, alias = "op", default_value = "sum", value_parser = named::<ReduceOp, _>(ReduceOp::ALL.map(ReduceOp::name)))]
     reduce: ReduceOp,
     /// How gradients are compressed on the wire, with error feedback: none, topk:0.01, randk:0.01, int8, sign, powersgd:4, … For all_reduce, reduce_scatter, all_gather, and by itself
-    /// for `codec`, which takes several.
+    /// for `codec`, which takes several. `auto` measures first, for a second, and takes bf16 or int8 at sizes at which that is faster than none; `auto:topk:0.01` does so with that codec.
     #[arg(long)]
-    codec: Vec<CodecSpec>,
+    codec: Vec<CodecChoice>,
     /// Threads that `codec` uses.
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..=256))]
     threads: u32,
@@ -148,6 +150,8 @@ pub(crate) enum BenchError {
     NotCodable { codec: String, kind: Kind, dtype: DType, op: ReduceOp },
     #[error("give one --codec; only `farwire bench codec` takes several")]
     SeveralCodecs,
+    #[error("--codec {0} is chosen between ranks; for a codec by itself, name one")]
+    NotByItself(CodecChoice),
     #[error(transparent)]
     Launch(#[from] LaunchError),
     #[error(transparent)]
@@ -161,6 +165,8 @@ pub(crate) enum BenchError {
 struct Row {
     op: &'static str,
     codec: String,
+    /// The codec itself, where `codec` is `auto`.
+    chosen: String,
     link: &'static str,
     ranks: usize,
     bytes: usize,
@@ -188,7 +194,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, BenchError> {
     if args.codec.len() > 1 {
         return Err(BenchError::SeveralCodecs);
     }
-    if let Some(codec) = args.codec.first().filter(|codec| **codec != CodecSpec::None) {
+    if let Some(codec) = args.codec.first().filter(|codec| **codec != CodecChoice::default()) {
         let (dtype, op) = (args.dtype, args.reduce);
         let codable = matches!(kind, Kind::AllReduce | Kind::ReduceScatter | Kind::AllGather);
         if !codable || !dtype.is_float() || !matches!(op, ReduceOp::Sum | ReduceOp::Mean) {
@@ -261,21 +267,22 @@ fn measure_all(args: &Args, comm: &Communicator) -> Result<u64, BenchError> {
     if args.op == Op::Between(Kind::Message) && comm.size() < 2 {
         return Err(BenchError::TooFew(Kind::Message));
     }
+    let policy = args.choice().settle(&args.tuned(comm), comm)?;
     if comm.rank() == 0 && !args.json {
-        writeln!(out, "{}", Heading(args, comm.size()))?;
+        writeln!(out, "{}", Heading(args, &policy, comm.size()))?;
     }
     for size in &args.size {
         let row = match args.dtype {
-            DType::F32 => measure::<f32>(args, comm, *size),
-            DType::F64 => measure::<f64>(args, comm, *size),
-            DType::F16 => measure::<f16>(args, comm, *size),
-            DType::Bf16 => measure::<bf16>(args, comm, *size),
-            DType::I8 => measure::<i8>(args, comm, *size),
-            DType::I32 => measure::<i32>(args, comm, *size),
-            DType::I64 => measure::<i64>(args, comm, *size),
-            DType::U8 => measure::<u8>(args, comm, *size),
-            DType::U32 => measure::<u32>(args, comm, *size),
-            DType::U64 => measure::<u64>(args, comm, *size),
+            DType::F32 => measure::<f32>(args, comm, &policy, *size),
+            DType::F64 => measure::<f64>(args, comm, &policy, *size),
+            DType::F16 => measure::<f16>(args, comm, &policy, *size),
+            DType::Bf16 => measure::<bf16>(args, comm, &policy, *size),
+            DType::I8 => measure::<i8>(args, comm, &policy, *size),
+            DType::I32 => measure::<i32>(args, comm, &policy, *size),
+            DType::I64 => measure::<i64>(args, comm, &policy, *size),
+            DType::U8 => measure::<u8>(args, comm, &policy, *size),
+            DType::U32 => measure::<u32>(args, comm, &policy, *size),
+            DType::U64 => measure::<u64>(args, comm, &policy, *size),
         }?;
         wrong += row.wrong.unwrap_or(0);
         if comm.rank() == 0 {
@@ -301,18 +308,36 @@ struct Trial<'a, T> {
     data: Vec<T>,
     counts: Vec<usize>,
     compressor: Option<Compressor>,
+    /// What that does at this size.
+    codec: CodecSpec,
 }
 
-fn measure<T: Element>(args: &Args, comm: &Communicator, bytes: usize) -> Result<Row, BenchError> {
-    let options = Options { algorithm: args.algorithm, ..Options::default() };
-    let tuned = comm.with_options(options);
+impl Args {
+    fn choice(&self) -> CodecChoice {
+        self.codec.first().copied().unwrap_or_default()
+    }
+
+    fn tuned(&self, comm: &Communicator) -> Communicator {
+        comm.with_options(Options { algorithm: self.algorithm, ..Options::default() })
+    }
+}
+
+fn measure<T: Element>(
+    args: &Args,
+    comm: &Communicator,
+    policy: &CodecPolicy,
+    bytes: usize,
+) -> Result<Row, BenchError> {
+    let tuned = args.tuned(comm);
     let count = bytes / T::DTYPE.size();
     let (rank, ranks) = (comm.rank(), comm.size());
     let world = WorldSize::new(ranks as u32).expect("a communicator has a rank");
     let counts = (0..ranks as u32).map(|rank| Counts::even(count, world).of(Rank(rank))).collect();
     let Op::Between(kind) = args.op else { unreachable!("codecs by themselves are measured elsewhere") };
-    let codec = args.codec.first().filter(|codec| **codec != CodecSpec::None);
-    let compressor = codec.map(|codec| Compressor::new(*codec));
+    // Through a compressor, all gather the same number.
+    let whole = if kind == Kind::AllGather { count / ranks * ranks } else { count };
+    let codec = policy.codec_for(whole, T::DTYPE);
+    let compressor = (args.choice() != CodecChoice::default()).then(|| Compressor::by_size(policy.clone()));
     let mut trial = Trial::<T> {
         comm: &tuned,
         kind,
@@ -321,13 +346,14 @@ fn measure<T: Element>(args: &Args, comm: &Communicator, bytes: usize) -> Result
         data: Vec::new(),
         counts,
         compressor: compressor.as_ref().map(|compressor| compressor.at_step(0)),
+        codec,
     };
 
     let mut wrong = None;
     if args.check {
         trial.data = trial.input(rank);
         let result = trial.call()?;
-        let mine = differences::<T>(&result, &trial.expected(args.algorithm, codec));
+        let mine = differences::<T>(&result, &trial.expected(args.algorithm));
         wrong = Some(comm.all_reduce(vec![mine], ReduceOp::Sum).wait()?[0]);
     }
     trial.compressor = compressor;
@@ -361,7 +387,8 @@ fn measure<T: Element>(args: &Args, comm: &Communicator, bytes: usize) -> Result
     };
     Ok(Row {
         op: kind.name(),
-        codec: codec.map_or_else(|| "none".to_owned(), CodecSpec::to_string),
+        codec: args.choice().to_string(),
+        chosen: codec.to_string(),
         link: args.link.name(),
         ranks,
         bytes,
@@ -381,7 +408,7 @@ impl<T: Element> Trial<'_, T> {
     fn turn(&mut self) -> Result<Duration, Error> {
         let length = self.data.len();
         // A codec's work depends on the data, and sums of sums would overflow: it gets the same gradient each time.
-        let same = self.compressor.is_some().then(|| self.data.clone());
+        let same = (self.codec != CodecSpec::None).then(|| self.data.clone());
         let start = Instant::now();
         let result = self.call()?;
         let took = start.elapsed();
@@ -447,7 +474,7 @@ impl<T: Element> Trial<'_, T> {
     fn input_len(&self, rank: usize) -> usize {
         let ranks = self.comm.size();
         match self.kind {
-            // Through a codec, all gather the same number.
+            // Through a compressor, all gather the same number.
             Kind::AllGather if self.compressor.is_some() => self.count / ranks,
             Kind::AllGather => self.counts[rank],
             Kind::Gather => self.count / ranks,
@@ -460,7 +487,7 @@ impl<T: Element> Trial<'_, T> {
     /// A rank's input: small whole numbers, which every type holds exactly, different from rank to rank and from element to element.
     /// For a codec, a gradient.
     fn input(&self, rank: usize) -> Vec<T> {
-        if self.compressor.is_some() {
+        if self.codec != CodecSpec::None {
             return from_floats(&codec::gaussian(self.input_len(rank), rank as u64 + 1));
         }
         let bytes = (0..self.input_len(rank)).flat_map(|i| {
@@ -480,10 +507,10 @@ impl<T: Element> Trial<'_, T> {
     }
 
     /// What this rank must get, by the oracle.
-    fn expected(&self, algorithm: Option<Algorithm>, codec: Option<&CodecSpec>) -> Vec<T> {
+    fn expected(&self, algorithm: Option<Algorithm>) -> Vec<T> {
         let ranks = self.comm.size();
-        if let Some(codec) = codec {
-            return self.expected_coded(codec);
+        if self.codec != CodecSpec::None {
+            return self.expected_coded();
         }
         let inputs: Vec<Vec<u8>> =
             (0..ranks).map(|rank| bytemuck::cast_slice(&self.input(rank)).to_vec()).collect();
@@ -494,6 +521,7 @@ impl<T: Element> Trial<'_, T> {
         let call = match self.kind {
             Kind::AllReduce => Call::AllReduce { count, dtype, op },
             Kind::ReduceScatter => Call::ReduceScatter { count, dtype, op },
+            Kind::AllGather if self.compressor.is_some() => Call::AllGather { counts: each, dtype },
             Kind::AllGather => Call::AllGather { counts: Counts::listed(self.counts.clone(), world), dtype },
             Kind::Broadcast => Call::Broadcast { count, dtype, root },
             Kind::Reduce => Call::Reduce { count, dtype, op, root },
@@ -514,7 +542,7 @@ impl<T: Element> Trial<'_, T> {
 
 impl<T: Element> Trial<'_, T> {
     /// What this rank must get through a codec: the same rounds, with all ranks in this one process and no network.
-    fn expected_coded(&self, codec: &CodecSpec) -> Vec<T> {
+    fn expected_coded(&self) -> Vec<T> {
         let ranks = self.comm.size();
         let world = WorldSize::new(ranks as u32).expect("a communicator has a rank");
         let feedback: Vec<_> = (0..ranks).map(|_| ErrorFeedback::new()).collect();
@@ -532,7 +560,7 @@ impl<T: Element> Trial<'_, T> {
                     Kind::AllGather => Collective::AllGather(Counts::Each(input.len())),
                     _ => Collective::AllReduce(self.op),
                 },
-                through: Through::Spec(*codec),
+                through: Through::Spec(self.codec),
                 rank: Rank(rank as u32),
                 world,
                 input,
@@ -584,23 +612,27 @@ fn cpu_time() -> Duration {
 }
 
 /// The lines above the table.
-struct Heading<'a>(&'a Args, usize);
+struct Heading<'a>(&'a Args, &'a CodecPolicy, usize);
 
 impl fmt::Display for Heading<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(args, ranks) = self;
+        let Self(args, policy, ranks) = self;
+        let chosen = match args.choice() {
+            CodecChoice::Given(_) => String::new(),
+            _ => format!(": {policy}"),
+        };
         writeln!(
             f,
-            "{} ({}, {}, codec {}) over {ranks} ranks, link {}",
+            "{} ({}, {}, codec {}{chosen}) over {ranks} ranks, link {}",
             if let Op::Between(kind) = args.op { kind.name() } else { "codec" },
             args.reduce,
             args.dtype,
-            args.codec.first().copied().unwrap_or_default(),
+            args.choice(),
             args.link.name()
         )?;
         write!(
             f,
-            "{:>10} {:>6} {:>11} {:>11} {:>8} {:>8} {:>11} {:>9} {:>6}",
+            "{:>10} {:>6} {:>11} {:>11} {:>8} {:>8} {:>11} {:>9} {:>6}  codec",
             "size", "iters", "p50 µs", "p99 µs", "algbw", "busbw", "sent/rank", "cpu s/GB", "wrong"
         )
     }
@@ -612,7 +644,7 @@ impl fmt::Display for Row {
         let per_gigabyte = if gigabytes > 0.0 { self.cpu_s / gigabytes } else { 0.0 };
         write!(
             f,
-            "{:>10} {:>6} {:>11.1} {:>11.1} {:>8.3} {:>8.3} {:>11} {:>9.2} {:>6}",
+            "{:>10} {:>6} {:>11.1} {:>11.1} {:>8.3} {:>8.3} {:>11} {:>9.2} {:>6}  {}",
             show_bytes(self.bytes as f64),
             self.iters,
             self.p50_us,
@@ -621,7 +653,8 @@ impl fmt::Display for Row {
             self.busbw_gbs,
             show_bytes(self.wire_bytes as f64),
             per_gigabyte,
-            self.wrong.map_or("-".to_owned(), |wrong| wrong.to_string())
+            self.wrong.map_or("-".to_owned(), |wrong| wrong.to_string()),
+            self.chosen
         )
     }
 }

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use farwire::{CodecSpec, Communicator, EnvError, Place};
+use farwire::{CodecChoice, Communicator, EnvError, Place};
 use farwire_candle::gpt::{Config, Writer};
 use farwire_candle::{Settings, StepReport, TrainError, Trainer, embedded};
 use farwire_train::{PhaseIn, Schedule};
@@ -35,6 +35,7 @@ const SAMPLE: usize = 240;
 Examples:
   farwire train                                 4 ranks here, data parallel
   farwire train --compare none,int8,topk:0.01   what compression costs and saves
+  farwire train --codec auto                    compressed where that is faster
   farwire train --ranks 8 --dp 2 --tp 2 --pp 2 --micro-batches 4
   farwire train --data book.txt --steps 2000 --checkpoint runs/book
   farwire train --data book.txt --steps 2000 --checkpoint runs/book --resume
@@ -58,9 +59,10 @@ pub(crate) struct Args {
     /// How they pass through: gpipe, 1f1b, or interleaved:2 (with the number of chunks per rank).
     #[arg(long, default_value_t)]
     schedule: Schedule,
-    /// How gradients are compressed on the wire, with error feedback: none, int8, topk:0.01, randk:0.01, sign, powersgd:4, … Biases and norms travel as they are.
+    /// How gradients are compressed on the wire, with error feedback: none, int8, topk:0.01, randk:0.01, sign, powersgd:4, … Biases and norms travel as they are. `auto` measures for a second at the
+    /// start and takes bf16 or int8 for tensors for which that is faster than none; `auto:topk:0.01` does so with that codec.
     #[arg(long, default_value = "int8")]
-    codec: CodecSpec,
+    codec: CodecChoice,
     /// Steps at the start in which they are not compressed. If not given: an eighth of the run for codecs that leave much out (topk, randk, sign, powersgd), none for others. A resumed run keeps what it began with.
     #[arg(long, value_name = "STEPS")]
     dense_steps: Option<u32>,
@@ -125,7 +127,7 @@ pub(crate) struct Args {
 
 /// Several codecs.
 #[derive(Clone, Debug)]
-struct Codecs(Vec<CodecSpec>);
+struct Codecs(Vec<CodecChoice>);
 
 /// Codecs with commas between, of which some have commas themselves: what is an option belongs to the codec before it.
 fn codecs(text: &str) -> Result<Codecs, String> {
@@ -139,7 +141,7 @@ fn codecs(text: &str) -> Result<Codecs, String> {
             _ => names.push(part.to_owned()),
         }
     }
-    let parsed: Result<Vec<CodecSpec>, _> = names.iter().map(|name| name.parse()).collect();
+    let parsed: Result<Vec<CodecChoice>, _> = names.iter().map(|name| name.parse()).collect();
     parsed.map(Codecs).map_err(|error| error.to_string())
 }
 
@@ -188,7 +190,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, TrainCommandError> {
 }
 
 impl Args {
-    fn settings(&self, ranks: u32, codec: CodecSpec) -> Result<Settings, TrainCommandError> {
+    fn settings(&self, ranks: u32, codec: CodecChoice) -> Result<Settings, TrainCommandError> {
         let (tp, pp) = (self.tp, self.pp);
         let shared = u64::from(tp) * u64::from(pp);
         let dp = match self.dp {
@@ -294,14 +296,14 @@ fn train(
 ) -> Result<Run, TrainCommandError> {
     let steps = settings.steps;
     let mut trainer = Trainer::new(comm, settings, text)?;
-    let mut run = Run::new(&trainer);
     if let Some(path) = &args.init {
         trainer.load_weights(path)?;
     }
-    if let (true, Some(dir)) = (args.resume, &args.checkpoint) {
-        let about = trainer.resume(dir)?;
-        run.steps = serde_json::from_value::<Vec<StepReport>>(about.notes).unwrap_or_default();
-    }
+    let before = match (args.resume, &args.checkpoint) {
+        (true, Some(dir)) => serde_json::from_value::<Vec<StepReport>>(trainer.resume(dir)?.notes),
+        _ => Ok(Vec::new()),
+    };
+    let mut run = Run { steps: before.unwrap_or_default(), ..Run::new(&trainer) };
     view.begin(&run, &trainer)?;
     while trainer.steps_done() < steps && !run.stopped {
         let report = trainer.step(stop.load(Ordering::Relaxed))?;

@@ -119,6 +119,10 @@ fn table(runs: &[Run]) -> String {
             times(outcome.final_ratio),
             percent(outcome.hidden),
         );
+        if let Some(chosen) = &outcome.chosen {
+            let note = format!("{} is {chosen}", outcome.codec);
+            let _ = writeln!(rows, "<tr><td colspan=\"9\" class=\"note\">{}</td></tr>", escape(&note));
+        }
         if let (Some(_), Some(_)) = (outcome.bubble, outcome.bubble_formula) {
             let _ = writeln!(
                 rows,

@@ -4,6 +4,7 @@ use std::io::{IsTerminal, Write};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use farwire::CodecChoice;
 use farwire_candle::{Settings, StepReport, Trainer};
 use farwire_train::Span;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -19,6 +20,8 @@ const EVERY: Duration = Duration::from_secs(2);
 pub(crate) struct Run {
     pub(crate) settings: Settings,
     pub(crate) layout: String,
+    /// What a codec that was left to measuring came to.
+    pub(crate) chosen: Option<String>,
     pub(crate) steps: Vec<StepReport>,
     /// Of this process; steps before a checkpoint it went on from are not in it.
     pub(crate) seconds: f64,
@@ -31,6 +34,8 @@ pub(crate) struct Run {
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Outcome {
     pub(crate) codec: String,
+    /// What `auto` came to; none where the codec was given.
+    pub(crate) chosen: Option<String>,
     pub(crate) steps: usize,
     pub(crate) first_loss: f64,
     /// The mean of the last steps, for single ones are noisy.
@@ -52,10 +57,13 @@ pub(crate) struct Outcome {
 }
 
 impl Run {
+    /// A run about to start, or to go on.
     pub(crate) fn new(trainer: &Trainer) -> Self {
+        let is_given = matches!(trainer.settings().codec, CodecChoice::Given(_));
         Self {
             settings: trainer.settings().clone(),
             layout: layout(trainer.settings()),
+            chosen: (!is_given).then(|| trainer.codec().to_string()),
             steps: Vec::new(),
             seconds: 0.0,
             trace: Vec::new(),
@@ -83,6 +91,7 @@ impl Run {
         let busy = total(|step| step.times.exchange_busy);
         Outcome {
             codec: self.name(),
+            chosen: self.chosen.clone(),
             steps: self.steps.len(),
             first_loss: self.steps.first().map_or(f64::NAN, |step| step.loss),
             final_loss: last.iter().map(|step| step.loss).sum::<f64>() / last.len().max(1) as f64,
@@ -124,13 +133,14 @@ impl View {
         let mut out = std::io::stdout();
         writeln!(
             out,
-            "a GPT of {} layers, width {}, context {}; {} ranks ({}{pipeline}), codec {}",
+            "a GPT of {} layers, width {}, context {}; {} ranks ({}{pipeline}), codec {}{}",
             model.layers,
             model.width,
             model.context,
             run.settings.ranks(),
             run.layout,
-            run.name()
+            run.name(),
+            run.chosen.as_ref().map(|chosen| format!(": {chosen}")).unwrap_or_default()
         )?;
         let done = trainer.steps_done();
         let from = if done > 0 { format!(", going on from step {done}") } else { String::new() };
@@ -218,6 +228,9 @@ impl View {
                 times(outcome.final_ratio),
                 outcome.hidden.map_or("-".to_owned(), percent),
             )?;
+            if let Some(chosen) = outcome.chosen {
+                writeln!(out, "  {} is {chosen}", outcome.codec)?;
+            }
             if let (Some(bubble), Some(formula)) = (outcome.bubble, outcome.bubble_formula) {
                 let (bubble, formula) = (percent(bubble), percent(formula));
                 writeln!(
