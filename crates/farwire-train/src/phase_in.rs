@@ -24,13 +24,13 @@ pub struct PhaseIn {
 const FIRST: f64 = 0.25;
 
 impl PhaseIn {
-    /// What a run of so many steps does well with. A codec that trains like dense needs none of it; others get an eighth of the run dense, and sparse ones two thirds to fall in.
+    /// What a run of so many steps does well with. A codec that trains like dense needs none of it; others get an eighth of the run dense, and sparse ones three quarters to fall in.
     pub fn over(codec: impl Into<CodecChoice>, steps: u64) -> Self {
         let (CodecChoice::Given(codec) | CodecChoice::WhereFaster(codec)) = codec.into() else {
             return Self::default();
         };
         match codec {
-            CodecSpec::TopK(_) | CodecSpec::RandomK(_) => Self { dense: steps / 8, falling: steps * 2 / 3 },
+            CodecSpec::TopK(_) | CodecSpec::RandomK(_) => Self { dense: steps / 8, falling: steps * 3 / 4 },
             CodecSpec::Sign | CodecSpec::PowerSgd(_) => Self { dense: steps / 8, falling: 0 },
             CodecSpec::None | CodecSpec::Cast(_) | CodecSpec::Block(_) => Self::default(),
         }

@@ -66,7 +66,7 @@ pub(crate) struct Args {
     /// Steps at the start in which they are not compressed. If not given: an eighth of the run for codecs that leave much out (topk, randk, sign, powersgd), none for others. A resumed run keeps what it began with.
     #[arg(long, value_name = "STEPS")]
     dense_steps: Option<u32>,
-    /// Steps after those in which the share that topk and randk keep falls from a quarter to their own; two thirds of the run if not given.
+    /// Steps after those in which the share that topk and randk keep falls from a quarter to their own; three quarters of the run if not given.
     #[arg(long, value_name = "STEPS")]
     falling_steps: Option<u32>,
     /// Train once with each of these codecs, from the same start, and put all in one report.
