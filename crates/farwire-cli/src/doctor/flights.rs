@@ -13,28 +13,27 @@ type Flights = BTreeMap<u32, Flight>;
 
 /// Says who was missing.
 pub(super) fn diagnose(paths: &[PathBuf]) -> Result<String, DoctorError> {
-    let flights = read_all(paths)?;
-    Ok(report(&flights))
+    let (flights, left_out) = read_all(paths)?;
+    let left_out: String = left_out.iter().map(|error| format!("Left out: {error}.\n")).collect();
+    Ok(left_out + &report(&flights))
 }
 
-fn read(path: &Path) -> Result<String, DoctorError> {
-    std::fs::read_to_string(path).map_err(|source| DoctorError::Read { path: path.to_owned(), source })
-}
-
-fn read_all(paths: &[PathBuf]) -> Result<Flights, DoctorError> {
+/// The records that can be read, and why others cannot: a job that failed may have left anything.
+fn read_all(paths: &[PathBuf]) -> Result<(Flights, Vec<DoctorError>), DoctorError> {
     let mut flights: BTreeMap<u32, (&PathBuf, Flight)> = BTreeMap::new();
+    let mut left_out = Vec::new();
     for path in paths {
-        let what = "a flight record";
-        let flight: Flight = serde_json::from_str(&read(path)?).map_err(|source| DoctorError::NotWhat {
-            path: path.clone(),
-            what,
-            source,
-        })?;
+        let flight = match read(path) {
+            Ok(flight) => flight,
+            Err(error) => {
+                left_out.push(error);
+                continue;
+            }
+        };
         if let Some((first, other)) = flights.values().next()
             && other.world != flight.world
         {
-            let (one, other) = ((*first).clone(), path.clone());
-            let ours = flights.values().next().map_or(0, |(_, flight)| flight.world);
+            let (one, other, ours) = ((*first).clone(), path.clone(), other.world);
             return Err(DoctorError::Worlds { one, ours, other, theirs: flight.world });
         }
         let rank = flight.rank;
@@ -42,7 +41,23 @@ fn read_all(paths: &[PathBuf]) -> Result<Flights, DoctorError> {
             return Err(DoctorError::Twice { one: one.clone(), other: path.clone(), rank });
         }
     }
-    Ok(flights.into_iter().map(|(rank, (_, flight))| (rank, flight)).collect())
+    if flights.is_empty() && !left_out.is_empty() {
+        return Err(left_out.remove(0));
+    }
+    Ok((flights.into_iter().map(|(rank, (_, flight))| (rank, flight)).collect(), left_out))
+}
+
+fn read(path: &Path) -> Result<Flight, DoctorError> {
+    let what = "a flight record";
+    serde_json::from_slice(&bytes(path)?).map_err(|source| DoctorError::NotWhat {
+        path: path.to_owned(),
+        what,
+        source,
+    })
+}
+
+fn bytes(path: &Path) -> Result<Vec<u8>, DoctorError> {
+    std::fs::read(path).map_err(|source| DoctorError::Read { path: path.to_owned(), source })
 }
 
 fn report(flights: &Flights) -> String {
@@ -186,17 +201,24 @@ fn ranks<'a>(list: impl IntoIterator<Item = &'a u32>) -> String {
 pub(super) fn merge(paths: &[PathBuf], merged: &Path) -> Result<usize, DoctorError> {
     let mut events = Vec::new();
     for path in paths {
-        let text = read(path)?;
-        // Ranks leave the list open, so that they may end at any time.
-        let text = text.trim_end();
-        let whole = if text.ends_with(']') { text.to_owned() } else { format!("{text}]") };
-        let list: Vec<serde_json::Value> = serde_json::from_str(&whole)
-            .map_err(|source| DoctorError::NotWhat { path: path.clone(), what: "a trace", source })?;
+        let list = trace_events(&String::from_utf8_lossy(&bytes(path)?));
+        let list =
+            list.map_err(|source| DoctorError::NotWhat { path: path.clone(), what: "a trace", source })?;
         events.extend(list);
     }
     let text = serde_json::Value::from(events.clone()).to_string();
     std::fs::write(merged, text).map_err(|source| DoctorError::Write { path: merged.to_owned(), source })?;
     Ok(events.len())
+}
+
+/// The events of a trace, one per line. Ranks leave the list open, so that they may end at any time, and one that was killed may have left half an event.
+fn trace_events(text: &str) -> serde_json::Result<Vec<serde_json::Value>> {
+    let parse =
+        |text: &str| serde_json::from_str(&format!("{}]", text.trim_end().trim_end_matches([']', ','])));
+    match (parse(text), text.rsplit_once(",\n")) {
+        (Err(_), Some((whole, _))) => parse(whole),
+        (result, _) => result,
+    }
 }
 
 #[cfg(test)]
@@ -235,6 +257,32 @@ mod tests {
         assert!(text.contains("rank 2 was missing: ranks 0, 1, 3 waited for it"), "{text}");
         assert!(text.contains("all_reduce(…) #7 failed after 2.000 s, waiting for rank 2"), "{text}");
         assert!(!text.contains("Out of step") && !text.contains("only at"), "{text}");
+    }
+
+    #[test]
+    fn a_trace_may_end_anywhere() {
+        let text = "[\n{\"name\":\"a\"},\n{\"name\":\"b\",\"args\":[1]}";
+        assert_eq!(trace_events(text).unwrap().len(), 2);
+        assert_eq!(trace_events(&format!("{text}\n]\n")).unwrap().len(), 2);
+        for end in text.find("},").unwrap() + 1..text.len() {
+            assert_eq!(trace_events(&text[..end]).unwrap().len(), 1, "{}", &text[..end]);
+        }
+        assert!(trace_events("{}").is_err() && trace_events("").is_err());
+    }
+
+    #[test]
+    fn one_bad_record_does_not_hide_the_others() {
+        let dir = std::env::temp_dir().join(format!("farwire-doctor-{}", std::process::id()));
+        std::fs::create_dir_all(&dir).unwrap();
+        let (good, bad, none) = (dir.join("good.json"), dir.join("bad.json"), dir.join("none.json"));
+        let flights = flights(&[(1, vec![operation(7, "barrier()", State::Waiting, &[2])])]);
+        std::fs::write(&good, serde_json::to_vec(&flights[&1]).unwrap()).unwrap();
+        std::fs::write(&bad, [0xff, b'{']).unwrap();
+        let text = diagnose(&[bad.clone(), good, none]).unwrap();
+        assert!(text.contains("bad.json is not a flight record"), "{text}");
+        assert!(text.contains("could not read") && text.contains("1 of 4 ranks left a record"), "{text}");
+        assert!(diagnose(&[bad]).is_err());
+        std::fs::remove_dir_all(dir).unwrap();
     }
 
     #[test]

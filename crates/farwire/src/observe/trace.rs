@@ -68,8 +68,9 @@ impl Trace {
     }
 }
 
-/// `trace.json` for rank 3 is `trace.rank3.json`.
+/// `trace.json` for rank 3 is `trace.rank3.json`; in a folder it is that, too.
 fn path_of_rank(path: &Path, me: Peer) -> PathBuf {
+    let path = if path.is_dir() { &path.join("trace.json") } else { path };
     let extension = path.extension().map(|extension| extension.to_string_lossy().into_owned());
     path.with_extension(format!("rank{}.{}", me.0, extension.as_deref().unwrap_or("json")))
 }
@@ -83,5 +84,6 @@ mod tests {
         let of = |path: &str| path_of_rank(Path::new(path), Peer(3)).display().to_string();
         assert_eq!(of("a/trace.json"), "a/trace.rank3.json");
         assert_eq!(of("trace"), "trace.rank3.json");
+        assert_eq!(of("/"), "/trace.rank3.json");
     }
 }
