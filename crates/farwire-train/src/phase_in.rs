@@ -46,7 +46,7 @@ impl PhaseIn {
             return codec;
         }
         // Slowly at first: losses fall fastest early in a run.
-        let fallen = (after as f64 / self.falling as f64).powi(2);
+        let fallen = (after as f64 / self.falling as f64).powi(3);
         codec.with_density(FIRST * (last / FIRST).powf(fallen))
     }
 }
