@@ -174,16 +174,19 @@ pub(crate) fn decode(
     if count > range as usize {
         return Err(DecodeError::Count { given: count, range: acc.len() });
     }
-    // Indices are decoded one block ahead of the additions, and their cache lines asked for meanwhile.
+    // Indices are decoded one block ahead of the additions, which fill the gaps that decoding leaves in the use of memory.
     let mut blocks = [([0; BLOCK], [0.0; BLOCK]), ([0; BLOCK], [0.0; BLOCK])];
-    let [ahead, due] = &mut blocks;
-    let (mut ahead, mut due) = (ahead, due);
+    let [ahead, behind] = &mut blocks;
+    let (mut ahead, mut behind) = (ahead, behind);
     let (mut left, mut next, mut waiting) = (count, 0u32, 0);
     loop {
         let taken = left.min(BLOCK);
+        let (indices, values) = &*behind;
+        let mut due = indices.iter().zip(values).take(waiting);
         if taken > 0 {
             let (indices, values) = &mut *ahead;
-            let used = index::decode(level, bytes, taken, next, range, indices)?;
+            let add_some = || due.by_ref().take(16).for_each(|(index, value)| acc[*index as usize] += value);
+            let used = index::decode(level, bytes, taken, next, range, indices, add_some)?;
             if acc.len() > CACHED {
                 simd::prefetch(acc, indices[..taken].iter().map(|index| *index as usize));
             }
@@ -196,17 +199,30 @@ pub(crate) fn decode(
             next = indices[taken - 1] + 1;
             left -= taken;
         }
-        let (indices, values) = &*due;
-        for (index, value) in indices.iter().zip(values).take(waiting) {
-            acc[*index as usize] += value;
-        }
+        due.for_each(|(index, value)| acc[*index as usize] += value);
         waiting = taken;
-        (ahead, due) = (due, ahead);
+        (ahead, behind) = (behind, ahead);
         if waiting == 0 {
             break;
         }
     }
     DecodeError::check_len(bytes, 0)
+}
+
+/// `acc[index] += value` for ascending indices: what decoding comes down to once they are known, and so what it is measured against.
+///
+/// # Panics
+///
+/// If an index lies outside.
+#[doc(hidden)]
+pub fn add_at(acc: &mut [f32], indices: &[u32], values: &[f32]) {
+    for (at, (index, value)) in indices.iter().zip(values).enumerate() {
+        if at % BLOCK == 0 && acc.len() > CACHED {
+            let soon = &indices[at..indices.len().min(at + 2 * BLOCK)];
+            simd::prefetch(acc, soon.iter().skip(BLOCK).map(|index| *index as usize));
+        }
+        acc[*index as usize] += value;
+    }
 }
 
 /// `keep` of `whole`, scaled to `len` of them: rounded up, so that something is kept of everything.
@@ -498,4 +514,39 @@ fn take_largest_of_few(candidates: &Sparse, keep: usize, selected: &mut Sparse) 
     let threshold = *threshold;
     let ties = keep - above.iter().filter(|m| **m > threshold).count();
     take_above(candidates, threshold, ties, selected);
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::job::{Context, Residual};
+
+    proptest! {
+        /// Additions happen while later indices are decoded: each still happens once, whatever the level and however many blocks there are.
+        #[test]
+        fn levels_add_the_same(seed: u32, len in 1usize..3000, share in 0.001f64..=1.0) {
+            for values in [ValueCoding::F32, ValueCoding::Bf16, ValueCoding::Int8] {
+                let codec = TopK { keep: Keep::Whole(Share::Fraction(share)), values, mode: OwnerMode::Global };
+                let place = Place::whole(Context::default(), len);
+                let gradient: Vec<f32> = (0..len as u32).map(|i| mix32(seed, i) as i32 as f32).collect();
+                let mut out = Encoded::default();
+                codec
+                    .encode(&Job::worker(&gradient, Residual::Zero, &place, std::slice::from_ref(&place.range)), &mut out)
+                    .unwrap();
+                for level in Level::all() {
+                    let mut acc = vec![1.0; len];
+                    decode(level, values, &out.messages[0], &mut acc).unwrap();
+                    // What was not sent is in the residual, so where that is the gradient nothing may have been added.
+                    let want = gradient.iter().zip(&out.residual).map(|(gradient, left)| 1.0 + (gradient - left));
+                    let close = acc.iter().zip(want).all(|(acc, want)| (acc - want).abs() <= want.abs() * 1e-6);
+                    prop_assert!(close, "{level:?} {values:?}");
+                    let mut portable = vec![1.0; len];
+                    decode(Level::Portable, values, &out.messages[0], &mut portable).unwrap();
+                    prop_assert!(acc.iter().zip(&portable).all(|(a, b)| a.to_bits() == b.to_bits()));
+                }
+            }
+        }
+    }
 }
