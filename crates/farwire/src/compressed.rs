@@ -184,8 +184,13 @@ impl Communicator {
         match self.try_start_coded(tensor, input, collective, compressor, completion.clone()) {
             Err(error) => Pending::ready(Err(error)),
             Ok(()) => {
-                self.node().call_keeper();
-                Pending::running(self.node().clone(), completion, unwrap)
+                let node = self.node();
+                let short = node.driver().take_short();
+                if coder::work_short(node, short) && node.is_waited_for() {
+                    node.nudge(); // what has ended may be another thread's
+                }
+                node.call_keeper();
+                Pending::running(node.clone(), completion, unwrap)
             }
         }
     }
@@ -199,8 +204,12 @@ impl Communicator {
         completion: Arc<Completion>,
     ) -> Result<(), Error> {
         let node = self.node();
-        coder::ensure(node, node.downgrade())
-            .map_err(|source| Error::System { what: "could not start a thread", source })?;
+        // A codec of the user's own may do anything, and take any time.
+        let long = input.len() > coder::SHORT || matches!(compressor.through, Through::Own(_));
+        if long {
+            coder::ensure(node, node.downgrade())
+                .map_err(|source| Error::System { what: "could not start a thread", source })?;
+        }
         let feedback = match &compressor.feedback {
             None => None,
             Some(feedback) => Some(feedback.begin(tensor)?),
@@ -225,6 +234,6 @@ impl Communicator {
             threads: NonZeroUsize::new(node.coding_threads()).unwrap_or(NonZeroUsize::MIN),
             output,
         })?;
-        node.driver().submit_coded(self.id(), exchange, self.options(), completion)
+        node.driver().submit_coded(self.id(), exchange, long, self.options(), completion)
     }
 }
