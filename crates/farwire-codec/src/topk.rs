@@ -116,7 +116,12 @@ impl Partitioned for TopK {
 
     fn add_decoded_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
         assert_eq!(acc.len(), place.range.len(), "one element for each of the range");
-        decode(Level::detect(), self.values, bytes, acc)
+        decode(Level::detect(), self.values, bytes, acc, false)
+    }
+
+    fn decode_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
+        assert_eq!(acc.len(), place.range.len(), "one element for each of the range");
+        decode(Level::detect(), self.values, bytes, acc, true)
     }
 
     fn max_message_len(&self, elements: usize) -> usize {
@@ -141,7 +146,7 @@ impl TopK {
         let mut within = [0; BLOCK];
         for (indices, values) in indices.chunks(BLOCK).zip(values.chunks_mut(BLOCK)) {
             // What rounding leaves is written when the block is coded: by then its lines should be here.
-            simd::prefetch(residual, indices.iter().map(|index| *index as usize));
+            indices.iter().for_each(|index| simd::prefetch(residual, *index as usize));
             let within = &mut within[..indices.len()];
             for (within, index) in within.iter_mut().zip(indices) {
                 *within = index - start as u32;
@@ -159,12 +164,13 @@ impl TopK {
 /// An accumulator of this many elements stays in a cache near enough that asking for lines ahead costs more than it gains.
 const CACHED: usize = 1 << 21;
 
-/// Adds a message of kept elements.
+/// Adds a message of kept elements; with `fresh`, to zeros in place of what `acc` holds.
 pub(crate) fn decode(
     level: Level,
     coding: ValueCoding,
     bytes: &[u8],
     acc: &mut [f32],
+    fresh: bool,
 ) -> Result<(), DecodeError> {
     let Some((count, mut bytes)) = bytes.split_first_chunk::<4>() else {
         return Err(DecodeError::Length { need: 4, given: bytes.len() });
@@ -178,7 +184,7 @@ pub(crate) fn decode(
     let mut blocks = [([0; BLOCK], [0.0; BLOCK]), ([0; BLOCK], [0.0; BLOCK])];
     let [ahead, behind] = &mut blocks;
     let (mut ahead, mut behind) = (ahead, behind);
-    let (mut left, mut next, mut waiting) = (count, 0u32, 0);
+    let (mut left, mut next, mut waiting) = (count, 0, 0);
     loop {
         let taken = left.min(BLOCK);
         let (indices, values) = &*behind;
@@ -187,8 +193,12 @@ pub(crate) fn decode(
             let (indices, values) = &mut *ahead;
             let add_some = || due.by_ref().take(16).for_each(|(index, value)| acc[*index as usize] += value);
             let used = index::decode(level, bytes, taken, next, range, indices, add_some)?;
-            if acc.len() > CACHED {
-                simd::prefetch(acc, indices[..taken].iter().map(|index| *index as usize));
+            let end = indices[taken - 1] + 1;
+            if fresh {
+                // Just before they are added to, so that they are in a cache then.
+                acc[next as usize..end as usize].fill(0.0);
+            } else if acc.len() > CACHED {
+                indices[..taken].iter().for_each(|index| simd::prefetch(acc, *index as usize));
             }
             bytes = &bytes[used..];
             let (coded, rest) = bytes
@@ -196,7 +206,7 @@ pub(crate) fn decode(
                 .ok_or(DecodeError::Length { need: coding.len(taken), given: bytes.len() })?;
             coding.decode(level, coded, &mut values[..taken])?;
             bytes = rest;
-            next = indices[taken - 1] + 1;
+            next = end;
             left -= taken;
         }
         due.for_each(|(index, value)| acc[*index as usize] += value);
@@ -205,6 +215,9 @@ pub(crate) fn decode(
         if waiting == 0 {
             break;
         }
+    }
+    if fresh {
+        acc[next as usize..].fill(0.0);
     }
     DecodeError::check_len(bytes, 0)
 }
@@ -219,7 +232,7 @@ pub fn add_at(acc: &mut [f32], indices: &[u32], values: &[f32]) {
     for (at, (index, value)) in indices.iter().zip(values).enumerate() {
         if at % BLOCK == 0 && acc.len() > CACHED {
             let soon = &indices[at..indices.len().min(at + 2 * BLOCK)];
-            simd::prefetch(acc, soon.iter().skip(BLOCK).map(|index| *index as usize));
+            soon.iter().skip(BLOCK).for_each(|index| simd::prefetch(acc, *index as usize));
         }
         acc[*index as usize] += value;
     }
@@ -251,7 +264,7 @@ fn select(level: Level, job: &Job<'_>, keep: Option<usize>, out: &mut Encoded) -
             let start = range.start + k * TILE;
             stream.write(own, |tile| {
                 fused.read(start, tile)?;
-                simd::compress(level, tile, start as u32, floor, &mut found);
+                simd::compress(level, tile, start as u32, floor, fused.soon(start + tile.len()), &mut found);
                 Ok(())
             })?;
             let (indices, values) = found.get();
@@ -292,7 +305,7 @@ fn collect(
 ) {
     candidates.clear();
     for (k, tile) in values[range.clone()].chunks(TILE).enumerate() {
-        simd::compress(level, tile, (range.start + k * TILE) as u32, floor, found);
+        simd::compress(level, tile, (range.start + k * TILE) as u32, floor, [&[]; 2], found);
         let (indices, values) = found.get();
         candidates.extend(indices, values);
     }
@@ -537,14 +550,18 @@ mod tests {
                     .unwrap();
                 for level in Level::all() {
                     let mut acc = vec![1.0; len];
-                    decode(level, values, &out.messages[0], &mut acc).unwrap();
+                    decode(level, values, &out.messages[0], &mut acc, false).unwrap();
                     // What was not sent is in the residual, so where that is the gradient nothing may have been added.
                     let want = gradient.iter().zip(&out.residual).map(|(gradient, left)| 1.0 + (gradient - left));
                     let close = acc.iter().zip(want).all(|(acc, want)| (acc - want).abs() <= want.abs() * 1e-6);
                     prop_assert!(close, "{level:?} {values:?}");
                     let mut portable = vec![1.0; len];
-                    decode(Level::Portable, values, &out.messages[0], &mut portable).unwrap();
+                    decode(Level::Portable, values, &out.messages[0], &mut portable, false).unwrap();
                     prop_assert!(acc.iter().zip(&portable).all(|(a, b)| a.to_bits() == b.to_bits()));
+                    let (mut zeros, mut dirty) = (vec![0.0; len], vec![f32::NAN; len]);
+                    decode(level, values, &out.messages[0], &mut zeros, false).unwrap();
+                    decode(level, values, &out.messages[0], &mut dirty, true).unwrap();
+                    prop_assert!(zeros.iter().zip(&dirty).all(|(a, b)| a.to_bits() == b.to_bits()));
                 }
             }
         }

@@ -34,19 +34,6 @@ pub(crate) fn decode_gaps(
     portable(level, bytes, low_len, low, count, next, range, out)
 }
 
-/// Asks for the cache lines of `acc` at these indices, so that they are there when they are added to.
-pub(crate) fn prefetch(acc: &[f32], indices: impl Iterator<Item = usize>) {
-    #[cfg(target_arch = "x86_64")]
-    for index in indices {
-        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-        let line = acc.as_ptr().wrapping_add(index);
-        // SAFETY: a prefetch may be given any address; it never faults.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(line.cast()) };
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = (acc, indices);
-}
-
 /// Eight bytes from `at`, with zeros for what lies past the end.
 #[inline(always)]
 fn word(bytes: &[u8], at: usize) -> u64 {
