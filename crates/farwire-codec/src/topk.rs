@@ -388,6 +388,11 @@ fn take_largest(candidates: &[Sparse], keep: usize, selected: &mut Sparse) {
         candidates.iter().for_each(|list| selected.extend(&list.indices, &list.values));
         return;
     }
+    if let [few] = candidates
+        && few.len() <= FEW
+    {
+        return take_largest_of_few(few, keep, selected);
+    }
     let (threshold, ties) = threshold(candidates, keep);
     candidates.iter().fold(ties, |ties, list| take_above(list, threshold, ties, selected));
 }
@@ -517,7 +522,10 @@ impl<'a> ChunkSelector<'a> {
     }
 }
 
-/// [`take_largest`] for a few hundred candidates, where sorting beats counting.
+/// Candidates up to this many are rather sorted than counted.
+const FEW: usize = 1024;
+
+/// [`take_largest`] for a few candidates.
 fn take_largest_of_few(candidates: &Sparse, keep: usize, selected: &mut Sparse) {
     if keep == 0 {
         return;

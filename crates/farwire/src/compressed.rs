@@ -10,7 +10,7 @@ use half::{bf16, f16};
 
 use crate::buffer::Element;
 use crate::coder;
-use crate::comm::{Communicator, unwrap};
+use crate::comm::{Communicator, OVERLAP_FROM, unwrap};
 use crate::error::Error;
 use crate::pending::{Completion, Pending};
 
@@ -181,6 +181,7 @@ impl Communicator {
         compressor: &Compressor,
     ) -> Pending<Vec<T>> {
         let completion = Arc::new(Completion::default());
+        let long = input.len() * input.dtype().size() > OVERLAP_FROM;
         match self.try_start_coded(tensor, input, collective, compressor, completion.clone()) {
             Err(error) => Pending::ready(Err(error)),
             Ok(()) => {
@@ -189,7 +190,9 @@ impl Communicator {
                 if coder::work_short(node, short) && node.is_waited_for() {
                     node.nudge(); // what has ended may be another thread's
                 }
-                node.call_keeper();
+                if long {
+                    node.call_keeper();
+                }
                 Pending::running(node.clone(), completion, unwrap)
             }
         }
