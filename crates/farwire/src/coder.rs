@@ -40,8 +40,8 @@ fn run(told: &Receiver<OpId>, node: &Weak<Node>) {
             Err(_) => return,
             Ok(op) => {
                 let Some(node) = node.upgrade() else { return };
-                let _busy = node.coder_works();
                 work(&node, op);
+                node.driver().coded();
                 node.nudge(); // an operation may have ended, well or badly, while its caller sleeps
             }
         }

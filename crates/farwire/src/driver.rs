@@ -49,6 +49,8 @@ pub(crate) struct Driver {
     afterwards: Afterwards,
     /// Told of operations that want coding; absent until there is one.
     coder: Option<Sender<OpId>>,
+    /// How often it was told and has not yet done what it was told to.
+    told: usize,
     /// Operations that want coding, and are too short for that thread.
     short: VecDeque<OpId>,
     /// When time zero was.
@@ -156,6 +158,7 @@ impl Driver {
             observer,
             afterwards: Afterwards::default(),
             coder: None,
+            told: 0,
             short: VecDeque::new(),
             links,
             jobs: HashMap::new(),

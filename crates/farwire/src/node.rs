@@ -29,8 +29,6 @@ pub(crate) struct Node {
     keeper: Arc<Keeper>,
     /// Turns without effect before a waiting thread sleeps; and while the coding thread wants a core too.
     spins: [u32; 2],
-    /// How many coding threads work: one or none.
-    coding: AtomicU32,
     /// Cores for each rank on this host.
     share: usize,
 }
@@ -127,7 +125,6 @@ impl Node {
             keeper: keeper.clone(),
             // Spinning on a core that another thread needs only delays what is waited for.
             spins: [threads, 2 * threads].map(|threads| if threads <= cores { 2000 } else { 20 }),
-            coding: AtomicU32::new(0),
             share: (cores / threads.max(1)).max(1),
         });
         let weak = Arc::downgrade(&node);
@@ -144,18 +141,6 @@ impl Node {
         drop(self.role());
         self.role_changed.notify_all();
         self.bell.ring();
-    }
-
-    /// The coding thread has work, until this is dropped.
-    pub(crate) fn coder_works(&self) -> impl Drop + use<'_> {
-        struct Busy<'a>(&'a AtomicU32);
-        impl Drop for Busy<'_> {
-            fn drop(&mut self) {
-                self.0.fetch_sub(1, Ordering::Relaxed);
-            }
-        }
-        self.coding.fetch_add(1, Ordering::Relaxed);
-        Busy(&self.coding)
     }
 
     /// Threads that a codec may use.
@@ -215,9 +200,11 @@ impl Node {
         let mut idle = 0;
         loop {
             let count = self.bell.count();
-            let (moved, patience, short) = {
+            let (moved, patience, short, spins) = {
                 let mut driver = self.driver();
-                (driver.turn(), driver.patience(), driver.take_short())
+                let moved = driver.turn();
+                let spins = self.spins[usize::from(driver.is_coding())];
+                (moved, driver.patience(), driver.take_short(), spins)
             };
             let moved = coder::work_short(self, short) | moved;
             if moved && self.waiting.load(Ordering::Relaxed) > 1 {
@@ -228,7 +215,6 @@ impl Node {
                 return;
             }
             idle = if moved { 0 } else { idle + 1 };
-            let spins = self.spins[usize::from(self.coding.load(Ordering::Relaxed) > 0)];
             if idle > spins {
                 self.bell.sleep(count, patience.min(NAP));
                 idle = 0;

@@ -95,10 +95,21 @@ impl Driver {
                 self.short.push_back(op);
             }
             (_, Some(coder)) => {
-                let _ = coder.send(op); // it lives as long as the node
+                // It lives as long as the node.
+                self.told += usize::from(coder.send(op).is_ok());
             }
             (_, None) => {}
         }
+    }
+
+    /// The coding thread has done what it was told once.
+    pub(crate) fn coded(&mut self) {
+        self.told -= 1;
+    }
+
+    /// Whether the coding thread has anything to do.
+    pub(crate) fn is_coding(&self) -> bool {
+        self.told > 0
     }
 
     /// A short operation that wants coding. Whoever turns the driver asks, and does it.
