@@ -15,6 +15,8 @@ fuzz_target!(|bytes: &[u8]| {
     let Ok(Plan::Partitioned(codec)) = name.parse().map(|spec: CodecSpec| spec.plan()) else { unreachable!("they parse") };
     let len = usize::from(*len) * 9;
     let whole = Place::whole(Context::default(), 3 * len);
-    let mut acc = vec![0.0; len];
-    let _ = codec.add_decoded_into(bytes, &whole.part(len..2 * len), &mut acc);
+    let (mut zeros, mut dirty) = (vec![0.0; len], vec![f32::NAN; len]);
+    let added = codec.add_decoded_into(bytes, &whole.part(len..2 * len), &mut zeros);
+    assert_eq!(codec.decode_into(bytes, &whole.part(len..2 * len), &mut dirty), added);
+    assert!(added.is_err() || zeros == dirty);
 });

@@ -68,6 +68,8 @@ pub(crate) fn encode(codec: &impl Tiles, job: &Job<'_>, out: &mut Encoded) -> Re
     let mut tasks = Vec::new();
     let mut residual = &mut out.residual[..];
     for (shard, message) in job.shards.iter().zip(&mut out.messages) {
+        // One byte more than it needs: an exchange adds one.
+        message.reserve_exact((codec.coded_len(shard.len()) + 1).saturating_sub(message.len()));
         message.resize(codec.coded_len(shard.len()), 0);
         let mut message = &mut message[..];
         for range in sections(shard.clone(), codec.tile(), job.threads.get()) {
@@ -98,12 +100,33 @@ pub(crate) fn encode(codec: &impl Tiles, job: &Job<'_>, out: &mut Encoded) -> Re
     Ok(())
 }
 
-/// Decodes a message tile by tile.
+/// Adds a message tile by tile.
 pub(crate) fn add_decoded(
+    codec: &impl Tiles,
+    bytes: &[u8],
+    place: &Place,
+    acc: &mut [f32],
+) -> Result<(), DecodeError> {
+    add_to(codec, bytes, place, acc, |_| ())
+}
+
+/// The same to zeros, which never leave the first-level cache.
+pub(crate) fn decode(
+    codec: &impl Tiles,
+    bytes: &[u8],
+    place: &Place,
+    acc: &mut [f32],
+) -> Result<(), DecodeError> {
+    add_to(codec, bytes, place, acc, |tile| tile.fill(0.0))
+}
+
+/// Adds a message to tiles that are prepared first.
+fn add_to(
     codec: &impl Tiles,
     mut bytes: &[u8],
     place: &Place,
     acc: &mut [f32],
+    prepare: impl Fn(&mut [f32]),
 ) -> Result<(), DecodeError> {
     assert_eq!(acc.len(), place.range.len(), "one element for each of the range");
     DecodeError::check_len(bytes, codec.coded_len(acc.len()))?;
@@ -111,6 +134,7 @@ pub(crate) fn add_decoded(
     for (k, acc) in acc.chunks_mut(codec.tile()).enumerate() {
         let (coded, rest) = bytes.split_at(codec.coded_len(acc.len()));
         bytes = rest;
+        prepare(acc);
         let noise = Noise::new(place, 0, place.range.start + k * codec.tile());
         codec.add_decoded(level, &noise, coded, acc)?;
     }

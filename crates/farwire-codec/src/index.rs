@@ -86,7 +86,7 @@ fn best_low(gaps: &[u32], passed: u64) -> u32 {
 
 /// Decodes a block of `count` indices from the front of `bytes`, the first at least `next`, all below `range`.
 ///
-/// Returns the bytes used.
+/// Returns the bytes used. For `meanwhile` see [`simd::decode_gaps`].
 pub(crate) fn decode(
     level: Level,
     bytes: &[u8],
@@ -94,6 +94,7 @@ pub(crate) fn decode(
     next: u32,
     range: u32,
     out: &mut [u32; BLOCK],
+    meanwhile: impl FnMut(),
 ) -> Result<usize, DecodeError> {
     let outside = DecodeError::Index { range: range as usize };
     let Some((low, rest)) = bytes.split_first() else {
@@ -111,7 +112,7 @@ pub(crate) fn decode(
     if u32::from(*low) > MAX_LOW {
         return Err(DecodeError::Field("number of low bits"));
     }
-    let (used, last) = simd::decode_gaps(level, rest, u32::from(*low), count, next, range, out)?;
+    let (used, last) = simd::decode_gaps(level, rest, u32::from(*low), count, next, range, out, meanwhile)?;
     if last < u64::from(range) { Ok(1 + used) } else { Err(outside) }
 }
 
@@ -133,7 +134,7 @@ mod tests {
         for level in Level::all() {
             let (mut rest, mut next, mut out) = (&bytes[..], 0, [0; BLOCK]);
             for block in indices.chunks(BLOCK) {
-                let used = decode(level, rest, block.len(), next, range, &mut out).unwrap();
+                let used = decode(level, rest, block.len(), next, range, &mut out, || ()).unwrap();
                 assert_eq!(out[..block.len()], *block);
                 next = block[block.len() - 1].wrapping_add(1);
                 rest = &rest[used..];

@@ -24,6 +24,12 @@ pub trait Partitioned: std::fmt::Debug + Send + Sync {
     /// The message must be whole and nothing more. Every length, count and index is checked before it is used.
     fn add_decoded_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError>;
 
+    /// The same where all of `acc` is to be taken for zero, whatever it holds.
+    fn decode_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
+        acc.fill(0.0);
+        self.add_decoded_into(bytes, place, acc)
+    }
+
     /// The most bytes a message for a range of this many elements can have.
     fn max_message_len(&self, elements: usize) -> usize;
 }
@@ -323,5 +329,12 @@ impl<'a> Fused<'a> {
         let index =
             out.iter().position(|value| !value.is_finite()).expect("the largest magnitude is not finite");
         Err(EncodeError::NotFinite { index: start + index })
+    }
+
+    /// What [`read`](Self::read) will read from element `start` on, where it lies in memory as it is.
+    pub(crate) fn soon(&self, start: usize) -> [&'a [f32]; 2] {
+        let values = if let Values::F32(values) = self.values { values } else { &[] };
+        let owed = if let Residual::Owed(owed) = self.residual { owed } else { &[] };
+        [values, owed].map(|elements| elements.get(start..).unwrap_or(&[]))
     }
 }

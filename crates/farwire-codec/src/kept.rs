@@ -67,10 +67,9 @@ impl ValueCoding {
 
     /// Decodes a block whose length is right.
     pub(crate) fn decode(self, level: Level, bytes: &[u8], out: &mut [f32]) -> Result<(), DecodeError> {
-        out.fill(0.0);
         let finite = match self {
-            Self::F32 => simd::add_f32(level, bytes, out),
-            Self::Bf16 => simd::add_bf16(level, bytes, out),
+            Self::F32 => simd::from_f32(level, bytes, out),
+            Self::Bf16 => simd::from_bf16(level, bytes, out),
             Self::Int8 => {
                 let Some((scale, codes)) = bytes.split_first_chunk::<4>() else { return Ok(()) };
                 let scale = block::checked_scale(*scale)?;

@@ -99,4 +99,6 @@ pub use powersgd::{PowerP, PowerQ, PowerSgd, PowerState, Shape};
 pub use randk::RandomK;
 pub use sign::Sign;
 pub use spec::{CodecSpec, Plan, SpecError};
+#[doc(hidden)]
+pub use topk::add_at;
 pub use topk::{Keep, OwnerMode, Share, TopK};

@@ -127,7 +127,7 @@ impl Partitioned for RandomK {
             for (index, one) in indices.iter_mut().zip(drawn.by_ref()) {
                 *index = one.index - range.start;
             }
-            simd::prefetch(acc, indices.iter().copied());
+            indices.iter().for_each(|index| simd::prefetch(acc, *index));
             values.fill(0.0);
             let add = if self.bf16 { simd::add_bf16 } else { simd::add_f32 };
             if !add(level, bytes, values) {

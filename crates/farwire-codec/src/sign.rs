@@ -51,6 +51,10 @@ impl Partitioned for Sign {
         dense::add_decoded(self, bytes, place, acc)
     }
 
+    fn decode_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
+        dense::decode(self, bytes, place, acc)
+    }
+
     fn max_message_len(&self, elements: usize) -> usize {
         self.coded_len(elements)
     }

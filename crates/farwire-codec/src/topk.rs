@@ -116,7 +116,12 @@ impl Partitioned for TopK {
 
     fn add_decoded_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
         assert_eq!(acc.len(), place.range.len(), "one element for each of the range");
-        decode(Level::detect(), self.values, bytes, acc)
+        decode(Level::detect(), self.values, bytes, acc, false)
+    }
+
+    fn decode_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
+        assert_eq!(acc.len(), place.range.len(), "one element for each of the range");
+        decode(Level::detect(), self.values, bytes, acc, true)
     }
 
     fn max_message_len(&self, elements: usize) -> usize {
@@ -141,7 +146,7 @@ impl TopK {
         let mut within = [0; BLOCK];
         for (indices, values) in indices.chunks(BLOCK).zip(values.chunks_mut(BLOCK)) {
             // What rounding leaves is written when the block is coded: by then its lines should be here.
-            simd::prefetch(residual, indices.iter().map(|index| *index as usize));
+            indices.iter().for_each(|index| simd::prefetch(residual, *index as usize));
             let within = &mut within[..indices.len()];
             for (within, index) in within.iter_mut().zip(indices) {
                 *within = index - start as u32;
@@ -159,12 +164,13 @@ impl TopK {
 /// An accumulator of this many elements stays in a cache near enough that asking for lines ahead costs more than it gains.
 const CACHED: usize = 1 << 21;
 
-/// Adds a message of kept elements.
+/// Adds a message of kept elements; with `fresh`, to zeros in place of what `acc` holds.
 pub(crate) fn decode(
     level: Level,
     coding: ValueCoding,
     bytes: &[u8],
     acc: &mut [f32],
+    fresh: bool,
 ) -> Result<(), DecodeError> {
     let Some((count, mut bytes)) = bytes.split_first_chunk::<4>() else {
         return Err(DecodeError::Length { need: 4, given: bytes.len() });
@@ -174,18 +180,25 @@ pub(crate) fn decode(
     if count > range as usize {
         return Err(DecodeError::Count { given: count, range: acc.len() });
     }
-    // Indices are decoded one block ahead of the additions, and their cache lines asked for meanwhile.
+    // Indices are decoded one block ahead of the additions, which fill the gaps that decoding leaves in the use of memory.
     let mut blocks = [([0; BLOCK], [0.0; BLOCK]), ([0; BLOCK], [0.0; BLOCK])];
-    let [ahead, due] = &mut blocks;
-    let (mut ahead, mut due) = (ahead, due);
-    let (mut left, mut next, mut waiting) = (count, 0u32, 0);
+    let [ahead, behind] = &mut blocks;
+    let (mut ahead, mut behind) = (ahead, behind);
+    let (mut left, mut next, mut waiting) = (count, 0, 0);
     loop {
         let taken = left.min(BLOCK);
+        let (indices, values) = &*behind;
+        let mut due = indices.iter().zip(values).take(waiting);
         if taken > 0 {
             let (indices, values) = &mut *ahead;
-            let used = index::decode(level, bytes, taken, next, range, indices)?;
-            if acc.len() > CACHED {
-                simd::prefetch(acc, indices[..taken].iter().map(|index| *index as usize));
+            let add_some = || due.by_ref().take(16).for_each(|(index, value)| acc[*index as usize] += value);
+            let used = index::decode(level, bytes, taken, next, range, indices, add_some)?;
+            let end = indices[taken - 1] + 1;
+            if fresh {
+                // Just before they are added to, so that they are in a cache then.
+                acc[next as usize..end as usize].fill(0.0);
+            } else if acc.len() > CACHED {
+                indices[..taken].iter().for_each(|index| simd::prefetch(acc, *index as usize));
             }
             bytes = &bytes[used..];
             let (coded, rest) = bytes
@@ -193,20 +206,36 @@ pub(crate) fn decode(
                 .ok_or(DecodeError::Length { need: coding.len(taken), given: bytes.len() })?;
             coding.decode(level, coded, &mut values[..taken])?;
             bytes = rest;
-            next = indices[taken - 1] + 1;
+            next = end;
             left -= taken;
         }
-        let (indices, values) = &*due;
-        for (index, value) in indices.iter().zip(values).take(waiting) {
-            acc[*index as usize] += value;
-        }
+        due.for_each(|(index, value)| acc[*index as usize] += value);
         waiting = taken;
-        (ahead, due) = (due, ahead);
+        (ahead, behind) = (behind, ahead);
         if waiting == 0 {
             break;
         }
     }
+    if fresh {
+        acc[next as usize..].fill(0.0);
+    }
     DecodeError::check_len(bytes, 0)
+}
+
+/// `acc[index] += value` for ascending indices: what decoding comes down to once they are known, and so what it is measured against.
+///
+/// # Panics
+///
+/// If an index lies outside.
+#[doc(hidden)]
+pub fn add_at(acc: &mut [f32], indices: &[u32], values: &[f32]) {
+    for (at, (index, value)) in indices.iter().zip(values).enumerate() {
+        if at % BLOCK == 0 && acc.len() > CACHED {
+            let soon = &indices[at..indices.len().min(at + 2 * BLOCK)];
+            soon.iter().skip(BLOCK).for_each(|index| simd::prefetch(acc, *index as usize));
+        }
+        acc[*index as usize] += value;
+    }
 }
 
 /// `keep` of `whole`, scaled to `len` of them: rounded up, so that something is kept of everything.
@@ -235,7 +264,7 @@ fn select(level: Level, job: &Job<'_>, keep: Option<usize>, out: &mut Encoded) -
             let start = range.start + k * TILE;
             stream.write(own, |tile| {
                 fused.read(start, tile)?;
-                simd::compress(level, tile, start as u32, floor, &mut found);
+                simd::compress(level, tile, start as u32, floor, fused.soon(start + tile.len()), &mut found);
                 Ok(())
             })?;
             let (indices, values) = found.get();
@@ -276,7 +305,7 @@ fn collect(
 ) {
     candidates.clear();
     for (k, tile) in values[range.clone()].chunks(TILE).enumerate() {
-        simd::compress(level, tile, (range.start + k * TILE) as u32, floor, found);
+        simd::compress(level, tile, (range.start + k * TILE) as u32, floor, [&[]; 2], found);
         let (indices, values) = found.get();
         candidates.extend(indices, values);
     }
@@ -358,6 +387,11 @@ fn take_largest(candidates: &[Sparse], keep: usize, selected: &mut Sparse) {
     if candidates.iter().map(Sparse::len).sum::<usize>() <= keep {
         candidates.iter().for_each(|list| selected.extend(&list.indices, &list.values));
         return;
+    }
+    if let [few] = candidates
+        && few.len() <= FEW
+    {
+        return take_largest_of_few(few, keep, selected);
     }
     let (threshold, ties) = threshold(candidates, keep);
     candidates.iter().fold(ties, |ties, list| take_above(list, threshold, ties, selected));
@@ -488,7 +522,10 @@ impl<'a> ChunkSelector<'a> {
     }
 }
 
-/// [`take_largest`] for a few hundred candidates, where sorting beats counting.
+/// Candidates up to this many are rather sorted than counted.
+const FEW: usize = 1024;
+
+/// [`take_largest`] for a few candidates.
 fn take_largest_of_few(candidates: &Sparse, keep: usize, selected: &mut Sparse) {
     if keep == 0 {
         return;
@@ -498,4 +535,43 @@ fn take_largest_of_few(candidates: &Sparse, keep: usize, selected: &mut Sparse) 
     let threshold = *threshold;
     let ties = keep - above.iter().filter(|m| **m > threshold).count();
     take_above(candidates, threshold, ties, selected);
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::job::{Context, Residual};
+
+    proptest! {
+        /// Additions happen while later indices are decoded: each still happens once, whatever the level and however many blocks there are.
+        #[test]
+        fn levels_add_the_same(seed: u32, len in 1usize..3000, share in 0.001f64..=1.0) {
+            for values in [ValueCoding::F32, ValueCoding::Bf16, ValueCoding::Int8] {
+                let codec = TopK { keep: Keep::Whole(Share::Fraction(share)), values, mode: OwnerMode::Global };
+                let place = Place::whole(Context::default(), len);
+                let gradient: Vec<f32> = (0..len as u32).map(|i| mix32(seed, i) as i32 as f32).collect();
+                let mut out = Encoded::default();
+                codec
+                    .encode(&Job::worker(&gradient, Residual::Zero, &place, std::slice::from_ref(&place.range)), &mut out)
+                    .unwrap();
+                for level in Level::all() {
+                    let mut acc = vec![1.0; len];
+                    decode(level, values, &out.messages[0], &mut acc, false).unwrap();
+                    // What was not sent is in the residual, so where that is the gradient nothing may have been added.
+                    let want = gradient.iter().zip(&out.residual).map(|(gradient, left)| 1.0 + (gradient - left));
+                    let close = acc.iter().zip(want).all(|(acc, want)| (acc - want).abs() <= want.abs() * 1e-6);
+                    prop_assert!(close, "{level:?} {values:?}");
+                    let mut portable = vec![1.0; len];
+                    decode(Level::Portable, values, &out.messages[0], &mut portable, false).unwrap();
+                    prop_assert!(acc.iter().zip(&portable).all(|(a, b)| a.to_bits() == b.to_bits()));
+                    let (mut zeros, mut dirty) = (vec![0.0; len], vec![f32::NAN; len]);
+                    decode(level, values, &out.messages[0], &mut zeros, false).unwrap();
+                    decode(level, values, &out.messages[0], &mut dirty, true).unwrap();
+                    prop_assert!(zeros.iter().zip(&dirty).all(|(a, b)| a.to_bits() == b.to_bits()));
+                }
+            }
+        }
+    }
 }

@@ -1,4 +1,4 @@
-//! The coding thread: what codecs do to long vectors, away from the driver's lock.
+//! What codecs do to vectors, away from the driver's lock: long ones on a thread of their own, short ones wherever one waits.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
@@ -15,6 +15,9 @@ use crate::driver::Coding;
 use crate::error::Error;
 use crate::node::Node;
 use crate::pending::Completion;
+
+/// Vectors of up to this many elements are coded in less time than it takes to wake a thread.
+pub(crate) const SHORT: usize = 1 << 15;
 
 /// How often the thread looks whether its node is still there.
 const LOOK: Duration = Duration::from_millis(500);
@@ -38,9 +41,21 @@ fn run(told: &Receiver<OpId>, node: &Weak<Node>) {
             Ok(op) => {
                 let Some(node) = node.upgrade() else { return };
                 work(&node, op);
+                node.driver().coded();
+                node.nudge(); // an operation may have ended, well or badly, while its caller sleeps
             }
         }
     }
+}
+
+/// Codes for short operations, the first of which is given, until none wants it; `true` if there was one.
+pub(crate) fn work_short(node: &Node, first: Option<OpId>) -> bool {
+    let mut next = first;
+    while let Some(op) = next {
+        work(node, op);
+        next = node.driver().take_short();
+    }
+    first.is_some()
 }
 
 fn work(node: &Node, op: OpId) {
@@ -58,7 +73,6 @@ fn work(node: &Node, op: OpId) {
             node.driver().give_coding_back(op, exchange, nonsense);
         }
     }
-    node.nudge(); // an operation may have ended, well or badly, while its caller sleeps
 }
 
 fn go(

@@ -334,7 +334,7 @@ impl fmt::Debug for Communicator {
 
 /// Operations on more bytes than this go on in the background from the start. Shorter ones have sent all they can when they are submitted, and waking a
 /// thread for what is left would cost more than it gains.
-const OVERLAP_FROM: usize = 256 << 10;
+pub(crate) const OVERLAP_FROM: usize = 256 << 10;
 
 /// A rank as callers give it. One that does not fit 32 bits is outside every group, and refused as such.
 fn rank(index: usize) -> Rank {

@@ -10,7 +10,7 @@ use half::{bf16, f16};
 
 use crate::buffer::Element;
 use crate::coder;
-use crate::comm::{Communicator, unwrap};
+use crate::comm::{Communicator, OVERLAP_FROM, unwrap};
 use crate::error::Error;
 use crate::pending::{Completion, Pending};
 use crate::policy::{CodecChoice, CodecPolicy};
@@ -233,11 +233,19 @@ impl Communicator {
         compressor: &Compressor,
     ) -> Pending<Vec<T>> {
         let completion = Arc::new(Completion::default());
+        let long = input.len() * input.dtype().size() > OVERLAP_FROM;
         match self.try_start_coded(tensor, input, collective, through, compressor, completion.clone()) {
             Err(error) => Pending::ready(Err(error)),
             Ok(()) => {
-                self.node().call_keeper();
-                Pending::running(self.node().clone(), completion, unwrap)
+                let node = self.node();
+                let short = node.driver().take_short();
+                if coder::work_short(node, short) && node.is_waited_for() {
+                    node.nudge(); // what has ended may be another thread's
+                }
+                if long {
+                    node.call_keeper();
+                }
+                Pending::running(node.clone(), completion, unwrap)
             }
         }
     }
@@ -252,8 +260,12 @@ impl Communicator {
         completion: Arc<Completion>,
     ) -> Result<(), Error> {
         let node = self.node();
-        coder::ensure(node, node.downgrade())
-            .map_err(|source| Error::System { what: "could not start a thread", source })?;
+        // A codec of the user's own may do anything, and take any time.
+        let long = input.len() > coder::SHORT || matches!(through, Through::Own(_));
+        if long {
+            coder::ensure(node, node.downgrade())
+                .map_err(|source| Error::System { what: "could not start a thread", source })?;
+        }
         let feedback = match &compressor.feedback {
             None => None,
             Some(feedback) => Some(feedback.begin(tensor)?),
@@ -278,6 +290,6 @@ impl Communicator {
             threads: NonZeroUsize::new(node.coding_threads()).unwrap_or(NonZeroUsize::MIN),
             output,
         })?;
-        node.driver().submit_coded(self.id(), exchange, self.options(), completion)
+        node.driver().submit_coded(self.id(), exchange, long, self.options(), completion)
     }
 }

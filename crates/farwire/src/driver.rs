@@ -49,6 +49,10 @@ pub(crate) struct Driver {
     afterwards: Afterwards,
     /// Told of operations that want coding; absent until there is one.
     coder: Option<Sender<OpId>>,
+    /// How often it was told and has not yet done what it was told to.
+    told: usize,
+    /// Operations that want coding, and are too short for that thread.
+    short: VecDeque<OpId>,
     /// When time zero was.
     origin: Instant,
 }
@@ -154,6 +158,8 @@ impl Driver {
             observer,
             afterwards: Afterwards::default(),
             coder: None,
+            told: 0,
+            short: VecDeque::new(),
             links,
             jobs: HashMap::new(),
             closed: HashSet::new(),
@@ -506,8 +512,9 @@ impl Driver {
             Event::Failed { op, error, waited_for } => (op, Err((error, waited_for))),
         };
         if let Some(Job { work: Work::Coded(job), .. }) = self.jobs.get_mut(&op) {
+            let failed = ended.is_err();
             job.ended = Some(ended);
-            return self.wants_coding(op);
+            return if failed { self.fail_coded(op) } else { self.wants_coding(op) };
         }
         let Some(Job { work, completion, ticket, span }) = self.jobs.remove(&op) else { return };
         self.observer.ended(ticket, &span, &ended);

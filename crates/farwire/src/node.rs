@@ -10,6 +10,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::Waker;
 use std::time::Duration;
 
+use crate::coder;
 use crate::driver::{Afterwards, Driver};
 use crate::pending::Completion;
 use crate::process::Network;
@@ -26,8 +27,8 @@ pub(crate) struct Node {
     /// Threads that wait for a result: while there are any, the keeper steps aside.
     waiting: AtomicU32,
     keeper: Arc<Keeper>,
-    /// Turns without effect before a waiting thread sleeps.
-    spins: u32,
+    /// Turns without effect before a waiting thread sleeps; and while the coding thread wants a core too.
+    spins: [u32; 2],
     /// Cores for each rank on this host.
     share: usize,
 }
@@ -123,7 +124,7 @@ impl Node {
             waiting: AtomicU32::new(0),
             keeper: keeper.clone(),
             // Spinning on a core that another thread needs only delays what is waited for.
-            spins: if threads <= cores { 2000 } else { 20 },
+            spins: [threads, 2 * threads].map(|threads| if threads <= cores { 2000 } else { 20 }),
             share: (cores / threads.max(1)).max(1),
         });
         let weak = Arc::downgrade(&node);
@@ -147,9 +148,14 @@ impl Node {
         self.share
     }
 
+    /// Whether any thread waits for a result.
+    pub(crate) fn is_waited_for(&self) -> bool {
+        self.waiting.load(Ordering::SeqCst) > 0
+    }
+
     /// Something is pending that nobody may be waiting for.
     pub(crate) fn call_keeper(&self) {
-        if self.waiting.load(Ordering::SeqCst) == 0 {
+        if !self.is_waited_for() {
             self.keeper.call();
         }
     }
@@ -194,10 +200,13 @@ impl Node {
         let mut idle = 0;
         loop {
             let count = self.bell.count();
-            let (moved, patience) = {
+            let (moved, patience, short, spins) = {
                 let mut driver = self.driver();
-                (driver.turn(), driver.patience())
+                let moved = driver.turn();
+                let spins = self.spins[usize::from(driver.is_coding())];
+                (moved, driver.patience(), driver.take_short(), spins)
             };
+            let moved = coder::work_short(self, short) | moved;
             if moved && self.waiting.load(Ordering::Relaxed) > 1 {
                 drop(self.role()); // nobody is between looking for its result and going to sleep
                 self.role_changed.notify_all(); // the result may be another thread's
@@ -206,10 +215,10 @@ impl Node {
                 return;
             }
             idle = if moved { 0 } else { idle + 1 };
-            if idle > self.spins {
+            if idle > spins {
                 self.bell.sleep(count, patience.min(NAP));
                 idle = 0;
-            } else if idle > self.spins / 2 {
+            } else if idle > spins / 2 {
                 std::thread::yield_now();
             } else {
                 std::hint::spin_loop();

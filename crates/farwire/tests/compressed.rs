@@ -139,6 +139,36 @@ fn coded_and_dense_calls_overlap() {
     });
 }
 
+/// Short vectors are coded by whoever waits, long ones on a thread of their own: any thread may find another's result, and has to tell it.
+#[test]
+fn every_thread_gets_its_own_result_however_long() {
+    on_threads(2, |comm| {
+        let int8 = Compressor::new("int8".parse().unwrap());
+        for round in 0..50 {
+            let start = |i: usize| {
+                let len = if i % 4 == round % 4 { 40_000 } else { 10 + i };
+                (
+                    i,
+                    len,
+                    comm.all_reduce_compressed(&i.to_string(), vec![i as f32; len], ReduceOp::Sum, &int8),
+                )
+            };
+            let started: Vec<_> = (0..8).map(start).collect();
+            std::thread::scope(|scope| {
+                for (i, len, pending) in started {
+                    scope.spawn(move || {
+                        let sum = pending.wait().unwrap();
+                        assert!(
+                            sum.len() == len && sum.iter().all(|x| (x - 2.0 * i as f32).abs() < 0.1),
+                            "{i}"
+                        );
+                    });
+                }
+            });
+        }
+    });
+}
+
 #[test]
 fn what_cannot_be_is_refused_with_a_reason() {
     on_threads(2, |comm| {

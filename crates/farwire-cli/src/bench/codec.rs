@@ -7,7 +7,9 @@ use std::num::NonZeroUsize;
 use std::time::Instant;
 
 use farwire::{CodecChoice, CodecSpec};
-use farwire_codec::{Context, Encoded, Job, Keep, Partitioned, Place, Plan, PowerSgd, Residual, Shape};
+use farwire_codec::{
+    Context, Encoded, Job, Keep, Partitioned, Place, Plan, PowerSgd, Residual, Shape, add_at,
+};
 use serde::Serialize;
 
 use super::{Args, BenchError};
@@ -46,6 +48,9 @@ struct Row {
     /// Of elements that are sent, decoded and added to an accumulator out of cache, and in cache.
     kept_per_s: f64,
     kept_per_s_cached: f64,
+    /// The bare additions of the same elements, indices and values known: what memory allows. Of sparse codecs.
+    scatter_per_s: Option<f64>,
+    scatter_per_s_cached: Option<f64>,
     bits_per_kept: f64,
     ratio: f64,
 }
@@ -64,14 +69,25 @@ pub(super) fn run(args: &Args) -> Result<(), BenchError> {
     if !args.json {
         writeln!(
             out,
-            "encode with error feedback, decode and add; GB/s of gradient, {} threads, best of {}",
+            "encode with error feedback, decode and add; GB/s of gradient, {} threads, best of {}; `bound`: the bare additions",
             args.threads,
             repeats(args)
         )?;
         writeln!(
             out,
-            "{:<26} {:>9} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8}",
-            "codec", "size", "b += a", "encode", "of that", "decode", "of that", "Mkept/s", "cached", "bits"
+            "{:<26} {:>9} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8}",
+            "codec",
+            "size",
+            "b += a",
+            "encode",
+            "of that",
+            "decode",
+            "of that",
+            "Mkept/s",
+            "bound",
+            "cached",
+            "bound",
+            "bits"
         )?;
     }
     for size in &args.size {
@@ -120,20 +136,6 @@ fn partitioned(
     let whole = std::slice::from_ref(&place.range);
     let job = Job { threads, ..Job::worker(gradient, Residual::Owed(owed), &place, whole) };
     let (mut acc, mut out) = (vec![0.0; n], Encoded::default());
-    let [mut add, mut encode, mut decode, mut cached] = [f64::MAX; 4].map(Best);
-    for _ in 0..=repeats(args) {
-        add.of(|| add_into(black_box(&mut acc), black_box(gradient)));
-        encode.of(|| coder.encode(&job, &mut out).expect("the values are finite"));
-        decode.of(|| coder.add_decoded_into(&out.messages[0], &place, &mut acc).expect("its own message"));
-    }
-    let bits = 8.0 * out.messages[0].len() as f64;
-    let shard = n.min(SHARD);
-    let shards = [0..shard, shard..n];
-    coder.encode(&Job { shards: &shards, ..job }, &mut out).expect("the values are finite");
-    for _ in 0..50 {
-        let part = place.part(0..shard);
-        cached.of(|| coder.add_decoded_into(&out.messages[0], &part, &mut acc[..shard]).expect("its own"));
-    }
     let kept = match spec {
         CodecSpec::TopK(topk) => match topk.keep {
             Keep::Whole(share) => share.of(n),
@@ -142,8 +144,42 @@ fn partitioned(
         CodecSpec::RandomK(randk) => randk.keep.of(n),
         _ => n,
     };
+    let sparse = kept < n;
+    let [mut add, mut encode, mut decode, mut scatter] = [f64::MAX; 4].map(Best);
+    let [mut cached, mut cached_scatter] = [f64::MAX; 2].map(Best);
+    coder.encode(&job, &mut out).expect("the values are finite");
+    coder.add_decoded_into(&out.messages[0], &place, &mut acc).expect("its own message");
+    let sent = (0u32..).zip(&acc).filter(|(_, value)| sparse && **value != 0.0);
+    let (indices, values): (Vec<u32>, Vec<f32>) = sent.map(|(index, value)| (index, *value)).unzip();
+    for _ in 0..repeats(args) {
+        add.of(|| add_into(black_box(&mut acc), black_box(gradient)));
+        encode.of(|| coder.encode(&job, &mut out).expect("the values are finite"));
+        decode.of(|| coder.add_decoded_into(&out.messages[0], &place, &mut acc).expect("its own message"));
+        if sparse {
+            add_into(black_box(&mut acc), black_box(gradient)); // as cold as for the decoder
+            coder.encode(&job, &mut out).expect("the values are finite");
+            scatter.of(|| add_at(&mut acc, &indices, &values));
+        }
+    }
+    let bits = 8.0 * out.messages[0].len() as f64;
+    let shard = n.min(SHARD);
+    let shards = [0..shard, shard..n];
+    coder.encode(&Job { shards: &shards, ..job }, &mut out).expect("the values are finite");
+    let part = place.part(0..shard);
+    let there = indices.partition_point(|index| (*index as usize) < shard);
+    let (indices, values) = (&indices[..there], &values[..there]);
+    for _ in 0..200 {
+        cached.of(|| coder.add_decoded_into(&out.messages[0], &part, &mut acc[..shard]).expect("its own"));
+        cached_scatter.of(|| add_at(&mut acc[..shard], indices, values));
+    }
     let mut row = Row::new(spec, n, args.threads as usize, add, encode, decode, kept, bits);
-    row.kept_per_s_cached = kept as f64 * shard as f64 / n.max(1) as f64 / cached.0;
+    if sparse {
+        row.kept_per_s_cached = there as f64 / cached.0;
+        row.scatter_per_s = Some(kept as f64 / scatter.0);
+        row.scatter_per_s_cached = Some(there as f64 / cached_scatter.0);
+    } else {
+        row.kept_per_s_cached = shard as f64 / cached.0;
+    }
     row
 }
 
@@ -198,6 +234,8 @@ impl Row {
             decode_roofline_fraction: add.0 / decode.0,
             kept_per_s: kept as f64 / decode.0,
             kept_per_s_cached: 0.0,
+            scatter_per_s: None,
+            scatter_per_s_cached: None,
             bits_per_kept: bits / kept.max(1) as f64,
             ratio: 32.0 * n as f64 / bits.max(1.0),
         }
@@ -206,9 +244,10 @@ impl Row {
 
 impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bound = |rate: Option<f64>| rate.map_or("-".into(), |rate| format!("{:.0}", rate / 1e6));
         write!(
             f,
-            "{:<26} {:>9} {:>8.2} {:>8.2} {:>8.2} {:>8.2} {:>8.2} {:>8.0} {:>8.0} {:>8.3}  {:.0}× smaller than f32",
+            "{:<26} {:>9} {:>8.2} {:>8.2} {:>8.2} {:>8.2} {:>8.2} {:>8.0} {:>8} {:>8.0} {:>8} {:>8.3}  {:.0}× smaller than f32",
             self.codec,
             show_bytes(self.bytes as f64),
             self.add_gbs,
@@ -217,7 +256,9 @@ impl fmt::Display for Row {
             self.decode_gbs,
             self.decode_roofline_fraction,
             self.kept_per_s / 1e6,
+            bound(self.scatter_per_s),
             self.kept_per_s_cached / 1e6,
+            bound(self.scatter_per_s_cached),
             self.bits_per_kept,
             self.ratio,
         )

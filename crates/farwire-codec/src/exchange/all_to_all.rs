@@ -4,14 +4,16 @@
 
 use std::ops::Range;
 
-use super::{Common, Kind, Made, Nonsense, Trouble, residual, scale};
+use bytes::Bytes;
+
+use super::{Common, Kind, Made, Nonsense, Trouble, residual, scale, seal, unseal};
 use crate::job::{Encoded, Job, Partitioned, Place, Role};
 
 #[derive(Debug)]
 pub(super) struct AllToAll {
     codec: Box<dyn Partitioned>,
     what: What,
-    own: Vec<u8>,
+    own: Bytes,
 }
 
 #[derive(Debug)]
@@ -24,11 +26,11 @@ enum What {
 
 impl AllToAll {
     pub(super) fn sum(codec: Box<dyn Partitioned>, count: usize, mean: bool) -> Self {
-        Self { codec, what: What::Sum { count, mean }, own: Vec::new() }
+        Self { codec, what: What::Sum { count, mean }, own: Bytes::new() }
     }
 
     pub(super) fn gather(codec: Box<dyn Partitioned>, blocks: Vec<Range<usize>>) -> Self {
-        Self { codec, what: What::Gather(blocks), own: Vec::new() }
+        Self { codec, what: What::Gather(blocks), own: Bytes::new() }
     }
 
     pub(super) fn longest(&self) -> usize {
@@ -59,7 +61,7 @@ impl AllToAll {
                 if let Some(feedback) = &mut common.feedback {
                     feedback.set_worker(0, encoded.residual);
                 }
-                self.own = encoded.messages.swap_remove(0);
+                self.own = seal(encoded.messages.swap_remove(0));
                 Ok(Made::Same(self.own.clone()))
             }
         })
@@ -72,19 +74,24 @@ impl AllToAll {
         common: &mut Common,
     ) -> Result<(), Nonsense> {
         let (me, world) = (common.rank, common.world);
-        common.clear_output(match &self.what {
+        let len = match &self.what {
             What::Sum { count, .. } => *count,
             What::Gather(blocks) => blocks.last().map_or(0, |last| last.end),
-        });
+        };
+        common.output.resize(len, 0.0);
         for from in world.ranks() {
-            let message = if from == me { &self.own[..] } else { messages[from.index()] };
-            let out = match &self.what {
-                What::Sum { .. } => &mut common.output[..],
-                What::Gather(blocks) => &mut common.output[blocks[from.index()].clone()],
+            let message = if from == me { unseal(&self.own) } else { messages[from.index()] };
+            // What the buffer holds means nothing, so what comes to each element first is written and not added.
+            let (out, first) = match &self.what {
+                What::Sum { .. } => (&mut common.output[..], from.index() == 0),
+                What::Gather(blocks) => (&mut common.output[blocks[from.index()].clone()], true),
             };
             let place = Place::whole(common.context, out.len());
-            let added = self.codec.add_decoded_into(message, &place, out);
-            added.map_err(|why| Nonsense { from, round, why })?;
+            let decoded = match first {
+                true => self.codec.decode_into(message, &place, out),
+                false => self.codec.add_decoded_into(message, &place, out),
+            };
+            decoded.map_err(|why| Nonsense { from, round, why })?;
         }
         if let What::Sum { mean, .. } = self.what {
             scale(&mut common.output, mean, world);

@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use farwire_proto::WorldSize;
 
-use super::{Common, Kind, Made, Nonsense, Trouble, even, residual, scale};
+use super::{Common, Kind, Made, Nonsense, Trouble, even, residual, scale, seal};
 use crate::error::{DecodeError, EncodeError};
 use crate::powersgd::{PowerP, PowerQ, PowerSgd, Shape};
 
@@ -60,7 +60,7 @@ impl LowRank {
 
     pub(super) fn next(&mut self, round: u32, common: &mut Common) -> Option<Result<Made, Trouble>> {
         if common.trouble.is_some() {
-            return Some(Ok(Made::Same(Vec::new())));
+            return Some(Ok(Made::Same(seal(Vec::new()))));
         }
         if let Step::Begin = self.step {
             let owed = common.owed(0..common.input.len());
@@ -80,11 +80,11 @@ impl LowRank {
         };
         if round == first {
             let shards = &self.shards[first as usize / 2];
-            let each = shards.iter().map(|shard| bytemuck::cast_slice(&factor[shard.clone()]).to_vec());
+            let each = shards.iter().map(|shard| seal(bytemuck::cast_slice(&factor[shard.clone()]).to_vec()));
             return Some(Ok(Made::Each(each.collect())));
         }
         let sum = summing.shard.as_ref().filter(|_| round == first + 1)?;
-        Some(Ok(Made::Same(bytemuck::cast_slice(sum).to_vec())))
+        Some(Ok(Made::Same(seal(bytemuck::cast_slice(sum).to_vec()))))
     }
 
     pub(super) fn came(

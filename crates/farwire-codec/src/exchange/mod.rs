@@ -12,7 +12,7 @@
 //! Sums are made in rank order at one place, and everyone, the owner included, decodes the same bytes: so every rank ends with the same bits, whatever arrives first. A reduce-scatter
 //! is the first round of an all-reduce, an all-gather its second.
 //!
-//! A parcel starts with a byte that says whether its sender could make it. A rank whose input holds a NaN says so instead of sending a message, and still takes part in the rounds: so all
+//! A parcel ends with a byte that says whether its sender could make it. A rank whose input holds a NaN says so instead of sending a message, and still takes part in the rounds: so all
 //! ranks end with the same error, and none has changed its residuals.
 
 mod all_to_all;
@@ -280,13 +280,24 @@ enum Script {
     LowRank(low_rank::LowRank),
 }
 
-/// What a rank gives the others in a round.
+/// What a rank gives the others in a round: sealed messages.
 #[derive(Debug)]
 enum Made {
-    /// One message per rank.
-    Each(Vec<Vec<u8>>),
+    /// One per rank.
+    Each(Vec<Bytes>),
     /// The same to everyone.
-    Same(Vec<u8>),
+    Same(Bytes),
+}
+
+/// A message as a parcel, with a byte at its end that says that all is well.
+fn seal(mut message: Vec<u8>) -> Bytes {
+    message.push(FINE);
+    message.into()
+}
+
+/// The message in a [`seal`]ed parcel.
+fn unseal(parcel: &Bytes) -> &[u8] {
+    parcel.split_last().map_or(&[], |(_, message)| message)
 }
 
 /// Something that cannot be encoded. Of several, the least counts: all ranks hear of the same ones, if not at the same time.
@@ -298,7 +309,7 @@ struct Trouble {
     element: u64,
 }
 
-/// What cannot be encoded. Its number is the first byte of a parcel; zero says that all is well.
+/// What cannot be encoded. Its number is the last byte of a parcel; zero says that all is well.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
 enum Kind {
@@ -420,15 +431,14 @@ impl Exchange {
             Script::LowRank(script) => script.next(*made, common),
         }?;
         *made += 1;
-        let fine = |message: &[u8]| Bytes::from([&[FINE], message].concat());
         let mut parcels = match (message, common.trouble) {
             (Err(Trouble { kind, element, .. }), _) => {
-                vec![Bytes::from([&[kind as u8], &element.to_le_bytes()[..]].concat()); world]
+                vec![Bytes::from([&element.to_le_bytes()[..], &[kind as u8]].concat()); world]
             }
             // Everyone knows; there is nothing more to say.
-            (Ok(_), Some(_)) => vec![fine(&[]); world],
-            (Ok(Made::Same(message)), None) => vec![fine(&message); world],
-            (Ok(Made::Each(messages)), None) => messages.iter().map(|message| fine(message)).collect(),
+            (Ok(_), Some(_)) => vec![seal(Vec::new()); world],
+            (Ok(Made::Same(parcel)), None) => vec![parcel; world],
+            (Ok(Made::Each(parcels)), None) => parcels,
         };
         parcels[common.rank.index()].clear();
         Some(parcels)
@@ -452,7 +462,7 @@ impl Exchange {
         for from in common.world.others(common.rank) {
             let nonsense = |why| Nonsense { from, round, why };
             let parcel = &parcels[from.index()];
-            let Some((kind, message)) = parcel.split_first() else {
+            let Some((kind, message)) = parcel.split_last() else {
                 return Err(nonsense(DecodeError::Length { need: 1, given: 0 }));
             };
             let kind = match *kind {

@@ -17,9 +17,10 @@
 
 use std::ops::Range;
 
+use bytes::Bytes;
 use farwire_proto::WorldSize;
 
-use super::{Common, Kind, Made, Nonsense, Trouble, even, residual, scale};
+use super::{Common, Kind, Made, Nonsense, Trouble, even, residual, scale, seal, unseal};
 use crate::job::{Encoded, Job, Partitioned, Place, Role};
 
 /// Elements of a chunk: long enough that its parcels fill frames, short enough that three of them overlap.
@@ -43,7 +44,7 @@ struct Chunk {
     /// By rank.
     shards: Vec<Range<usize>>,
     /// This rank's message to itself, until it is added up.
-    own: Vec<u8>,
+    own: Bytes,
     /// The sum of this rank's shard, until it is encoded.
     sum: Option<Vec<f32>>,
 }
@@ -72,7 +73,7 @@ impl TwoPhase {
                 .into_iter()
                 .map(|shard| start + shard.start..start + shard.end)
                 .collect(),
-            own: Vec::new(),
+            own: Bytes::new(),
             sum: None,
         };
         let chunks: Vec<_> = (0..chunks)
@@ -119,10 +120,11 @@ impl TwoPhase {
 
     fn encode_shards(&mut self, round: u32, chunk: usize, common: &mut Common) -> Result<Made, Trouble> {
         if common.trouble.is_some() {
-            return Ok(Made::Same(Vec::new()));
+            return Ok(Made::Same(seal(Vec::new())));
         }
         if chunk == 0 && self.gather {
-            common.clear_output(self.count);
+            // What is in it is written over, shard by shard.
+            common.output.resize(self.count, 0.0);
         }
         let context = self.context(chunk, common);
         let Chunk { range, shards, own, .. } = &mut self.chunks[chunk];
@@ -147,13 +149,14 @@ impl TwoPhase {
         if let Some(feedback) = &mut common.feedback {
             feedback.set_worker(range.start, encoded.residual);
         }
-        *own = std::mem::take(&mut encoded.messages[common.rank.index()]);
-        Ok(Made::Each(encoded.messages))
+        let parcels: Vec<_> = encoded.messages.into_iter().map(seal).collect();
+        *own = parcels[common.rank.index()].clone();
+        Ok(Made::Each(parcels))
     }
 
     fn encode_sum(&mut self, round: u32, chunk: usize, common: &mut Common) -> Result<Made, Trouble> {
         let Some(sum) = self.chunks[chunk].sum.take().filter(|_| common.trouble.is_none()) else {
-            return Ok(Made::Same(Vec::new()));
+            return Ok(Made::Same(seal(Vec::new())));
         };
         let context = self.context(chunk, common);
         let Chunk { range, shards, own, .. } = &mut self.chunks[chunk];
@@ -174,9 +177,8 @@ impl TwoPhase {
             feedback.set_owner(shard.start, encoded.residual);
             feedback.give_back(sum);
         }
-        let message = encoded.messages.swap_remove(0);
-        own.clone_from(&message);
-        Ok(Made::Same(message))
+        *own = seal(encoded.messages.swap_remove(0));
+        Ok(Made::Same(own.clone()))
     }
 
     pub(super) fn came(
@@ -191,18 +193,21 @@ impl TwoPhase {
         let Chunk { range, shards, own, sum, .. } = &mut self.chunks[chunk];
         let whole = Place::whole(context, range.len());
         let place = |shard: &Range<usize>| whole.part(shard.start - range.start..shard.end - range.start);
-        let message = |from: farwire_proto::Rank| if from == me { &own[..] } else { messages[from.index()] };
+        let message =
+            |from: farwire_proto::Rank| if from == me { unseal(own) } else { messages[from.index()] };
         match phase {
             Phase::Scatter(_) => {
                 let mine = &shards[me.index()];
                 let mut acc =
                     if self.gather { common.buffer(mine.len()) } else { std::mem::take(&mut common.output) };
-                acc.clear();
                 acc.resize(mine.len(), 0.0);
                 for from in world.ranks() {
-                    self.codec
-                        .add_decoded_into(message(from), &place(mine), &mut acc)
-                        .map_err(|why| Nonsense { from, round, why })?;
+                    let (message, place) = (message(from), place(mine));
+                    let added = match from.index() {
+                        0 => self.codec.decode_into(message, &place, &mut acc),
+                        _ => self.codec.add_decoded_into(message, &place, &mut acc),
+                    };
+                    added.map_err(|why| Nonsense { from, round, why })?;
                 }
                 if self.gather {
                     *sum = Some(acc);
@@ -215,9 +220,11 @@ impl TwoPhase {
                 for from in world.ranks() {
                     let shard = &shards[from.index()];
                     let out = &mut common.output[shard.clone()];
-                    self.codec
-                        .add_decoded_into(message(from), &place(shard), out)
-                        .map_err(|why| Nonsense { from, round, why })?;
+                    self.codec.decode_into(message(from), &place(shard), out).map_err(|why| Nonsense {
+                        from,
+                        round,
+                        why,
+                    })?;
                     scale(out, self.mean, world);
                 }
             }

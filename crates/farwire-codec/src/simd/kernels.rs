@@ -334,6 +334,19 @@ kernel! {
 }
 
 kernel! {
+    /// bfloat16 values as floats. Returns whether all of them were finite.
+    fn from_bf16(bytes: &[u8], out: &mut [f32]) -> bool {
+        let mut worst = 0;
+        for (out, bits) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
+            let bits = u16::from_le_bytes(*bits);
+            worst = worst.max(bits & 0x7fff);
+            *out = from_bf16_bits(bits);
+        }
+        worst < 0x7f80
+    }
+}
+
+kernel! {
     /// `acc = acc + bfloat16 values`. Returns whether all of them were finite.
     fn add_bf16(bytes: &[u8], acc: &mut [f32]) -> bool {
         let mut worst = 0;
@@ -343,6 +356,18 @@ kernel! {
             *acc += from_bf16_bits(bits);
         }
         worst < 0x7f80
+    }
+}
+
+kernel! {
+    /// Bytes of floats as floats. Returns whether all of them were finite.
+    fn from_f32(bytes: &[u8], out: &mut [f32]) -> bool {
+        let mut worst = 0;
+        for (out, value) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
+            *out = f32::from_le_bytes(*value);
+            worst = worst.max(out.to_bits() & MAGNITUDE);
+        }
+        worst < f32::INFINITY.to_bits()
     }
 }
 
@@ -473,6 +498,10 @@ mod tests {
             floats(&|level, out| add_signs(level, &signs, inverse, out));
             let halves = same(|level| { let mut out = vec![0; 2 * n]; to_bf16(level, &mut values.clone(), &mut out); out });
             floats(&|level, out| { add_bf16(level, &halves, out); });
+            floats(&|level, out| { from_bf16(level, &halves, out); });
+            let wholes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+            floats(&|level, out| { add_f32(level, &wholes, out); });
+            floats(&|level, out| { from_f32(level, &wholes, out); });
             let nibbles = same(|level| { let mut out = vec![0; n.div_ceil(2)]; pack_nibbles(level, &levels, &mut out); out });
             let back = same(|level| { let mut out = vec![0; n]; unpack_nibbles(level, &nibbles, &mut out); out });
             prop_assert_eq!(back, levels);

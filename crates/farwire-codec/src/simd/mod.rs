@@ -15,7 +15,7 @@ mod select;
 mod stream;
 
 pub(crate) use kernels::*;
-pub(crate) use rice::{decode_gaps, prefetch};
+pub(crate) use rice::decode_gaps;
 pub(crate) use select::{Found, TILE, compress};
 pub(crate) use stream::Stream;
 
@@ -68,6 +68,20 @@ impl Level {
             Self::Avx512 => vec![Self::Portable, Self::Avx2, Self::Avx512],
         }
     }
+}
+
+/// Asks for the cache line of an element that will be used soon, from memory into the second-level cache.
+#[inline(always)]
+pub(crate) fn prefetch(elements: &[f32], index: usize) {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        let line = elements.as_ptr().wrapping_add(index);
+        // SAFETY: a prefetch may be given any address; it never faults.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(line.cast()) };
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (elements, index);
 }
 
 /// Defines a function whose safe body is compiled once for each [`Level`].

@@ -8,6 +8,9 @@ use crate::index::BLOCK;
 ///
 /// Returns how many bytes that took, and the last index. Indices ascend; whoever finds the last below `range` has checked them
 /// all. Sound for any bytes, and quick to give up on a unary part that runs past `range`.
+///
+/// This keeps a core busy and leaves its memory idle; `meanwhile` is called once for every sixteen gaps, or not at all, to make use of that.
+#[allow(clippy::too_many_arguments, reason = "a kernel takes its state apart")]
 pub(crate) fn decode_gaps(
     level: Level,
     bytes: &[u8],
@@ -16,6 +19,7 @@ pub(crate) fn decode_gaps(
     next: u32,
     range: u32,
     out: &mut [u32; BLOCK],
+    meanwhile: impl FnMut(),
 ) -> Result<(usize, u64), DecodeError> {
     debug_assert!(low <= 23 && (1..=BLOCK).contains(&count));
     let low_len = (count * low as usize).div_ceil(8);
@@ -25,22 +29,9 @@ pub(crate) fn decode_gaps(
     #[cfg(target_arch = "x86_64")]
     if level == Level::Avx512 && low <= 17 {
         // SAFETY: the level is proof that the instructions are there.
-        return unsafe { avx512(bytes, low_len, low, count, next, range, out) };
+        return unsafe { avx512(bytes, low_len, low, count, next, range, out, meanwhile) };
     }
     portable(level, bytes, low_len, low, count, next, range, out)
-}
-
-/// Asks for the cache lines of `acc` at these indices, so that they are there when they are added to.
-pub(crate) fn prefetch(acc: &[f32], indices: impl Iterator<Item = usize>) {
-    #[cfg(target_arch = "x86_64")]
-    for index in indices {
-        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-        let line = acc.as_ptr().wrapping_add(index);
-        // SAFETY: a prefetch may be given any address; it never faults.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(line.cast()) };
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = (acc, indices);
 }
 
 /// Eight bytes from `at`, with zeros for what lies past the end.
@@ -110,6 +101,7 @@ kernel! {
 /// For up to 17 low bits, which any two neighbouring 16-bit words hold.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi1,bmi2,popcnt,lzcnt")]
+#[allow(clippy::too_many_arguments, reason = "a kernel takes its state apart")]
 fn avx512(
     bytes: &[u8],
     low_len: usize,
@@ -118,6 +110,7 @@ fn avx512(
     next: u32,
     range: u32,
     out: &mut [u32; BLOCK],
+    mut meanwhile: impl FnMut(),
 ) -> Result<(usize, u64), DecodeError> {
     use std::arch::x86_64::*;
 
@@ -184,6 +177,7 @@ fn avx512(
             _mm512_storeu_si512(out.as_mut_ptr().add(16 * row).cast(), index);
         }
         j = _mm512_add_epi32(j, sixteen);
+        meanwhile();
     }
     let lows = _mm_cvtsi128_si32(_mm512_castsi512_si128(sum)) as u32;
     Ok(ends(low_len, low, count, next, lows, positions[count - 1]))
@@ -207,7 +201,7 @@ mod tests {
         ) {
             let results: Vec<_> = Level::all().into_iter().map(|level| {
                 let mut out = [0; BLOCK];
-                let result = decode_gaps(level, &bytes, low, count, next, range, &mut out);
+                let result = decode_gaps(level, &bytes, low, count, next, range, &mut out, || ());
                 (result, result.is_ok().then(|| out[..count].to_vec()))
             }).collect();
             prop_assert!(results.windows(2).all(|pair| pair[0] == pair[1]));

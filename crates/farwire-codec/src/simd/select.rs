@@ -1,6 +1,6 @@
 //! Which elements are large: the compress-store at the heart of top-k.
 
-use super::Level;
+use super::{Level, prefetch};
 
 /// Elements that one call looks at, at most.
 pub(crate) const TILE: usize = 2048;
@@ -24,15 +24,25 @@ impl Found {
 }
 
 /// Finds the elements of `values` (at most [`TILE`]) whose magnitude has bits of at least `floor`. Their indices count from `base`.
-pub(crate) fn compress(level: Level, values: &[f32], base: u32, floor: u32, found: &mut Found) {
+///
+/// Meanwhile it asks for the elements of `soon`, as many as of `values`, which will be read next: this works in the first-level cache and leaves the
+/// memory idle.
+pub(crate) fn compress(
+    level: Level,
+    values: &[f32],
+    base: u32,
+    floor: u32,
+    soon: [&[f32]; 2],
+    found: &mut Found,
+) {
     assert!(values.len() <= TILE);
     match level {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the level is proof that the instructions are there.
-        Level::Avx512 => unsafe { avx512(values, base, floor, found) },
+        Level::Avx512 => unsafe { avx512(values, base, floor, soon, found) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        Level::Avx2 => unsafe { avx2(values, base, floor, found) },
+        Level::Avx2 => unsafe { avx2(values, base, floor, soon, found) },
         Level::Portable => {
             found.count = 0;
             portable(values, base, floor, found);
@@ -51,7 +61,7 @@ fn portable(values: &[f32], base: u32, floor: u32, found: &mut Found) {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,popcnt")]
-fn avx512(values: &[f32], base: u32, floor: u32, found: &mut Found) {
+fn avx512(values: &[f32], base: u32, floor: u32, soon: [&[f32]; 2], found: &mut Found) {
     use std::arch::x86_64::*;
 
     found.count = 0;
@@ -62,7 +72,8 @@ fn avx512(values: &[f32], base: u32, floor: u32, found: &mut Found) {
     let iota = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     let mut index = _mm512_add_epi32(_mm512_set1_epi32(base as i32), iota);
     let mut count = 0;
-    for row in rows {
+    for (k, row) in rows.iter().enumerate() {
+        soon.iter().for_each(|soon| prefetch(soon, 16 * k));
         // SAFETY: `row` is 16 floats long.
         let lanes = unsafe { _mm512_loadu_si512(row.as_ptr().cast()) };
         let mask = _mm512_cmpge_epu32_mask(_mm512_and_si512(lanes, magnitude), floor_lanes);
@@ -85,7 +96,7 @@ fn avx512(values: &[f32], base: u32, floor: u32, found: &mut Found) {
 
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,bmi1,bmi2,popcnt,lzcnt")]
-fn avx2(values: &[f32], base: u32, floor: u32, found: &mut Found) {
+fn avx2(values: &[f32], base: u32, floor: u32, soon: [&[f32]; 2], found: &mut Found) {
     use std::arch::x86_64::*;
 
     found.count = 0;
@@ -97,7 +108,10 @@ fn avx2(values: &[f32], base: u32, floor: u32, found: &mut Found) {
     let mut index =
         _mm256_add_epi32(_mm256_set1_epi32(base as i32), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
     let mut count = 0;
-    for row in rows {
+    for (k, row) in rows.iter().enumerate() {
+        if k % 2 == 0 {
+            soon.iter().for_each(|soon| prefetch(soon, 8 * k));
+        }
         // SAFETY: `row` is 8 floats long.
         let lanes = unsafe { _mm256_loadu_si256(row.as_ptr().cast()) };
         let above = _mm256_cmpgt_epi32(_mm256_and_si256(lanes, magnitude), below);
@@ -139,7 +153,7 @@ mod tests {
             let want: Vec<_> = (0u32..).zip(&values).filter(|(_, x)| x.abs().to_bits() >= floor).collect();
             for level in Level::all() {
                 let mut found = Found::new();
-                compress(level, &values, base, floor, &mut found);
+                compress(level, &values, base, floor, [&values; 2], &mut found);
                 let (indices, floats) = found.get();
                 prop_assert_eq!(indices.len(), want.len());
                 for ((index, value), (i, x)) in indices.iter().zip(floats).zip(&want) {

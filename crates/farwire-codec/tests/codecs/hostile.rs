@@ -26,7 +26,9 @@ fn mutated_messages_are_decoded_or_refused() {
             let (message, place) = &good[random.below(good.len())];
             let bytes = mutate(message, &mut random);
             let acc = &mut acc[..place.range.len()];
-            refused += usize::from(codec.add_decoded_into(&bytes, place, acc).is_err());
+            let added = codec.add_decoded_into(&bytes, place, acc);
+            refused += usize::from(added.is_err());
+            assert_eq!(codec.decode_into(&bytes, place, acc), added, "{name}");
         }
         println!("{name}: {refused} of {per_decoder} refused");
         for (message, place) in &good {

@@ -22,7 +22,11 @@ fn run(codec: &dyn Partitioned, job: &Job<'_>) -> Outcome {
     for (message, shard) in out.messages.iter().zip(job.shards) {
         let first = job.place.range.start;
         let part = &mut decoded[shard.start - first..shard.end - first];
-        codec.add_decoded_into(message, &job.place.part(shard.clone()), part).unwrap();
+        let place = job.place.part(shard.clone());
+        codec.add_decoded_into(message, &place, part).unwrap();
+        let mut dirty = vec![f32::NAN; part.len()];
+        codec.decode_into(message, &place, &mut dirty).unwrap();
+        assert_eq!(bits(&dirty), bits(part), "what was in the buffer means nothing");
         assert!(message.len() <= codec.max_message_len(shard.len()));
     }
     Outcome { decoded, residual: out.residual, messages: out.messages }

@@ -1,7 +1,7 @@
 //! Collectives through a codec: rounds of parcels, made and understood on the node's coding thread.
 //!
 //! Coding takes time, so it is done without the driver's lock. The driver keeps an operation's [`Exchange`] between rounds; when parcels have come, it tells the coding thread, which takes the
-//! exchange, works, supplies what it made, and gives it back.
+//! exchange, works, supplies what it made, and gives it back. For a short vector the telling would take longer than the work: whoever turned the driver does that itself, with the lock free.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -27,7 +27,9 @@ pub(super) struct CodedJob {
     call: Fingerprint,
     me: Rank,
     world: WorldSize,
-    /// Absent while the coding thread has it.
+    /// Whether a thread of its own is worth the way there.
+    long: bool,
+    /// Absent while it is being worked on.
     pub(super) exchange: Option<Box<Exchange>>,
     /// Rounds that have come and not been looked at.
     pub(super) came: VecDeque<u32>,
@@ -38,7 +40,7 @@ pub(super) struct CodedJob {
 /// What became of an operation, and who it waited for if that was bad.
 pub(super) type Ended = Result<(), (Box<OpError>, Vec<Peer>)>;
 
-/// What the coding thread is to do.
+/// What is to be done for an operation.
 #[derive(Debug)]
 pub(crate) enum Coding {
     /// Look at these rounds of parcels, make what can be made, and give it back. Who is alone in the world hears of no rounds, and has them as soon as they are made.
@@ -48,11 +50,12 @@ pub(crate) enum Coding {
 }
 
 impl Driver {
-    /// Starts a collective through a codec. The coding thread does the rest.
+    /// Starts a collective through a codec. The coding thread does the rest, or who calls and waits if it is not `long`.
     pub(crate) fn submit_coded(
         &mut self,
         comm: CommId,
         exchange: Exchange,
+        long: bool,
         options: &Options,
         completion: Arc<Completion>,
     ) -> Result<(), Error> {
@@ -66,6 +69,7 @@ impl Driver {
             call: plan.fingerprint(),
             me: plan.me(),
             world: plan.world(),
+            long,
             exchange: Some(Box::new(exchange)),
             came: VecDeque::new(),
             ended: None,
@@ -86,9 +90,31 @@ impl Driver {
     }
 
     pub(super) fn wants_coding(&mut self, op: OpId) {
-        if let Some(coder) = &self.coder {
-            let _ = coder.send(op); // it lives as long as the node
+        match (self.jobs.get(&op), &self.coder) {
+            (Some(Job { work: Work::Coded(CodedJob { long: false, .. }), .. }), _) => {
+                self.short.push_back(op);
+            }
+            (_, Some(coder)) => {
+                // It lives as long as the node.
+                self.told += usize::from(coder.send(op).is_ok());
+            }
+            (_, None) => {}
         }
+    }
+
+    /// The coding thread has done what it was told once.
+    pub(crate) fn coded(&mut self) {
+        self.told -= 1;
+    }
+
+    /// Whether the coding thread has anything to do.
+    pub(crate) fn is_coding(&self) -> bool {
+        self.told > 0
+    }
+
+    /// A short operation that wants coding. Whoever turns the driver asks, and does it.
+    pub(crate) fn take_short(&mut self) -> Option<OpId> {
+        self.short.pop_front()
     }
 
     /// What is to be done for an operation, if anything is.
@@ -114,8 +140,8 @@ impl Driver {
         Some(Coding::Go { exchange, came, alone: world.get() == 1 })
     }
 
-    /// An operation failed on its way. If the coding thread has the exchange, it will ask again.
-    fn fail_coded(&mut self, op: OpId) {
+    /// An operation failed on its way. If somebody has the exchange, they will ask again.
+    pub(super) fn fail_coded(&mut self, op: OpId) {
         let there = |job: &mut Job| matches!(&job.work, Work::Coded(job) if job.exchange.is_some());
         if !self.jobs.get_mut(&op).is_some_and(there) {
             return;
@@ -140,7 +166,7 @@ impl Driver {
         self.settle();
     }
 
-    /// The coding thread is done for now.
+    /// Whoever coded is done for now.
     pub(crate) fn give_coding_back(&mut self, op: OpId, exchange: Box<Exchange>, nonsense: Option<Nonsense>) {
         let Some(Job { work: Work::Coded(job), .. }) = self.jobs.get_mut(&op) else { return };
         job.exchange = Some(exchange);
