@@ -320,7 +320,9 @@ fn split(steps: &[StepReport]) -> String {
             below += height;
         }
     }
-    let used = PARTS.iter().map(|(name, of)| (*name, steps.iter().any(|step| of(&step.times) > 1e-5)));
+    // What cannot be seen needs no name.
+    let sum = |of: fn(&Times) -> f64| steps.iter().map(|step| of(&step.times)).sum::<f64>();
+    let used = PARTS.iter().map(|(name, of)| (*name, sum(*of) > 1e-3 * sum(|times| times.total)));
     svg += &legend_of(
         used.zip(COLOURS).filter(|((_, used), _)| *used).map(|((name, _), colour)| (name, colour)),
     );
