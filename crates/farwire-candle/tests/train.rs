@@ -202,3 +202,19 @@ fn replicas_of_a_plain_model_start_and_stay_the_same() {
         assert!(matches!(error, TrainError::Plan(PlanError::Differ { .. })), "{error}");
     });
 }
+
+#[test]
+fn a_sparse_codec_is_phased_in() {
+    let text = text();
+    on_threads(2, |comm| {
+        let codec = "topk:0.01".parse().unwrap();
+        let settings = Settings { dp: 2, codec, dense_steps: 2, falling_steps: 4, ..settings() };
+        let mut trainer = Trainer::new(&comm, settings, &text).unwrap();
+        let sent: Vec<_> = (0..9).map(|_| trainer.step(false).unwrap().wire_bytes).collect();
+        let falls = |pair: &[u64]| (pair[1] as f64) < 0.99 * pair[0] as f64;
+        assert!(!falls(&sent[0..2]), "dense: {sent:?}");
+        assert!(sent[1..7].windows(2).all(falls), "less and less: {sent:?}");
+        assert!(!falls(&sent[6..8]) && !falls(&sent[7..9]), "then the codec's own: {sent:?}");
+        assert!(trainer.replicas_agree().unwrap());
+    });
+}
