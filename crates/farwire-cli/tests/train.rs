@@ -6,6 +6,8 @@ use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 
+use std::time::Duration;
+
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -145,7 +147,11 @@ fn an_interrupted_run_leaves_a_checkpoint_and_goes_on() {
     for _ in 0..5 {
         lines.next().unwrap().unwrap();
     }
-    kill_process(Pid::from_raw(child.id() as i32).unwrap(), Signal::INT).unwrap();
+    // As `timeout` does it: the process, and then its group. That is one wish to end, not two.
+    for wait in [0, 50] {
+        std::thread::sleep(Duration::from_millis(wait));
+        kill_process(Pid::from_raw(child.id() as i32).unwrap(), Signal::INT).unwrap();
+    }
     let rest: Vec<Value> = lines.map(|line| serde_json::from_str(&line.unwrap()).unwrap()).collect();
     assert!(child.wait().unwrap().success());
     let summary = rest.last().unwrap();

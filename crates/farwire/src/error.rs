@@ -1,5 +1,6 @@
 //! What can go wrong, as callers see it.
 
+use std::fmt;
 use std::time::Duration;
 
 use farwire_codec::FeedbackError;
@@ -12,7 +13,9 @@ use crate::join::rendezvous::JoinError;
 use crate::token::TokenError;
 
 /// Why an operation has no result.
-#[derive(Debug, thiserror::Error)]
+///
+/// Its `Debug` form is the same text, for that is what a `main` that returns it prints.
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The call was wrong; nothing was sent.
@@ -119,6 +122,12 @@ pub enum Error {
         /// What it said.
         source: std::io::Error,
     },
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
 }
 
 impl Error {

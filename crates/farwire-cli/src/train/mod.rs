@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use farwire::{CodecChoice, Communicator, EnvError, Place};
 use farwire_candle::gpt::{Config, Writer};
@@ -64,10 +64,10 @@ pub(crate) struct Args {
     #[arg(long, default_value = "int8")]
     codec: CodecChoice,
     /// Steps at the start in which they are not compressed. If not given: an eighth of the run for codecs that leave much out (topk, randk, sign, powersgd), none for others. A resumed run keeps what it began with.
-    #[arg(long, value_name = "STEPS")]
+    #[arg(long, value_name = "STEPS", allow_negative_numbers = true)]
     dense_steps: Option<u32>,
     /// Steps after those in which the share that topk and randk keep falls from a quarter to their own; three quarters of the run if not given.
-    #[arg(long, value_name = "STEPS")]
+    #[arg(long, value_name = "STEPS", allow_negative_numbers = true)]
     falling_steps: Option<u32>,
     /// Train once with each of these codecs, from the same start, and put all in one report.
     #[arg(long, value_name = "CODEC,CODEC", value_parser = codecs, conflicts_with_all = ["codec", "checkpoint"])]
@@ -354,7 +354,10 @@ fn text(args: &Args, comm: &Communicator) -> Result<Vec<u8>, TrainCommandError> 
     Ok(comm.broadcast(mine, 0).wait()?)
 }
 
-/// Set once somebody asks this process to end; asking twice ends it at once.
+/// Two signals within this time are one wish: some programs signal a process and then its group.
+const ONE_WISH: Duration = Duration::from_secs(1);
+
+/// Set once somebody asks this process to end; asking again later ends it at once.
 fn watch_for_signals() -> Result<Arc<AtomicBool>, TrainCommandError> {
     let stop = Arc::new(AtomicBool::new(false));
     let asked = stop.clone();
@@ -366,12 +369,14 @@ fn watch_for_signals() -> Result<Arc<AtomicBool>, TrainCommandError> {
     drop(guard);
     let watch = move || {
         runtime.block_on(async {
+            let mut first: Option<Instant> = None;
             loop {
                 tokio::select! {
                     _ = interrupted.recv() => {}
                     _ = terminated.recv() => {}
                 }
-                if asked.swap(true, Ordering::Relaxed) {
+                asked.store(true, Ordering::Relaxed);
+                if first.get_or_insert_with(Instant::now).elapsed() > ONE_WISH {
                     std::process::exit(130);
                 }
             }
