@@ -28,8 +28,8 @@ fuzz_target!(|bytes: &[u8]| {
         let Some((from, rest)) = frame.split_first() else { continue };
         let from = Peer(u32::from(from % 4));
         let Ok(header) = Header::decode(rest) else { continue };
-        if header.frame == FrameKind::Abort {
-            let _ = engine.handle_abort(from, &header, &rest[HEADER_LEN..]);
+        if header.frame.is_notice() {
+            let _ = engine.handle_notice(from, &header, &rest[HEADER_LEN..]);
         } else if let Verdict::Take(take) = engine.handle_frame(from, &header) {
             engine.handle_taken(take);
         }

@@ -13,6 +13,7 @@
 
 use crate::call::{Algorithm, Kind};
 use crate::dtype::{DType, ReduceOp};
+use crate::fault::FAULT_LEN;
 use crate::fingerprint::Fingerprint;
 use crate::ids::{CommId, Epoch, OpSeq, Rank, Tag};
 
@@ -33,6 +34,31 @@ pub enum FrameKind {
     Data = 1,
     /// The news that the communicator has failed: an encoded [`Fault`](crate::Fault).
     Abort = 2,
+    /// The sender has frames for this operation and waits to hear that it is called. No payload.
+    Ask = 3,
+    /// The sender has called this operation, and all before it in its order. No payload.
+    Called = 4,
+    /// The sender has given this message up; what has come of it is to be thrown away. No payload.
+    Void = 5,
+}
+
+impl FrameKind {
+    /// Every kind.
+    pub const ALL: [Self; 5] = [Self::Data, Self::Abort, Self::Ask, Self::Called, Self::Void];
+
+    /// Whether it belongs to no lane and is read as soon as it arrives: everything but data.
+    pub fn is_notice(self) -> bool {
+        self != Self::Data
+    }
+
+    /// Bytes of the payload, where they are always as many.
+    fn payload(self) -> Option<usize> {
+        match self {
+            Self::Data => None,
+            Self::Abort => Some(FAULT_LEN),
+            Self::Ask | Self::Called | Self::Void => Some(0),
+        }
+    }
 }
 
 /// Everything a receiver needs to know about a frame before it reads the payload.
@@ -102,11 +128,12 @@ impl Header {
         if bytes[2] != VERSION {
             return Err(HeaderError::Version(bytes[2]));
         }
-        let frame = match bytes[3] {
-            1 => FrameKind::Data,
-            2 => FrameKind::Abort,
-            _ => return Err(HeaderError::Field("frame")),
-        };
+        let frame = FrameKind::ALL.into_iter().find(|frame| *frame as u8 == bytes[3]);
+        let frame = frame.ok_or(HeaderError::Field("frame"))?;
+        let payload = u32_at(bytes, 4);
+        if frame.payload().is_some_and(|fixed| fixed != payload as usize) {
+            return Err(HeaderError::Field("payload"));
+        }
         let (fingerprint, index) = decode_fingerprint(array(bytes, 32))?;
         let tag = Tag(u32_at(bytes, 20));
         let seq = u64_at(bytes, 24);
@@ -117,7 +144,7 @@ impl Header {
         };
         Ok(Self {
             frame,
-            payload: u32_at(bytes, 4),
+            payload,
             comm: CommId(u64_at(bytes, 8)),
             epoch: Epoch(u32_at(bytes, 16)),
             seq,
@@ -220,11 +247,11 @@ pub(crate) mod tests {
     }
 
     pub(crate) fn any_header() -> impl Strategy<Value = Header> {
-        let frames = prop::sample::select(vec![FrameKind::Data, FrameKind::Abort]);
+        let frames = prop::sample::select(FrameKind::ALL.to_vec());
         (frames, any_fingerprint(), any::<[u32; 4]>(), any::<[u64; 2]>()).prop_map(
             |(frame, fingerprint, [payload, epoch, tag, index], [comm, seq])| Header {
                 frame,
-                payload,
+                payload: frame.payload().map_or(payload, |fixed| fixed as u32),
                 comm: CommId(comm),
                 epoch: Epoch(epoch),
                 seq: match fingerprint.kind {
@@ -311,7 +338,10 @@ pub(crate) mod tests {
                 refused("tag", 20, &[1, 0, 0, 0]);
             }
             refused("kind", 60, &[0]);
-            refused("frame", 3, &[3]);
+            refused("frame", 3, &[6]);
+            if header.frame.is_notice() {
+                refused("payload", 4, &[1, 0, 0, 0]);
+            }
             let stranger = Algorithm::ALL.into_iter().find(|other| !kind.algorithms().contains(other));
             refused("algorithm", 63, &[stranger.map_or(0, |other| other as u8)]);
         }

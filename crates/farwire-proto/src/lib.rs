@@ -69,7 +69,7 @@
 //! }
 //! ```
 //!
-//! One for a network where things do go wrong also feeds the engine abort frames, lost peers and the time; `farwire-sim` is the shortest.
+//! One for a network where things do go wrong also feeds the engine notices, lost peers and the time; `farwire-sim` is the shortest.
 //!
 //! Words used throughout: a *block* or *shard* is what a rank owns of a vector, a *segment* is what one frame carries, a *lane* is the
 //! ordered frames of one operation between two ranks, a *slot* is where a partial result waits to be sent on.
@@ -97,7 +97,7 @@ mod workspace;
 pub use call::{Algorithm, Call, CallError, Kind, Options};
 pub use collective::parcels::Parcels;
 pub use dtype::{DType, Element, ReduceOp, UnknownName};
-pub use engine::{Config, Engine, Event, Lane, OpenError, Payload, Take, Transmit, Verdict, Wait};
+pub use engine::{Allowance, Config, Engine, Event, Lane, OpenError, Payload, Take, Transmit, Verdict, Wait};
 pub use fault::{Called, FAULT_LEN, Fault, OpError};
 pub use fingerprint::Fingerprint;
 pub use header::{FrameKind, HEADER_LEN, Header, HeaderError, VERSION};

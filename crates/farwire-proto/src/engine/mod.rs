@@ -1,5 +1,6 @@
 //! The engine: many operations in flight, on several communicators, without blocking each other.
 
+mod ahead;
 mod op;
 
 use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
@@ -7,8 +8,9 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::call::{Call, CallError, Options};
+use crate::call::{Algorithm, Call, CallError, Kind, Options};
 use crate::collective::message::End;
+use crate::dtype::DType;
 use crate::fault::{Called, FAULT_LEN, Fault, OpError};
 use crate::fingerprint::Fingerprint;
 use crate::header::{FrameKind, Header, HeaderError};
@@ -16,13 +18,16 @@ use crate::ids::{CommId, Epoch, OpId, OpSeq, Peer, Rank, Tag, Time, WorldSize};
 use crate::partition::digest;
 use crate::plan::{Plan, Tuning};
 use crate::schedule::{Action, Gate, Source};
+pub use ahead::Allowance;
+use ahead::{Ahead, Channel, Leave};
 use op::{Breach, Moving, Op};
 
-/// Communicators whose failure is remembered before they are opened here, per peer that tells. Far more than a job opens; a bound all the same.
-const MAX_STILLBORN: usize = 256;
+/// Communicators whose failure is remembered before they are opened here, per peer that tells. Far more than a job opens.
+const MAX_EARLY_FAULTS: usize = 256;
 
-/// Operations that peers have begun and this rank has not, whose lanes are remembered. A driver's limit on streams is far below; a bound all the same.
-const MAX_EARLY: usize = 1 << 16;
+/// Lanes of one peer for operations that this rank has not called, and its messages that were given up
+/// before this rank asked for them. An [`Allowance`] keeps peers far below; one that is not is broken.
+const MAX_EARLY: usize = 1 << 17;
 
 /// What an engine is told at the start.
 #[derive(Clone, Copy, Debug)]
@@ -35,6 +40,8 @@ pub struct Config {
     pub credit: NonZeroU32,
     /// The generation of the group.
     pub epoch: Epoch,
+    /// What may lie unread at a peer, unless [`Engine::allow`] says otherwise for that peer.
+    pub allowance: Allowance,
 }
 
 impl Default for Config {
@@ -44,6 +51,7 @@ impl Default for Config {
             deadline: Duration::from_secs(600),
             credit: NonZeroU32::MIN,
             epoch: Epoch(0),
+            allowance: Allowance::default(),
         }
     }
 }
@@ -55,7 +63,7 @@ impl Default for Config {
 /// - **Calls**: [`open`](Self::open), [`plan`](Self::plan), [`submit`](Self::submit), [`supply`](Self::supply),
 ///   [`close`](Self::close).
 /// - **What happened**: [`handle_frame`](Self::handle_frame) and [`handle_taken`](Self::handle_taken) for arriving frames,
-///   [`handle_sent`](Self::handle_sent) for departed ones, [`handle_abort`](Self::handle_abort),
+///   [`handle_sent`](Self::handle_sent) for departed ones, [`handle_notice`](Self::handle_notice),
 ///   [`handle_nonsense`](Self::handle_nonsense), [`handle_peer_lost`](Self::handle_peer_lost), [`handle_timeout`](Self::handle_timeout).
 /// - **What to do**: after any of the above, call these until each returns `None`:
 ///   [`poll_transmit`](Self::poll_transmit), [`poll_resume`](Self::poll_resume), [`poll_event`](Self::poll_event);
@@ -64,8 +72,8 @@ impl Default for Config {
 /// Frames move in two steps, so that bytes can be handed on in place: the engine says what a frame is for
 /// ([`Transmit`], [`Take`]), the driver moves the bytes with a [`Workspace`](crate::Workspace), and reports it done.
 ///
-/// A frame that the engine does not want yet stays in its stream, unread: flow control is the back-pressure. The engine remembers which lanes
-/// wait for calls that this rank has not made, up to a fixed number; payloads it never holds.
+/// A frame that the engine does not want yet stays in its stream, unread. How much a peer may send for calls that this rank has not made is
+/// limited by an [`Allowance`]; the engine remembers which lanes wait for them. Payloads it never holds.
 ///
 /// When an operation or a communicator fails, its lanes that wait are resumed, so that what is in them is offered once more, and dropped.
 #[derive(Debug)]
@@ -77,7 +85,7 @@ pub struct Engine {
     /// Communicators that were open once.
     closed: HashSet<CommId>,
     /// Communicators that failed before they were opened here, by who said so.
-    stillborn: HashMap<Peer, Vec<(CommId, Fault)>>,
+    early_faults: HashMap<Peer, Vec<(CommId, Fault)>>,
     lost: HashSet<Peer>,
     ops: HashMap<OpId, Op>,
     next_op: u64,
@@ -85,6 +93,11 @@ pub struct Engine {
     inbound: HashMap<Address, OpId>,
     /// Lanes with frames for operations not submitted yet.
     early: HashMap<Address, Vec<Peer>>,
+    /// How many of them, by peer.
+    early_lanes: Vec<usize>,
+    /// How far this rank is ahead of each peer, and each peer of it.
+    ahead: Vec<Ahead>,
+    inboxes: HashMap<(Peer, Channel), Inbox>,
     deadlines: BTreeSet<(Time, OpId)>,
     queues: Queues,
     /// Cleared parts of finished operations, so that the next ones allocate nothing.
@@ -137,6 +150,19 @@ pub enum Payload {
     },
     /// An encoded [`Fault`].
     Fault([u8; FAULT_LEN]),
+    /// Nothing: the header says it all.
+    Nothing,
+}
+
+impl Payload {
+    /// The bytes of a notice; `None` if an operation has them.
+    pub fn notice(&self) -> Option<&[u8]> {
+        match self {
+            Self::Operation { .. } => None,
+            Self::Fault(fault) => Some(fault),
+            Self::Nothing => Some(&[]),
+        }
+    }
 }
 
 /// What to do with an arrived frame.
@@ -229,10 +255,31 @@ struct Comm {
     ranks: HashMap<Peer, Rank>,
     next_collective: u64,
     next_sent: HashMap<(Peer, Tag), u64>,
-    next_received: HashMap<(Peer, Tag), u64>,
     failed: Option<(Fault, Peer)>,
     /// Nobody here will call on it again.
     closed: bool,
+}
+
+/// The receiving side of the messages with one tag from one peer. The first message that comes is for the
+/// oldest receive that still waits, so one that has timed out, or a message that was given up, is no loss to
+/// the others.
+#[derive(Debug, Default)]
+struct Inbox {
+    /// The number of the next message to be matched with a receive.
+    next: u64,
+    /// Receives that wait for a message, oldest first.
+    waiting: VecDeque<OpId>,
+    /// Messages, from `next` on, that were given up.
+    void: BTreeSet<u64>,
+    /// What was taken since the sender was last told, in the units of its allowance.
+    untold: usize,
+}
+
+impl Inbox {
+    /// How many messages have been called for.
+    fn called(&self) -> u64 {
+        self.next + self.waiting.len() as u64
+    }
 }
 
 /// How arriving frames find their operation. Collectives take frames from anyone, messages from one sender.
@@ -252,7 +299,7 @@ impl From<Lane> for Address {
 
 #[derive(Debug, Default)]
 struct Queues {
-    aborts: VecDeque<(Peer, Header, [u8; FAULT_LEN])>,
+    notices: VecDeque<(Peer, Header, Payload)>,
     /// Lanes whose next frame may go, in the order they became ready: round-robin over peers and operations.
     ready: VecDeque<(OpId, usize)>,
     resumed: VecDeque<Lane>,
@@ -272,12 +319,15 @@ impl Engine {
             config,
             comms: HashMap::new(),
             closed: HashSet::new(),
-            stillborn: HashMap::new(),
+            early_faults: HashMap::new(),
             lost: HashSet::new(),
             ops: HashMap::new(),
             next_op: 0,
             inbound: HashMap::new(),
             early: HashMap::new(),
+            early_lanes: vec![0; world.len()],
+            ahead: (0..world.get()).map(|_| Ahead::new(config.allowance)).collect(),
+            inboxes: HashMap::new(),
             deadlines: BTreeSet::new(),
             queues: Queues::default(),
             spare: Vec::new(),
@@ -290,6 +340,15 @@ impl Engine {
     /// This process.
     pub fn me(&self) -> Peer {
         self.me
+    }
+
+    /// What may lie unread at `peer`, and what of the peer's may lie unread here: it depends on the link between the two, and both must be told the same.
+    ///
+    /// # Panics
+    ///
+    /// If there is no such peer.
+    pub fn allow(&mut self, peer: Peer, allowance: Allowance) {
+        self.ahead[peer.index()].allowance = allowance;
     }
 
     /// Opens a communicator of some of the processes. Their ranks in it are their places in `members`, which every member must give in
@@ -318,14 +377,13 @@ impl Engine {
             ranks,
             next_collective: 0,
             next_sent: HashMap::new(),
-            next_received: HashMap::new(),
             failed: None,
             closed: false,
         };
         self.comms.insert(id, comm);
         let lost = members.iter().find(|peer| self.lost.contains(peer));
         let news = members.iter().find_map(|reporter| {
-            let (_, fault) = self.stillborn.get(reporter)?.iter().find(|(comm, _)| *comm == id)?;
+            let (_, fault) = self.early_faults.get(reporter)?.iter().find(|(comm, _)| *comm == id)?;
             Some((*fault, *reporter))
         });
         if let Some((fault, reporter)) = news {
@@ -353,9 +411,16 @@ impl Engine {
     fn forget_if_closed(&mut self, id: CommId) {
         let closed = self.comms.get(&id).is_some_and(|comm| comm.closed);
         if closed && !self.ops.values().any(|op| op.plan.comm() == id) {
-            self.comms.remove(&id);
+            let comm = self.comms.remove(&id);
             self.closed.insert(id);
+            self.inboxes.retain(|(_, channel), _| channel.comm != id);
             self.resume_early(id);
+            // Peers that still send on it must not wait for calls that nobody will make.
+            for peer in comm.into_iter().flat_map(|comm| comm.members.to_vec()) {
+                for (channel, number) in self.ahead[peer.index()].take_asks(id) {
+                    self.notify(peer, FrameKind::Called, channel, number);
+                }
+            }
         }
     }
 
@@ -384,7 +449,7 @@ impl Engine {
 
     /// The number that a plan will get if it is submitted next.
     pub fn next_seq(&self, plan: &Plan) -> Option<OpSeq> {
-        self.comms.get(&plan.comm()).map(|comm| comm.next_seq(plan))
+        self.comms.get(&plan.comm()).map(|comm| comm.next_seq(plan, &self.inboxes))
     }
 
     /// Starts an operation; its event will name the id. Fails if the communicator has failed.
@@ -396,7 +461,7 @@ impl Engine {
         let comm = self.comms.get_mut(&plan.comm()).expect("a plan is made on an open communicator");
         assert_eq!((plan.me(), plan.world()), (comm.me, comm.world), "a plan is made for this rank");
         let failed = comm.failed;
-        let seq = comm.next_seq(&plan);
+        let seq = comm.next_seq(&plan, &self.inboxes);
         if let Some((fault, reporter)) = failed {
             let here = self.me;
             let operation = plan.fingerprint();
@@ -409,7 +474,7 @@ impl Engine {
         let due = Time(now.0.saturating_add(plan.deadline().unwrap_or(self.config.deadline)));
         let members = comm.members.clone();
         let moving = self.spare.pop().unwrap_or_default();
-        let mut op = Op { id, seq, plan, members, due, moving };
+        let mut op = Op { id, seq, matched: true, plan, members, due, moving };
         op.start(&mut self.queues, self.config.credit);
         if op.moving.unfinished == 0 {
             self.queues.events.push_back(Event::Done(id));
@@ -417,15 +482,64 @@ impl Engine {
             return Ok(id);
         }
         if let Some(address) = op.inbound_address() {
-            self.inbound.insert(address, id);
-            for from in self.early.remove(&address).unwrap_or_default() {
-                let Address { comm, seq, .. } = address;
-                self.queues.resumed.push_back(Lane { from, comm, seq });
+            if let Some(from) = address.sender {
+                op.matched = false;
+                let (channel, _) = Channel::of(address.comm, address.seq);
+                let inbox = self.inboxes.entry((from, channel)).or_default();
+                inbox.waiting.push_back(id);
+                let (called, next) = (inbox.called(), Address { seq: channel.seq(inbox.next), ..address });
+                let ahead = &mut self.ahead[from.index()];
+                let long = ahead.allowance.is_long(op.plan.output_bytes(), op.frames_to_take());
+                if ahead.owes_answer(channel, called) || long {
+                    self.notify(from, FrameKind::Called, channel, called - 1);
+                }
+                self.resume(next);
+            } else {
+                self.inbound.insert(address, id);
+                let (channel, number) = Channel::of(address.comm, address.seq);
+                for peer in op.members.iter() {
+                    if self.ahead[peer.index()].owes_answer(channel, number + 1) {
+                        self.queues.notices.push_back(notice(
+                            *peer,
+                            FrameKind::Called,
+                            self.config.epoch,
+                            channel,
+                            number,
+                        ));
+                    }
+                }
+                self.resume(address);
             }
         }
         self.deadlines.insert((due, id));
         self.ops.insert(id, op);
         Ok(id)
+    }
+
+    /// Has the lanes that wait for an operation offered again.
+    fn resume(&mut self, address: Address) {
+        for from in self.early.remove(&address).unwrap_or_default() {
+            let Address { comm, seq, .. } = address;
+            self.early_lanes[from.index()] -= 1;
+            self.queues.resumed.push_back(Lane { from, comm, seq });
+        }
+    }
+
+    fn notify(&mut self, to: Peer, frame: FrameKind, channel: Channel, number: u64) {
+        self.queues.notices.push_back(notice(to, frame, self.config.epoch, channel, number));
+    }
+
+    /// Asks a peer about operations that wait for its call.
+    fn ask(&mut self, peer: Peer) {
+        while let Some((channel, number)) = self.ahead[peer.index()].next_ask() {
+            self.notify(peer, FrameKind::Ask, channel, number);
+        }
+    }
+
+    /// A peer has called all operations of a channel before `number`.
+    fn peer_called(&mut self, peer: Peer, channel: Channel, number: u64) {
+        self.ahead[peer.index()].called(channel, number, &mut self.queues.ready);
+        self.ask(peer);
     }
 
     /// The next parcel of an operation to a rank is there, with so many bytes; `false` if the operation is over, has no more of them to send, or they may not be so long.
@@ -440,14 +554,19 @@ impl Engine {
             return Verdict::Drop;
         }
         let lane = Lane::of(from, header);
-        let Some(id) = self.inbound.get(&lane.into()) else {
+        let Some(id) = self.inbound.get(&lane.into()).copied().or_else(|| self.match_message(lane)) else {
             return self.handle_unexpected(lane);
         };
-        let op = self.ops.get_mut(id).expect("addresses are removed with their operation");
+        let op = self.ops.get_mut(&id).expect("addresses are removed with their operation");
         let Some(rank) = self.comms[&lane.comm].ranks.get(&from) else {
             return Verdict::Drop; // not a member: its communicator of the same id is another
         };
-        match op.offer(*rank, header) {
+        let offered = op.offer(*rank, header);
+        if op.is_first_word(*rank) {
+            let (channel, number) = Channel::of(lane.comm, lane.seq);
+            self.peer_called(from, channel, number + 1);
+        }
+        match offered {
             Ok(verdict) => verdict,
             Err(Breach::Fingerprint(mine)) => {
                 let mine = Called { peer: self.me, fingerprint: mine };
@@ -462,28 +581,61 @@ impl Engine {
         }
     }
 
+    /// Matches a message whose first frame has come with the oldest receive that waits, if it is the next one.
+    fn match_message(&mut self, lane: Lane) -> Option<OpId> {
+        let (channel, number) = Channel::of(lane.comm, lane.seq);
+        let inbox = self.inboxes.get_mut(&(lane.from, channel))?;
+        if number != inbox.next {
+            return None;
+        }
+        let id = inbox.waiting.pop_front()?;
+        let op = self.ops.get_mut(&id).expect("receives that wait are in flight");
+        (op.seq, op.matched) = (lane.seq, true);
+        self.inbound.insert(lane.into(), id);
+        self.advance_inbox(lane.from, channel);
+        Some(id)
+    }
+
+    /// Goes on to the next message that was not given up. If it has come, it is offered again.
+    fn advance_inbox(&mut self, from: Peer, channel: Channel) {
+        loop {
+            let inbox = self.inboxes.entry((from, channel)).or_default();
+            inbox.next += 1;
+            let (next, void) = (inbox.next, inbox.void.remove(&inbox.next));
+            self.resume(Address { comm: channel.comm, seq: channel.seq(next), sender: Some(from) });
+            if !void {
+                return;
+            }
+        }
+    }
+
     /// A frame for no operation in flight: early, if its operation may still be submitted, or late.
     fn handle_unexpected(&mut self, lane: Lane) -> Verdict {
+        let (channel, number) = Channel::of(lane.comm, lane.seq);
         if let Some(comm) = self.comms.get(&lane.comm) {
-            let next = match lane.seq {
-                OpSeq::Collective(_) => comm.next_collective,
-                OpSeq::Message(tag, _) => comm.next_received.get(&(lane.from, tag)).copied().unwrap_or(0),
+            let late = match channel.tag {
+                None => number < comm.next_collective,
+                Some(_) => self
+                    .inboxes
+                    .get(&(lane.from, channel))
+                    .is_some_and(|inbox| number < inbox.next || inbox.void.contains(&number)),
             };
-            let (OpSeq::Collective(seq) | OpSeq::Message(_, seq)) = lane.seq;
-            if comm.failed.is_some() || comm.closed || !comm.ranks.contains_key(&lane.from) || seq < next {
+            if late || comm.failed.is_some() || comm.closed || !comm.ranks.contains_key(&lane.from) {
                 return Verdict::Drop;
             }
         }
-        let known = self.early.contains_key(&lane.into());
-        if self.closed.contains(&lane.comm)
-            || lane.from.0 >= self.world.get()
-            || (!known && self.early.len() >= MAX_EARLY)
-        {
+        let stranger = lane.from.0 >= self.world.get() || self.lost.contains(&lane.from);
+        if stranger || self.closed.contains(&lane.comm) {
             return Verdict::Drop;
         }
         let lanes = self.early.entry(lane.into()).or_default();
         if !lanes.contains(&lane.from) {
             lanes.push(lane.from);
+            self.early_lanes[lane.from.index()] += 1;
+        }
+        if self.early_lanes[lane.from.index()] > MAX_EARLY {
+            self.handle_peer_lost(lane.from);
+            return Verdict::Drop;
         }
         Verdict::Later
     }
@@ -492,7 +644,25 @@ impl Engine {
     pub fn handle_taken(&mut self, take: Take) {
         if let Some(op) = self.ops.get_mut(&take.op) {
             op.taken(take.lane, &take.action, &mut self.queues, self.config.credit);
+            if op.plan.partner().is_some() {
+                let (channel, _) = Channel::of(op.plan.comm(), op.seq);
+                let payload = take.action.wire_bytes(op.plan.dtype());
+                let from = op.peer_of(take.lane);
+                self.count_taken(from, channel, payload);
+            }
             self.complete_if_done(take.op);
+        }
+    }
+
+    /// Tells the sender of messages how many have been called for, now and then: it may have run out of allowance.
+    fn count_taken(&mut self, from: Peer, channel: Channel, payload: usize) {
+        let allowance = self.ahead[from.index()].allowance;
+        let Some(inbox) = self.inboxes.get_mut(&(from, channel)) else { return };
+        inbox.untold += allowance.cost(payload, false);
+        if inbox.untold >= allowance.channel().div_ceil(4) {
+            inbox.untold = 0;
+            let called = inbox.called();
+            self.notify(from, FrameKind::Called, channel, called - 1);
         }
     }
 
@@ -506,24 +676,83 @@ impl Engine {
         }
     }
 
-    /// An abort frame has arrived: the communicator it names has failed on another rank.
-    pub fn handle_abort(&mut self, from: Peer, header: &Header, payload: &[u8]) -> Result<(), HeaderError> {
-        let fault = Fault::decode(payload)?;
-        if header.epoch != self.config.epoch {
+    /// A notice has arrived: a frame of any kind but [`FrameKind::Data`].
+    pub fn handle_notice(&mut self, from: Peer, header: &Header, payload: &[u8]) -> Result<(), HeaderError> {
+        let fault = match header.frame {
+            FrameKind::Abort => Some(Fault::decode(payload)?),
+            _ => None,
+        };
+        if header.epoch != self.config.epoch || from.0 >= self.world.get() {
             return Ok(());
         }
-        match self.comms.get(&header.comm) {
-            Some(comm) if comm.ranks.contains_key(&from) => self.fail_comm(header.comm, fault, from),
+        let (channel, number) = Channel::of(header.comm, header.seq);
+        match (header.frame, fault) {
+            (FrameKind::Abort, Some(fault)) => self.handle_abort(from, header.comm, fault),
+            (FrameKind::Ask, _) => self.handle_ask(from, channel, number),
+            (FrameKind::Called, _) => self.peer_called(from, channel, number.saturating_add(1)),
+            (FrameKind::Void, _) => self.handle_void(from, channel, number),
+            (FrameKind::Abort | FrameKind::Data, _) => {}
+        }
+        Ok(())
+    }
+
+    /// A communicator has failed on another rank.
+    fn handle_abort(&mut self, from: Peer, id: CommId, fault: Fault) {
+        match self.comms.get(&id) {
+            Some(comm) if comm.ranks.contains_key(&from) => self.fail_comm(id, fault, from),
             Some(_) => {}
-            None if from.0 < self.world.get() && !self.closed.contains(&header.comm) => {
-                let told = self.stillborn.entry(from).or_default();
-                if told.len() < MAX_STILLBORN {
-                    told.push((header.comm, fault));
+            None if !self.closed.contains(&id) => {
+                let told = self.early_faults.entry(from).or_default();
+                if told.len() < MAX_EARLY_FAULTS {
+                    told.push((id, fault));
                 }
             }
             None => {}
         }
-        Ok(())
+    }
+
+    /// A peer waits for this rank to call an operation.
+    fn handle_ask(&mut self, from: Peer, channel: Channel, number: u64) {
+        let called = match (self.comms.get(&channel.comm), channel.tag) {
+            (Some(comm), _) if !comm.ranks.contains_key(&from) => return,
+            // Whatever is sent is dropped, so it may come.
+            (Some(comm), _) if comm.closed || comm.failed.is_some() => u64::MAX,
+            (Some(comm), None) => comm.next_collective,
+            (Some(_), Some(_)) => self.inboxes.get(&(from, channel)).map_or(0, Inbox::called),
+            (None, _) if self.closed.contains(&channel.comm) => u64::MAX,
+            (None, _) => 0,
+        };
+        if number < called {
+            self.notify(from, FrameKind::Called, channel, number);
+        } else {
+            self.ahead[from.index()].asked(channel, number);
+        }
+    }
+
+    /// A peer has given a message up. If this rank is receiving it, that fails; else the next one takes its place.
+    fn handle_void(&mut self, from: Peer, channel: Channel, number: u64) {
+        if channel.tag.is_none() || self.closed.contains(&channel.comm) {
+            return;
+        }
+        let address = Address { comm: channel.comm, seq: channel.seq(number), sender: Some(from) };
+        if let Some(op) = self.inbound.get(&address) {
+            let fault = Fault::TimedOut { by: from, waiting_for: self.me, others: 0 };
+            return self.fail_op(*op, fault, from);
+        }
+        if self.comms.get(&channel.comm).is_some_and(|comm| !comm.ranks.contains_key(&from)) {
+            return;
+        }
+        let inbox = self.inboxes.entry((from, channel)).or_default();
+        if number == inbox.next {
+            self.resume(address);
+            self.advance_inbox(from, channel);
+        } else if number > inbox.next {
+            inbox.void.insert(number);
+            if inbox.void.len() > MAX_EARLY {
+                return self.handle_peer_lost(from);
+            }
+            self.resume(address);
+        }
     }
 
     /// A peer has sent something that its frames' headers do not show to be wrong, but that nobody can make sense of. The communicator fails; this is why.
@@ -542,6 +771,9 @@ impl Engine {
             waiting.retain(|from| *from != peer);
             !waiting.is_empty()
         });
+        if let Some(lanes) = self.early_lanes.get_mut(peer.index()) {
+            *lanes = 0;
+        }
         let mut hit: Vec<_> =
             self.comms.iter().filter(|(_, comm)| comm.ranks.contains_key(&peer)).map(|(id, _)| *id).collect();
         hit.sort();
@@ -561,9 +793,13 @@ impl Engine {
             let waiting_for = on.first().copied().unwrap_or(self.me);
             let others = on.len().saturating_sub(1) as u32;
             let fault = Fault::TimedOut { by: self.me, waiting_for, others };
-            if op.plan.partner().is_some() {
-                self.forget_unheard_receive(id);
+            if let Some(partner) = op.plan.partner() {
+                let (to, comm, seq) = (op.peer_of(0), op.plan.comm(), op.seq);
                 self.fail_op(id, fault, self.me);
+                if partner.end == End::Sender {
+                    let (channel, number) = Channel::of(comm, seq);
+                    self.notify(to, FrameKind::Void, channel, number);
+                }
             } else {
                 self.fail_comm(op.plan.comm(), fault, self.me);
             }
@@ -572,17 +808,32 @@ impl Engine {
 
     /// The next frame to send.
     pub fn poll_transmit(&mut self) -> Option<Transmit> {
-        if let Some((to, header, fault)) = self.queues.aborts.pop_front() {
-            return Some(Transmit { to, header, payload: Payload::Fault(fault), last: true, lane: 0 });
-        }
-        while let Some((id, lane)) = self.queues.ready.pop_front() {
+        loop {
+            if let Some((to, header, payload)) = self.queues.notices.pop_front() {
+                return Some(Transmit { to, header, payload, last: true, lane: 0 });
+            }
+            let (id, lane) = self.queues.ready.pop_front()?;
             // A failed operation's lanes may still be queued.
-            if let Some(op) = self.ops.get_mut(&id) {
-                let epoch = self.config.epoch;
-                return Some(op.transmit(lane, epoch, &mut self.queues, self.config.credit));
+            let Some(op) = self.ops.get_mut(&id) else { continue };
+            let (peer, epoch, credit) = (op.peer_of(lane), self.config.epoch, self.config.credit);
+            if op.has_heard(lane) {
+                return Some(op.transmit(lane, epoch, &mut self.queues, credit));
+            }
+            let (channel, number) = Channel::of(op.plan.comm(), op.seq);
+            let ahead = &mut self.ahead[peer.index()];
+            match ahead.leave(channel, number, (id, lane)) {
+                Leave::No => self.ask(peer),
+                Leave::Free => return Some(op.transmit(lane, epoch, &mut self.queues, credit)),
+                Leave::Counted => {
+                    let transmit = op.transmit(lane, epoch, &mut self.queues, credit);
+                    let opens_lane = transmit.header.index == 0 && !transmit.last;
+                    let cost = ahead.allowance.cost(transmit.header.payload as usize, opens_lane);
+                    ahead.charge(channel, number, cost, &mut self.queues.ready);
+                    self.ask(peer);
+                    return Some(transmit);
+                }
             }
         }
-        None
     }
 
     /// A lane whose frame was left in its stream and may be offered again.
@@ -613,20 +864,6 @@ impl Engine {
         waits
     }
 
-    /// A receive that times out before anything has come does not count, if it is the last of its kind: the message, when it comes, is for the next one.
-    fn forget_unheard_receive(&mut self, id: OpId) {
-        let op = &self.ops[&id];
-        if let (Some(Address { sender: Some(from), .. }), OpSeq::Message(tag, seq)) =
-            (op.inbound_address(), op.seq)
-            && op.is_unheard()
-            && let Some(comm) = self.comms.get_mut(&op.plan.comm())
-            && let Some(next) = comm.next_received.get_mut(&(from, tag))
-            && *next == seq + 1
-        {
-            *next = seq;
-        }
-    }
-
     fn complete_if_done(&mut self, id: OpId) {
         if self.ops.get(&id).is_some_and(|op| op.moving.unfinished == 0) {
             self.remove(id);
@@ -638,7 +875,15 @@ impl Engine {
         let mut op = self.ops.remove(&id)?;
         self.deadlines.remove(&(op.due, id));
         if let Some(address) = op.inbound_address() {
-            self.inbound.remove(&address);
+            match address.sender.filter(|_| !op.matched) {
+                None => drop(self.inbound.remove(&address)),
+                Some(from) => {
+                    let (channel, _) = Channel::of(address.comm, address.seq);
+                    if let Some(inbox) = self.inboxes.get_mut(&(from, channel)) {
+                        inbox.waiting.retain(|waiting| *waiting != id);
+                    }
+                }
+            }
         }
         self.spare.extend(std::mem::take(&mut op.moving).recycle());
         self.forget_if_closed(op.plan.comm());
@@ -649,7 +894,12 @@ impl Engine {
         let Some(op) = self.ops.get(&id) else { return };
         self.queues.resumed.extend(op.held_lanes());
         let waited_for = op.waits_on();
+        let (channel, number) = Channel::of(op.plan.comm(), op.seq);
+        for peer in op.peers() {
+            self.ahead[peer.index()].stop_waiting(channel, number, &mut self.queues.ready);
+        }
         if let Some(op) = self.remove(id) {
+            op.peers().for_each(|peer| self.ask(peer));
             let error = OpError {
                 operation: op.plan.fingerprint(),
                 comm: op.plan.comm(),
@@ -678,15 +928,20 @@ impl Engine {
             epoch: self.config.epoch,
             seq: OpSeq::Collective(comm.next_collective),
             index: 0,
-            fingerprint: abort_fingerprint(),
+            fingerprint: notice_fingerprint(Kind::Barrier),
         };
         for to in comm.members.iter().filter(|to| **to != self.me && !self.lost.contains(to)) {
-            self.queues.aborts.push_back((*to, header, fault.encode()));
+            self.queues.notices.push_back((*to, header, Payload::Fault(fault.encode())));
         }
+        let members = comm.members.clone();
         let mut hit: Vec<_> = self.ops.values().filter(|op| op.plan.comm() == id).map(|op| op.id).collect();
         hit.sort();
         for op in hit {
             self.fail_op(op, fault, reporter);
+        }
+        for peer in members.iter() {
+            self.ahead[peer.index()].forget_comm(id, &mut self.queues.ready);
+            self.ask(*peer);
         }
         self.resume_early(id);
     }
@@ -701,22 +956,29 @@ impl Engine {
             })
             .collect();
         waiting.sort(); // the same order in every run
+        for lane in &waiting {
+            self.early_lanes[lane.from.index()] -= 1;
+        }
         self.queues.resumed.extend(waiting);
     }
 }
 
 impl Comm {
     /// The number that a plan gets when it is submitted.
-    fn next_seq(&self, plan: &Plan) -> OpSeq {
+    fn next_seq(&self, plan: &Plan, inboxes: &HashMap<(Peer, Channel), Inbox>) -> OpSeq {
         match plan.partner() {
             None => OpSeq::Collective(self.next_collective),
             Some(partner) => {
-                let counters = match partner.end {
-                    End::Sender => &self.next_sent,
-                    End::Receiver => &self.next_received,
+                let (peer, tag) = (self.members[partner.rank.index()], partner.tag);
+                let number = match partner.end {
+                    End::Sender => self.next_sent.get(&(peer, tag)).copied().unwrap_or(0),
+                    // If those before it get theirs.
+                    End::Receiver => {
+                        let channel = Channel { comm: plan.comm(), tag: Some(tag) };
+                        inboxes.get(&(peer, channel)).map_or(0, Inbox::called)
+                    }
                 };
-                let key = (self.members[partner.rank.index()], partner.tag);
-                OpSeq::Message(partner.tag, counters.get(&key).copied().unwrap_or(0))
+                OpSeq::Message(partner.tag, number)
             }
         }
     }
@@ -725,24 +987,33 @@ impl Comm {
     fn count(&mut self, plan: &Plan) {
         match plan.partner() {
             None => self.next_collective += 1,
-            Some(partner) => {
-                let counters = match partner.end {
-                    End::Sender => &mut self.next_sent,
-                    End::Receiver => &mut self.next_received,
-                };
-                *counters.entry((self.members[partner.rank.index()], partner.tag)).or_insert(0) += 1;
+            Some(partner) if partner.end == End::Sender => {
+                *self.next_sent.entry((self.members[partner.rank.index()], partner.tag)).or_insert(0) += 1;
             }
+            Some(_) => {} // counted when a message is matched with it
         }
     }
 }
 
-/// What an abort frame's header says was called: nothing in particular.
-fn abort_fingerprint() -> Fingerprint {
-    use crate::call::{Algorithm, Kind};
+/// A notice about one operation.
+fn notice(
+    to: Peer,
+    frame: FrameKind,
+    epoch: Epoch,
+    channel: Channel,
+    number: u64,
+) -> (Peer, Header, Payload) {
+    let fingerprint = notice_fingerprint(if channel.tag.is_some() { Kind::Message } else { Kind::Barrier });
+    let (comm, seq) = (channel.comm, channel.seq(number));
+    (to, Header { frame, payload: 0, comm, epoch, seq, index: 0, fingerprint }, Payload::Nothing)
+}
+
+/// What a notice's header says was called: nothing in particular.
+fn notice_fingerprint(kind: Kind) -> Fingerprint {
     Fingerprint {
-        kind: Kind::Barrier,
+        kind,
         algorithm: Algorithm::Direct,
-        dtype: None,
+        dtype: (kind == Kind::Message).then_some(DType::U8),
         op: None,
         count: 0,
         root: None,

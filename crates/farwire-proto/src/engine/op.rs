@@ -18,7 +18,10 @@ use crate::schedule::{Action, Gate, Outgoing, Source};
 #[derive(Debug)]
 pub(super) struct Op {
     pub(super) id: OpId,
+    /// Of a receive that is not matched yet: the number of the message it gets if all before it get theirs.
     pub(super) seq: OpSeq,
+    /// Whether it is known which message a receive gets. Always, for other operations.
+    pub(super) matched: bool,
     pub(super) plan: Plan,
     pub(super) members: Arc<[Peer]>,
     pub(super) due: Time,
@@ -66,8 +69,9 @@ struct LaneState {
     taking: bool,
     /// A frame was offered that could not be taken yet.
     held: bool,
-    /// A frame has come.
+    /// A frame has come; and the engine has been told.
     heard: bool,
+    told: bool,
 }
 
 impl LaneState {
@@ -98,8 +102,33 @@ impl Op {
         self.plan.partner().map_or(Rank(lane as u32), |partner| partner.rank)
     }
 
-    fn peer_of(&self, lane: usize) -> Peer {
+    pub(super) fn peer_of(&self, lane: usize) -> Peer {
         self.members[self.rank_of(lane).index()]
+    }
+
+    /// Everyone it has a lane to.
+    pub(super) fn peers(&self) -> impl Iterator<Item = Peer> {
+        self.plan.others().map(|rank| self.members[rank.index()])
+    }
+
+    /// Whether the peer at the other end of a lane is known to have called this.
+    pub(super) fn has_heard(&self, lane: usize) -> bool {
+        self.moving.lanes[lane].heard
+    }
+
+    /// Whether the peer has just been heard for the first time, in an operation with frames both ways.
+    pub(super) fn is_first_word(&mut self, from: Rank) -> bool {
+        let lane = self.lane_of(from);
+        let state = &mut self.moving.lanes[lane];
+        state.heard && !std::mem::replace(&mut state.told, true) && self.plan.partner().is_none()
+    }
+
+    /// Frames that a receive takes, where that is known.
+    pub(super) fn frames_to_take(&self) -> usize {
+        match (self.plan.partner(), self.plan.parcels()) {
+            (Some(partner), None) => self.plan.recvs(partner.rank),
+            _ => 0,
+        }
     }
 
     /// Where frames for this operation arrive; nowhere for a message on its way out.
@@ -314,11 +343,6 @@ impl Op {
     pub(super) fn held_lanes(&self) -> impl Iterator<Item = Lane> {
         let lanes = self.plan.others().map(|rank| self.lane_of(rank));
         lanes.filter(|lane| self.moving.lanes[*lane].held).map(|lane| self.incoming_lane(lane))
-    }
-
-    /// Whether no frame has come from anyone.
-    pub(super) fn is_unheard(&self) -> bool {
-        self.moving.lanes.iter().all(|lane| !lane.heard)
     }
 
     /// Whether the next frame from `peer` is due and has not been offered.

@@ -59,6 +59,7 @@ proptest! {
     ) {
         let mut engine = busy_engine();
         for (from, mut header, [index, payload], change) in frames {
+            let frame = header.frame;
             header.frame = FrameKind::Data;
             // Mostly the right generation and a communicator that is there.
             if change & 0x30 != 0 {
@@ -75,6 +76,9 @@ proptest! {
             }
             if change & 4 != 0 {
                 header.fingerprint.count ^= u64::from(payload);
+            }
+            if frame.is_notice() && frame != FrameKind::Abort {
+                engine.handle_notice(Peer(from), &Header { frame, ..header }, &[]).unwrap();
             }
             let failed = engine.comms.get(&header.comm).is_some_and(|comm| comm.failed.is_some());
             let verdict = engine.handle_frame(Peer(from), &header);
@@ -109,10 +113,10 @@ proptest! {
     ) {
         let mut engine = busy_engine();
         let comm = if known_comm { CommId(7) } else { header.comm };
-        let header = Header { comm, epoch: Epoch(0), ..header };
-        prop_assert!(engine.handle_abort(Peer(from), &header, &payload).is_err() || payload.len() == FAULT_LEN);
+        let header = Header { comm, epoch: Epoch(0), frame: FrameKind::Abort, ..header };
+        prop_assert!(engine.handle_notice(Peer(from), &header, &payload).is_err() || payload.len() == FAULT_LEN);
         let fault = Fault::PeerLost(Peer(3)).encode();
-        engine.handle_abort(Peer(from), &header, &fault).unwrap();
+        engine.handle_notice(Peer(from), &header, &fault).unwrap();
         let member = [1, 2].contains(&from);
         prop_assert_eq!(engine.comms[&CommId(7)].failed.is_some(), known_comm && member);
     }
@@ -122,7 +126,7 @@ proptest! {
 fn a_communicator_that_failed_before_it_was_opened_is_failed_when_opened() {
     let mut engine = busy_engine();
     let header = Header { comm: CommId(9), epoch: Epoch(0), ..blank_header() };
-    engine.handle_abort(Peer(2), &header, &Fault::PeerLost(Peer(3)).encode()).unwrap();
+    engine.handle_notice(Peer(2), &header, &Fault::PeerLost(Peer(3)).encode()).unwrap();
     engine.open(CommId(9), &[Peer(1), Peer(2), Peer(3)]).unwrap();
     let plan = engine.plan(CommId(9), &Call::Barrier, &Options::default()).unwrap();
     assert_eq!(engine.submit(Time::ZERO, plan).unwrap_err().fault, Fault::PeerLost(Peer(3)));
@@ -132,15 +136,15 @@ fn a_communicator_that_failed_before_it_was_opened_is_failed_when_opened() {
 fn news_from_a_stranger_does_not_count_when_a_communicator_is_opened() {
     let mut engine = busy_engine();
     let lost = Fault::PeerLost(Peer(2)).encode();
-    for comm in (9..).take(2 * MAX_STILLBORN) {
+    for comm in (9..).take(2 * MAX_EARLY_FAULTS) {
         let header = Header { comm: CommId(comm), ..blank_header() };
-        engine.handle_abort(Peer(3), &header, &lost).unwrap();
+        engine.handle_notice(Peer(3), &header, &lost).unwrap();
     }
-    assert_eq!(engine.stillborn[&Peer(3)].len(), MAX_STILLBORN);
+    assert_eq!(engine.early_faults[&Peer(3)].len(), MAX_EARLY_FAULTS);
     engine.open(CommId(9), &[Peer(1), Peer(2)]).unwrap();
     assert!(engine.comms[&CommId(9)].failed.is_none(), "peer 3 is not a member");
-    let last = CommId(9 + 2 * MAX_STILLBORN as u64);
-    engine.handle_abort(Peer(2), &Header { comm: last, ..blank_header() }, &lost).unwrap();
+    let last = CommId(9 + 2 * MAX_EARLY_FAULTS as u64);
+    engine.handle_notice(Peer(2), &Header { comm: last, ..blank_header() }, &lost).unwrap();
     engine.open(last, &[Peer(1), Peer(2)]).unwrap();
     assert!(engine.comms[&last].failed.is_some(), "a member's news is not crowded out");
 }
@@ -166,7 +170,7 @@ fn frames_of_another_epoch_are_dropped() {
     let old = Header { epoch: Epoch(1), ..data };
     assert!(matches!(engine.handle_frame(Peer(2), &old), Verdict::Drop));
     let old = Header { epoch: Epoch(1), ..blank_header() };
-    engine.handle_abort(Peer(2), &old, &Fault::PeerLost(Peer(3)).encode()).unwrap();
+    engine.handle_notice(Peer(2), &old, &Fault::PeerLost(Peer(3)).encode()).unwrap();
     assert!(engine.poll_event().is_none());
 }
 
@@ -194,7 +198,7 @@ fn early_frames_wait_for_their_call_and_go_with_their_communicator() {
 }
 
 #[test]
-fn early_frames_from_strangers_and_beyond_the_limit_are_dropped() {
+fn early_frames_from_strangers_are_dropped_and_a_peer_beyond_the_limit_is_lost() {
     let mut engine = busy_engine();
     let header = |seq| Header {
         frame: FrameKind::Data,
@@ -203,10 +207,11 @@ fn early_frames_from_strangers_and_beyond_the_limit_are_dropped() {
         ..blank_header()
     };
     assert!(matches!(engine.handle_frame(Peer(4), &header(0)), Verdict::Drop), "the world has four");
-    for seq in 0..2 * MAX_EARLY as u64 {
-        let _ = engine.handle_frame(Peer(3), &header(seq));
+    for seq in 0..MAX_EARLY as u64 {
+        assert!(matches!(engine.handle_frame(Peer(3), &header(seq)), Verdict::Later));
     }
-    assert_eq!(engine.early.len(), MAX_EARLY);
+    assert!(matches!(engine.handle_frame(Peer(3), &header(MAX_EARLY as u64)), Verdict::Drop));
+    assert!(engine.lost.contains(&Peer(3)) && engine.early.is_empty());
 }
 
 /// A driver may apply a payload on another thread, and be offered the next frame of the lane meanwhile.
@@ -232,19 +237,154 @@ fn a_frame_offered_while_another_is_being_taken_is_resumed() {
 fn a_receive_that_timed_out_unheard_does_not_count() {
     for (heard, counted) in [(false, 0), (true, 1)] {
         let mut engine = busy_engine();
-        let call = Call::Recv { from: Rank(0), tag: Tag(5), count: 1, dtype: DType::U8 };
-        let deadline = Some(Duration::from_secs(1));
-        let plan = engine.plan(CommId::WORLD, &call, &Options { deadline, ..Options::default() }).unwrap();
-        let (seq, fingerprint) = (OpSeq::Message(Tag(5), 0), plan.fingerprint());
-        engine.submit(Time::ZERO, plan).unwrap();
+        let (seq, fingerprint) = receive(&mut engine, Some(Duration::from_secs(1)));
         if heard {
             let message = Header { frame: FrameKind::Data, payload: 1, seq, fingerprint, ..blank_header() };
             assert!(matches!(engine.handle_frame(Peer(0), &message), Verdict::Take(_)));
         }
         engine.handle_timeout(Time(Duration::from_secs(2)));
         assert!(matches!(engine.poll_event(), Some(Event::Failed { .. })));
-        assert_eq!(engine.comms[&CommId::WORLD].next_received[&(Peer(0), Tag(5))], counted);
+        assert_eq!(receive(&mut engine, None).0, OpSeq::Message(Tag(5), counted));
     }
+}
+
+/// Two receives wait, the first one times out: the first message is for the second.
+#[test]
+fn a_message_is_for_the_oldest_receive_that_still_waits() {
+    let mut engine = busy_engine();
+    let (seq, fingerprint) = receive(&mut engine, Some(Duration::from_secs(1)));
+    receive(&mut engine, None);
+    engine.handle_timeout(Time(Duration::from_secs(2)));
+    assert!(matches!(engine.poll_event(), Some(Event::Failed { op: OpId(4), .. })));
+    let message = Header { frame: FrameKind::Data, payload: 1, seq, fingerprint, ..blank_header() };
+    let Verdict::Take(take) = engine.handle_frame(Peer(0), &message) else { panic!("it is awaited") };
+    assert_eq!(take.op, OpId(5));
+}
+
+/// Messages come in any order; receives are matched in theirs.
+#[test]
+fn a_message_that_overtook_another_waits_for_it() {
+    let mut engine = busy_engine();
+    let (_, fingerprint) = receive(&mut engine, None);
+    receive(&mut engine, None);
+    let message = |number| Header {
+        frame: FrameKind::Data,
+        payload: 1,
+        seq: OpSeq::Message(Tag(5), number),
+        fingerprint,
+        ..blank_header()
+    };
+    assert!(matches!(engine.handle_frame(Peer(0), &message(1)), Verdict::Later));
+    let Verdict::Take(take) = engine.handle_frame(Peer(0), &message(0)) else { panic!("it is awaited") };
+    assert_eq!(take.op, OpId(4));
+    assert_eq!(engine.poll_resume(), Some(Lane::of(Peer(0), &message(1))));
+    let Verdict::Take(take) = engine.handle_frame(Peer(0), &message(1)) else { panic!("it is awaited") };
+    assert_eq!(take.op, OpId(5));
+}
+
+/// Messages that their sender gave up, before and after a frame of them was seen, leave no gap.
+#[test]
+fn messages_that_were_given_up_are_skipped() {
+    let mut engine = busy_engine();
+    let fingerprint = receive(&mut engine, None).1;
+    let frame = |frame, number| Header {
+        frame,
+        payload: u32::from(frame == FrameKind::Data),
+        seq: OpSeq::Message(Tag(5), number),
+        fingerprint,
+        ..blank_header()
+    };
+    assert!(matches!(engine.handle_frame(Peer(0), &frame(FrameKind::Data, 1)), Verdict::Later));
+    for number in [1, 2, 0] {
+        engine.handle_notice(Peer(0), &frame(FrameKind::Void, number), &[]).unwrap();
+    }
+    while let Some(lane) = engine.poll_resume() {
+        let OpSeq::Message(_, number) = lane.seq else { panic!("only messages wait") };
+        assert!(matches!(engine.handle_frame(Peer(0), &frame(FrameKind::Data, number)), Verdict::Drop));
+    }
+    let next = frame(FrameKind::Data, 3);
+    assert!(matches!(engine.handle_frame(Peer(0), &next), Verdict::Take(_)));
+    engine.handle_notice(Peer(0), &frame(FrameKind::Void, 3), &[]).unwrap();
+    assert!(matches!(engine.poll_event(), Some(Event::Failed { op: OpId(4), .. })), "it was half here");
+    receive(&mut engine, None);
+    assert!(matches!(engine.handle_frame(Peer(0), &frame(FrameKind::Data, 4)), Verdict::Take(_)));
+}
+
+/// A sender that nobody listens to stops at its allowance and asks, and other channels go on.
+#[test]
+fn a_channel_that_nobody_reads_stops_at_its_allowance() {
+    let config = Config { allowance: Allowance::Frames(6), ..Config::default() };
+    let mut engine = Engine::new(Peer(1), WorldSize::new(2).unwrap(), config);
+    let send = |engine: &mut Engine, tag| {
+        let call = Call::Send { to: Rank(0), tag: Tag(tag), count: 1, dtype: DType::U8 };
+        let plan = engine.plan(CommId::WORLD, &call, &Options::default()).unwrap();
+        engine.submit(Time::ZERO, plan).unwrap();
+    };
+    let sent = |engine: &mut Engine| -> Vec<_> {
+        std::iter::from_fn(|| {
+            let transmit = engine.poll_transmit()?;
+            let seen = (transmit.header.frame, transmit.header.seq);
+            engine.handle_sent(transmit);
+            Some(seen)
+        })
+        .collect()
+    };
+    use FrameKind::{Ask, Called, Data};
+    let message = |tag, number| OpSeq::Message(Tag(tag), number);
+    (0..5).for_each(|_| send(&mut engine, 1));
+    assert_eq!(sent(&mut engine), [(Data, message(1, 0)), (Data, message(1, 1)), (Ask, message(1, 2))]);
+    send(&mut engine, 2);
+    assert_eq!(sent(&mut engine), [(Data, message(2, 0))], "other tags are not held up");
+    let barrier = engine.plan(CommId::WORLD, &Call::Barrier, &Options::default()).unwrap();
+    engine.submit(Time::ZERO, barrier).unwrap();
+    assert_eq!(sent(&mut engine), [(Data, OpSeq::Collective(0))], "nor are collectives");
+
+    let called = |number| Header {
+        frame: Called,
+        payload: 0,
+        seq: message(1, number),
+        fingerprint: notice_fingerprint(Kind::Message),
+        ..blank_header()
+    };
+    engine.handle_notice(Peer(0), &called(0), &[]).unwrap();
+    assert_eq!(sent(&mut engine), [(Data, message(1, 2)), (Ask, message(1, 3))]);
+    engine.handle_notice(Peer(0), &called(4), &[]).unwrap();
+    assert_eq!(sent(&mut engine), [(Data, message(1, 3)), (Data, message(1, 4))]);
+    assert_eq!(engine.ahead[0].spent(), 2, "the message with tag 2 and the barrier");
+}
+
+/// A rank that is asked answers once it has called what it was asked about.
+#[test]
+fn an_ask_is_answered_when_the_call_is_made() {
+    let mut engine = busy_engine(); // two collectives on the world
+    let ask = |number| Header {
+        frame: FrameKind::Ask,
+        payload: 0,
+        seq: OpSeq::Collective(number),
+        ..blank_header()
+    };
+    let answers = |engine: &mut Engine| -> Vec<_> {
+        std::iter::from_fn(|| engine.poll_transmit())
+            .filter(|transmit| transmit.header.frame == FrameKind::Called)
+            .map(|transmit| (transmit.to, transmit.header.seq))
+            .collect()
+    };
+    engine.handle_notice(Peer(3), &ask(1), &[]).unwrap();
+    assert_eq!(answers(&mut engine), [(Peer(3), OpSeq::Collective(1))]);
+    engine.handle_notice(Peer(3), &ask(2), &[]).unwrap();
+    assert_eq!(answers(&mut engine), []);
+    let barrier = engine.plan(CommId::WORLD, &Call::Barrier, &Options::default()).unwrap();
+    engine.submit(Time::ZERO, barrier).unwrap();
+    assert_eq!(answers(&mut engine), [(Peer(3), OpSeq::Collective(2))]);
+}
+
+/// Receives a message of one byte from rank 0 with tag 5: its number and fingerprint.
+fn receive(engine: &mut Engine, deadline: Option<Duration>) -> (OpSeq, Fingerprint) {
+    let call = Call::Recv { from: Rank(0), tag: Tag(5), count: 1, dtype: DType::U8 };
+    let plan = engine.plan(CommId::WORLD, &call, &Options { deadline, ..Options::default() }).unwrap();
+    let numbered = (engine.next_seq(&plan).unwrap(), plan.fingerprint());
+    engine.submit(Time::ZERO, plan).unwrap();
+    numbered
 }
 
 /// What a driver that is slow to send has to keep in mind is bounded.
@@ -451,7 +591,7 @@ fn a_closed_communicator_is_forgotten() {
     engine.close(CommId(7));
     assert!(engine.comms.contains_key(&CommId(7)), "a scan and a receive are in flight");
     let news = Header { comm: CommId(7), ..blank_header() };
-    engine.handle_abort(Peer(2), &news, &Fault::PeerLost(Peer(3)).encode()).unwrap();
+    engine.handle_notice(Peer(2), &news, &Fault::PeerLost(Peer(3)).encode()).unwrap();
     assert!(!engine.comms.contains_key(&CommId(7)));
     assert_eq!(engine.poll_resume(), Some(Lane::of(Peer(2), &early)));
     assert!(matches!(engine.handle_frame(Peer(2), &early), Verdict::Drop));
@@ -461,11 +601,11 @@ fn a_closed_communicator_is_forgotten() {
 fn blank_header() -> Header {
     Header {
         frame: FrameKind::Abort,
-        payload: 0,
+        payload: FAULT_LEN as u32,
         comm: CommId::WORLD,
         epoch: Epoch(0),
         seq: OpSeq::Collective(0),
         index: 0,
-        fingerprint: abort_fingerprint(),
+        fingerprint: notice_fingerprint(Kind::Barrier),
     }
 }
