@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use farwire_codec::exchange::Exchange;
 use farwire_proto::{
-    Call, CommId, Config, Event, FrameKind, HEADER_LEN, Header, Lane, OpId, OpenError, Options, Outcome,
+    Call, CommId, Config, Event, HEADER_LEN, Header, Lane, OpId, OpenError, Options, Outcome,
     Parcels, Payload, Peer, Rank, Time, Transmit, Verdict, Workspace,
 };
 use rand::SeedableRng;
@@ -586,7 +586,7 @@ impl Sim {
     /// A frame is handed to the network, or held until its lane's window has room.
     fn send(&mut self, from: Peer, transmit: Transmit) {
         let depth = match &transmit.payload {
-            Payload::Fault(_) => 0,
+            Payload::Fault(_) | Payload::Nothing => 0,
             Payload::Operation { op, after, .. } => {
                 self.nodes[from.index()].jobs.get(op).map_or(0, |job| job.depth_after(after))
             }
@@ -603,7 +603,7 @@ impl Sim {
             depth,
         };
         let id = self.take_off(flight);
-        if header.frame == FrameKind::Abort {
+        if header.frame.is_notice() {
             return self.depart(id);
         }
         let lane = self.flights[id.0].lane();
@@ -634,7 +634,7 @@ impl Sim {
     fn depart(&mut self, id: FlightId) {
         let flight = &self.flights[id.0];
         let (from, to, bytes, lane) = (flight.from, flight.to, flight.wire_bytes(), flight.lane());
-        let control = flight.header.frame == FrameKind::Abort;
+        let control = flight.header.frame.is_notice();
         let link = *self.network.link(from, to);
         let (delay, resent) = link.delay(bytes, &mut self.rng);
 
@@ -669,6 +669,7 @@ impl Sim {
         let node = &mut self.nodes[peer.index()];
         match &transmit.payload {
             Payload::Fault(fault) => flight.body = Some(fault.to_vec()),
+            Payload::Nothing => {}
             Payload::Operation { op, source, .. } => {
                 // The bytes are read at the last moment that the engine's contract allows.
                 match node.jobs.get_mut(op) {
@@ -710,11 +711,11 @@ impl Sim {
             return;
         }
         self.report.rounds = self.report.rounds.max(flight.depth);
-        if flight.header.frame == FrameKind::Abort {
+        if flight.header.frame.is_notice() {
             let (header, body) = (flight.header, flight.body.take().unwrap_or_default());
             self.land(id);
             let engine = &mut self.nodes[peer.index()].engine;
-            engine.handle_abort(from, &header, &body).expect("engines send faults that decode");
+            engine.handle_notice(from, &header, &body).expect("engines send notices that decode");
             return self.settle(peer);
         }
         let lane = flight.lane();

@@ -8,7 +8,9 @@ use std::num::NonZeroU32;
 use std::time::Duration;
 
 use common::{Case, every_collective, random_elements};
-use farwire_proto::{Algorithm, Call, Config, Counts, DType, Kind, Options, Peer, Rank, ReduceOp, Tag, Time};
+use farwire_proto::{
+    Algorithm, Allowance, Call, Config, Counts, DType, Kind, Options, Peer, Rank, ReduceOp, Tag, Time,
+};
 use farwire_sim::{Link, Network, Sim, Start, Submission};
 use proptest::prelude::*;
 use rand::SeedableRng;
@@ -25,9 +27,14 @@ fn jittery(n: u32, window: usize, seed: u64) -> Network {
     Network { link, window, seed, ..Network::lan(n) }
 }
 
+/// How far ranks may run ahead of each other: hardly at all, a little, or as far as the tests go.
+const ALLOWANCES: [Allowance; 4] =
+    [Allowance::Frames(1), Allowance::Frames(12), Allowance::Bytes(100_000), Allowance::Bytes(48 << 20)];
+
 fn check(case: &Case, network: Network, credit: u32) -> Result<(), TestCaseError> {
-    let mut sim =
-        Sim::with_config(network, Config { credit: NonZeroU32::new(credit).unwrap(), ..Config::default() });
+    let allowance = ALLOWANCES[network.seed as usize % ALLOWANCES.len()];
+    let credit = NonZeroU32::new(credit).unwrap();
+    let mut sim = Sim::with_config(network, Config { credit, allowance, ..Config::default() });
     sim.limit(Time(Duration::from_secs(300)));
     let jobs = case.submit(&mut sim);
     let report = sim.run().map_err(|hang| TestCaseError::fail(hang.to_string()))?;
@@ -112,7 +119,8 @@ proptest! {
         seed in any::<u64>(),
     ) {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let mut sim = Sim::new(jittery(n, 500, seed));
+        let allowance = ALLOWANCES[seed as usize % ALLOWANCES.len()];
+        let mut sim = Sim::with_config(jittery(n, 500, seed), Config { allowance, ..Config::default() });
         sim.limit(Time(Duration::from_secs(300)));
         let options = Options { segment: std::num::NonZeroUsize::new(segment), ..Options::default() };
         let mut receives = Vec::new();

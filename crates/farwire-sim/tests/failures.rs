@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use common::{Case, every_collective, world};
 use farwire_proto::{
-    Algorithm, Call, CommId, Counts, DType, Fault, Kind, OpError, Options, Peer, Plan, Rank, ReduceOp, Tag,
-    Time, Tuning,
+    Algorithm, Allowance, Call, CommId, Config, Counts, DType, Fault, Kind, OpError, Options, Peer, Plan, Rank,
+    ReduceOp, Tag, Time, Tuning,
 };
 use farwire_sim::{JobEnd, JobId, Link, Network, Report, Sim, Start, Submission, Trouble};
 
@@ -380,6 +380,51 @@ fn a_message_that_never_comes_fails_alone() {
     let error = report.job(missing).error().expect("the receive fails");
     assert_eq!(error.fault, Fault::TimedOut { by: Peer(1), waiting_for: Peer(0), others: 0 });
     assert!(barriers.iter().all(|job| report.job(*job).result().is_some()), "the communicator lives on");
+}
+
+/// Sends to a rank that does not listen time out; those after them arrive, in order and whole. Some of the
+/// first were on their way, whole or in part, when they were given up.
+#[test]
+fn messages_after_some_that_were_given_up_arrive() {
+    let dtype = DType::U8;
+    for (allowance, count) in
+        [(Allowance::Frames(9), 5), (Allowance::Frames(9), 60), (Allowance::Bytes(20_000), 900)]
+    {
+        let mut sim = Sim::with_config(network(2), Config { allowance, ..Config::default() });
+        sim.limit(Time(Duration::from_secs(100)));
+        let segment = std::num::NonZeroUsize::new(20);
+        let message = |sim: &mut Sim, peer, deadline, call, start, body: Vec<u8>| {
+            let options = Options { segment, deadline, ..Options::default() };
+            sim.submit(peer, Submission { options, start, ..Submission::new(call, body) })
+        };
+        let send = Call::Send { to: Rank(1), tag: Tag(3), count, dtype };
+        let recv = Call::Recv { from: Rank(0), tag: Tag(3), count, dtype };
+        let second = |at| Start::At(Time(Duration::from_secs(at)));
+        let brief = Some(Duration::from_secs(1));
+        let early: Vec<_> = (0..20u8)
+            .map(|i| message(&mut sim, Peer(0), brief, send.clone(), second(0), vec![i; count]))
+            .collect();
+        let late: Vec<_> = (20..30u8)
+            .map(|i| message(&mut sim, Peer(0), None, send.clone(), second(5), vec![i; count]))
+            .collect();
+        let received: Vec<_> = (0..30)
+            .map(|_| message(&mut sim, Peer(1), Some(Duration::from_secs(20)), recv.clone(), second(10), Vec::new()))
+            .collect();
+        let report = sim.run().unwrap_or_else(|hang| panic!("{hang}"));
+        let sent: Vec<_> = early.iter().map(|job| report.job(*job).result().is_some()).collect();
+        assert!(sent.contains(&false), "{allowance:?}: the sender is stopped");
+        assert!(late.iter().all(|job| report.job(*job).result().is_some()));
+        let arrived: Vec<_> = received
+            .iter()
+            .filter_map(|job| report.job(*job).result())
+            .map(|body| {
+                assert!(body.len() == count && body.iter().all(|byte| *byte == body[0]), "{body:?}");
+                body[0]
+            })
+            .collect();
+        let all = (0..20).filter(|i| sent[*i as usize]).chain(20..30).collect::<Vec<_>>();
+        assert_eq!(arrived, all, "{allowance:?}, {count}: what was sent arrives, in order");
+    }
 }
 
 #[test]

@@ -7,7 +7,7 @@ mod common;
 use std::time::Duration;
 
 use common::{Case, every_collective};
-use farwire_proto::{CommId, DType, Peer, ReduceOp, Time};
+use farwire_proto::{Allowance, CommId, Config, DType, Peer, ReduceOp, Time};
 use farwire_sim::{Link, Network, Sim, Start};
 use rand::seq::IndexedRandom;
 use rand::{RngExt, SeedableRng};
@@ -33,7 +33,10 @@ fn a_thousand_interleavings_of_eight_operations_are_right_bit_for_bit() {
             ..Link::IDEAL
         };
         let window = *[1, 200, 1 << 20].choose(&mut rng).unwrap();
-        let mut sim = Sim::new(Network { link, window, seed, ..Network::lan(5) });
+        let allowance =
+            *[Allowance::Frames(1), Allowance::Frames(20), Allowance::default()].choose(&mut rng).unwrap();
+        let network = Network { link, window, seed, ..Network::lan(5) };
+        let mut sim = Sim::with_config(network, Config { allowance, ..Config::default() });
         sim.limit(Time(Duration::from_secs(60)));
         for (comm, members) in &groups[1..] {
             sim.open(*comm, members).unwrap();

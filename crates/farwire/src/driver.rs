@@ -10,7 +10,7 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use farwire_proto::{
-    Action, Call, CommId, Engine, Event, HEADER_LEN, Header, Lane, OpId, OpenError, Options, Outcome,
+    Action, Call, CommId, Engine, Event, FrameKind, HEADER_LEN, Header, Lane, OpId, OpenError, Options, Outcome,
     Parcels, Payload, Peer, Plan, Rank, Source, Time, Transmit, Verdict, Workspace, WorldSize,
 };
 
@@ -37,8 +37,8 @@ pub(crate) struct Driver {
     closed: HashSet<Peer>,
     /// Frames whose lane is full, by receiver and lane.
     held: HashMap<(Peer, Lane), VecDeque<Transmit>>,
-    /// News of failures that found no room.
-    held_aborts: VecDeque<Transmit>,
+    /// Notices that found no room.
+    held_notices: VecDeque<Transmit>,
     /// Bytes that a frame's payload may have.
     longest: usize,
     pool: Pool,
@@ -145,11 +145,16 @@ impl Work {
 impl Driver {
     /// A driver for links whose frames carry up to `longest` bytes.
     pub(crate) fn new(
-        engine: Engine,
+        mut engine: Engine,
         links: Vec<Option<Box<dyn Link>>>,
         longest: usize,
         observer: Observer,
     ) -> Self {
+        for (peer, link) in links.iter().enumerate() {
+            if let Some(link) = link {
+                engine.allow(Peer(peer as u32), link.allowance());
+            }
+        }
         Self {
             engine,
             longest,
@@ -164,7 +169,7 @@ impl Driver {
             jobs: HashMap::new(),
             closed: HashSet::new(),
             held: HashMap::new(),
-            held_aborts: VecDeque::new(),
+            held_notices: VecDeque::new(),
             pool: Pool::default(),
             origin: Instant::now(),
         }
@@ -228,7 +233,7 @@ impl Driver {
 
     /// Whether there is anything to wait for.
     pub(crate) fn is_idle(&self) -> bool {
-        self.jobs.is_empty() && self.held_aborts.is_empty()
+        self.jobs.is_empty() && self.held_notices.is_empty()
     }
 
     /// Starts an operation and sends what can be sent.
@@ -323,7 +328,7 @@ impl Driver {
             self.engine.handle_timeout(now);
             moved = true;
         }
-        if moved || !self.held_aborts.is_empty() {
+        if moved || !self.held_notices.is_empty() {
             self.settle();
         }
         moved | self.lose_closed_peers()
@@ -365,7 +370,7 @@ impl Driver {
             match link.poll_arrived() {
                 Ok(None) => break,
                 Ok(Some(Arrival::Frame(lane))) => self.offer(lane),
-                Ok(Some(Arrival::Abort(header, fault))) => self.abort(peer, &header, &fault),
+                Ok(Some(Arrival::Notice(header, payload))) => self.notice(peer, &header, &payload),
                 Ok(Some(Arrival::Closed)) => {
                     self.closed.insert(peer);
                 }
@@ -395,13 +400,13 @@ impl Driver {
             link.close();
         }
         self.held.retain(|(to, _), _| *to != peer);
-        self.held_aborts.retain(|abort| abort.to != peer);
+        self.held_notices.retain(|notice| notice.to != peer);
         self.engine.handle_peer_lost(peer);
     }
 
-    fn abort(&mut self, from: Peer, header: &Header, fault: &[u8]) {
-        if let Err(error) = self.engine.handle_abort(from, header, fault) {
-            tracing::warn!(%from, %error, "ignoring news of a failure that makes no sense");
+    fn notice(&mut self, from: Peer, header: &Header, payload: &[u8]) {
+        if let Err(error) = self.engine.handle_notice(from, header, payload) {
+            tracing::warn!(%from, %error, "ignoring a notice that makes no sense");
         }
     }
 
@@ -432,9 +437,9 @@ impl Driver {
 
     /// Does all that the engine asks for.
     fn settle(&mut self) {
-        for _ in 0..self.held_aborts.len() {
-            if let Some(abort) = self.held_aborts.pop_front() {
-                self.send(abort);
+        for _ in 0..self.held_notices.len() {
+            if let Some(notice) = self.held_notices.pop_front() {
+                self.send(notice);
             }
         }
         loop {
@@ -457,11 +462,22 @@ impl Driver {
         let (to, header) = (transmit.to, transmit.header);
         let Some(link) = &mut self.links[to.index()] else { return };
         match &transmit.payload {
-            Payload::Fault(fault) => {
-                if link.send(None, &header, fault, true) {
+            payload @ (Payload::Fault(_) | Payload::Nothing) => {
+                let given_up = match header.frame {
+                    FrameKind::Abort => Some(None),
+                    FrameKind::Void => Some(Some(header.seq)),
+                    _ => None,
+                };
+                if let Some(seq) = given_up {
+                    link.abandon(header.comm, seq);
+                    self.held.retain(|(peer, lane), _| {
+                        *peer != to || lane.comm != header.comm || seq.is_some_and(|seq| seq != lane.seq)
+                    });
+                }
+                if link.send(None, &header, payload.notice().unwrap_or_default(), true) {
                     link.ring();
                 } else {
-                    self.held_aborts.push_back(transmit);
+                    self.held_notices.push_back(transmit);
                 }
             }
             Payload::Operation { op, source, .. } => {

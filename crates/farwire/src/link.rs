@@ -1,11 +1,12 @@
 //! What carries frames between two processes.
 
-use farwire_proto::{FAULT_LEN, Header, Lane};
+use farwire_proto::{Allowance, CommId, Header, Lane, OpSeq};
 
 /// A connection to one peer. Frames of one lane stay in order; lanes do not hold each other up.
 pub(crate) trait Link: Send + std::fmt::Debug {
-    /// Takes a frame; `false` if its lane has to wait until [`poll_writable`](Self::poll_writable) names it. News of a failure belongs to no lane; it is tried
-    /// again on the next turn. `last` says that nothing more comes on the lane.
+    /// Takes a frame; `false` if its lane has to wait until [`poll_writable`](Self::poll_writable) names it.
+    /// A notice belongs to no lane; it is tried again on the next turn. `last` says that nothing more comes
+    /// on the lane.
     fn send(&mut self, lane: Option<Lane>, header: &Header, payload: &[u8], last: bool) -> bool;
     /// A lane that had to wait and may try again.
     fn poll_writable(&mut self) -> Result<Option<Lane>, Broken>;
@@ -15,6 +16,10 @@ pub(crate) trait Link: Send + std::fmt::Debug {
     fn head(&self, lane: &Lane) -> Option<(Header, &[u8])>;
     /// Done with the next frame of a lane.
     fn pop(&mut self, lane: &Lane);
+    /// What may lie in it for operations that the other end has not called, so that room is left for others.
+    fn allowance(&self) -> Allowance;
+    /// Nothing more comes on the lanes of an operation, or of a whole communicator: it has failed.
+    fn abandon(&mut self, _comm: CommId, _seq: Option<OpSeq>) {}
     /// Tells the peer that there is something to see.
     fn ring(&self);
     /// What it is, in a word.
@@ -28,8 +33,8 @@ pub(crate) trait Link: Send + std::fmt::Debug {
 pub(crate) enum Arrival {
     /// A frame, now last in its lane.
     Frame(Lane),
-    /// News of a failure.
-    Abort(Header, [u8; FAULT_LEN]),
+    /// A frame of any kind but data, which belongs to no lane.
+    Notice(Header, Vec<u8>),
     /// The peer has gone, and everything it sent has arrived.
     Closed,
 }

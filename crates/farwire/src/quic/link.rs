@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::{Bytes, BytesMut};
-use farwire_proto::{FAULT_LEN, FrameKind, HEADER_LEN, Header, Lane, Peer};
+use farwire_proto::{Allowance, CommId, FAULT_LEN, HEADER_LEN, Header, Lane, OpSeq, Peer};
 use quinn::{Connection, RecvStream, SendStream, VarInt};
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
@@ -49,6 +49,8 @@ pub(crate) struct QuicLink {
     shared: Arc<Shared>,
     health: Arc<Health>,
     outgoing: HashMap<Lane, mpsc::Sender<Bytes>>,
+    /// The stream of notices; until this side has said goodbye.
+    notices: Option<mpsc::Sender<Bytes>>,
     /// Lanes that were told to wait.
     refused: HashSet<Lane>,
     incoming: HashMap<Lane, VecDeque<Frame>>,
@@ -112,17 +114,21 @@ impl QuicLink {
         connection.set_receive_window(CONNECTION_WINDOW);
         connection.set_max_concurrent_uni_streams(STREAMS);
         runtime.spawn(accept_streams(connection.clone(), shared.clone()));
-        Self {
+        let mut link = Self {
             connection,
             runtime,
             shared,
             health,
             outgoing: HashMap::new(),
+            notices: None,
             refused: HashSet::new(),
             incoming: HashMap::new(),
             streams_opened: 0,
             closed: false,
-        }
+        };
+        // Opened first, so that it never has to wait for one of the peer's streams.
+        link.notices = Some(link.open_stream(None));
+        link
     }
 
     /// A new stream, and the task that writes it.
@@ -141,13 +147,16 @@ impl Link for QuicLink {
     }
 
     fn send(&mut self, lane: Option<Lane>, header: &Header, payload: &[u8], last: bool) -> bool {
-        let stream = match lane.and_then(|lane| self.outgoing.get(&lane)) {
-            Some(stream) => stream.clone(),
-            None => {
-                let stream = self.open_stream(lane);
-                if let Some(lane) = lane {
-                    self.outgoing.insert(lane, stream.clone());
-                }
+        let stream = match lane {
+            None => self.notices.clone(),
+            Some(lane) => self.outgoing.get(&lane).cloned(),
+        };
+        let stream = match (stream, lane) {
+            (Some(stream), _) => stream,
+            (None, None) => return true, // this side has said goodbye
+            (None, Some(lane)) => {
+                let stream = self.open_stream(Some(lane));
+                self.outgoing.insert(lane, stream.clone());
                 stream
             }
         };
@@ -191,10 +200,8 @@ impl Link for QuicLink {
             return Ok(news.then_some(Arrival::Closed));
         };
         let frame = frame?;
-        if frame.header.frame == FrameKind::Abort {
-            let fault =
-                frame.body[..].try_into().map_err(|_| Broken("news of a failure has the wrong length"))?;
-            return Ok(Some(Arrival::Abort(frame.header, fault)));
+        if frame.header.frame.is_notice() {
+            return Ok(Some(Arrival::Notice(frame.header, frame.body)));
         }
         let lane = Lane::of(self.shared.from, &frame.header);
         self.incoming.entry(lane).or_default().push_back(frame);
@@ -214,10 +221,21 @@ impl Link for QuicLink {
         }
     }
 
+    fn allowance(&self) -> Allowance {
+        Allowance::default()
+    }
+
+    fn abandon(&mut self, comm: CommId, seq: Option<OpSeq>) {
+        let gone = |lane: &Lane| lane.comm == comm && seq.is_none_or(|seq| lane.seq == seq);
+        self.outgoing.retain(|lane, _| !gone(lane));
+        self.refused.retain(|lane| !gone(lane));
+    }
+
     fn ring(&self) {}
 
     fn close(&mut self) {
         self.outgoing.clear();
+        self.notices = None;
         let (shared, health, streams) = (self.shared.clone(), self.health.clone(), self.streams_opened);
         self.runtime.spawn(async move {
             // Until all that was sent has arrived, or the peer is lost.
@@ -242,8 +260,8 @@ async fn write_stream(
             stream.write_chunk(frame).await.ok()?;
             if let Some(lane) = lane {
                 shared.writable.lock().unwrap_or_else(PoisonError::into_inner).push_back(lane);
-                shared.bell.ring();
             }
+            shared.bell.ring();
         }
         stream.finish().ok()?;
         // Until the peer has it all. (An error here is a lost peer, which the heartbeats will tell.)

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use farwire_proto::{Header, Lane};
+use farwire_proto::{Allowance, Header, Lane};
 
 use super::bell::Bell;
-use super::ring::{Receiver, Sender};
+use super::ring::{AHEAD, Receiver, Sender};
 use crate::link::{Arrival, Broken, Link};
 use crate::quic::control::Health;
 
@@ -64,6 +64,10 @@ impl Link for SharedLink {
 
     fn pop(&mut self, lane: &Lane) {
         self.receiver.pop(lane);
+    }
+
+    fn allowance(&self) -> Allowance {
+        Allowance::Frames(AHEAD)
     }
 
     fn ring(&self) {

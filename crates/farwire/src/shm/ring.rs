@@ -8,8 +8,9 @@
 //!  frees it             ◀─── returned ring ────── returns its number
 //! ```
 //!
-//! Slots come back in any order, so a frame that has to wait blocks no other lane, as long as fewer lanes wait than there are slots. The sender gives the most recently freed slot out first: the one that is still
-//! in the cache. Indices and lengths that the other side wrote are checked before they are used.
+//! Slots come back in any order, so a frame that has to wait blocks no other lane. Frames that may wait for long,
+//! since the receiver has not called their operation, are few: the engine sees to that. The sender gives the most
+//! recently freed slot out first: the one that is still in the cache. Indices and lengths that the other side wrote are checked before they are used.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
@@ -17,7 +18,7 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use farwire_proto::{FrameKind, HEADER_LEN, Header, Lane, Peer};
+use farwire_proto::{HEADER_LEN, Header, Lane, Peer};
 
 use super::region::Region;
 use crate::link::{Arrival, Broken};
@@ -26,6 +27,10 @@ use crate::link::{Arrival, Broken};
 const SLOTS: usize = 256;
 /// Slots that only lanes without a frame on its way may take, so that one operation cannot keep the others out.
 const RESERVE: usize = SLOTS / 2;
+/// Slots that only notices may take. These are read as soon as they arrive, so they always get through.
+const NOTICES: usize = 8;
+/// Frames for operations that the receiver has not called: they leave room beyond the reserve.
+pub(crate) const AHEAD: usize = SLOTS / 4;
 /// Frames of one lane that can be on their way.
 const WINDOW: usize = 8;
 
@@ -94,7 +99,12 @@ impl Sender {
         let first = lane.is_none_or(|lane| !self.on_its_way.contains_key(&lane));
         let full =
             lane.is_some_and(|lane| self.on_its_way.get(&lane).is_some_and(|frames| *frames >= WINDOW));
-        if full || self.free.len() <= if first { 0 } else { RESERVE } {
+        let reserve = match lane {
+            None => 0,
+            Some(_) if first => NOTICES,
+            Some(_) => RESERVE,
+        };
+        if full || self.free.len() <= reserve {
             self.refused.extend(lane);
             return false;
         }
@@ -184,11 +194,10 @@ impl Receiver {
         if header.payload as usize > self.payload {
             return Err(Broken("a frame is longer than its slot"));
         }
-        if header.frame == FrameKind::Abort {
-            let payload = self.region.read(at + HEADER_LEN, header.payload as usize);
-            let fault = payload.try_into().map_err(|_| Broken("news of a failure has the wrong length"))?;
+        if header.frame.is_notice() {
+            let payload = self.region.read(at + HEADER_LEN, header.payload as usize).to_vec();
             self.give_back(slot);
-            return Ok(Some(Arrival::Abort(header, fault)));
+            return Ok(Some(Arrival::Notice(header, payload)));
         }
         let lane = Lane::of(self.from, &header);
         self.lanes.entry(lane).or_default().push_back((header, slot));
