@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-use crate::buffer::Buffer;
 use crate::error::Error;
+use crate::memory::Buffer;
 use crate::node::Membership;
 
 /// An operation in flight.

@@ -223,19 +223,6 @@ fn a_deadline_ends_the_wait() {
     });
 }
 
-#[test]
-fn in_place_forms_leave_the_slice_alone_on_failure() {
-    on_threads(2, |comm| {
-        let mut data = vec![comm.rank() as f64 + 1.0; 10];
-        comm.all_reduce_in_place(&mut data, ReduceOp::Sum).unwrap();
-        assert_eq!(data, [3.0; 10]);
-        comm.broadcast_in_place(&mut data, 0).unwrap();
-        let len = 10 - comm.rank();
-        assert!(comm.all_reduce_in_place(&mut data[..len], ReduceOp::Sum).is_err());
-        assert_eq!(data, [3.0; 10]);
-    });
-}
-
 /// Whoever is woken may do anything, also let go of the last handle.
 #[test]
 fn a_waker_may_drop_the_last_handle() {

@@ -34,10 +34,13 @@ samples! {
     f16 => rng f16::from_f32(rng.random_range(-4.0..4.0)),
     i8 => rng rng.random(),
     i32 => rng rng.random(),
+    i64 => rng rng.random(),
+    u8 => rng rng.random(),
+    u32 => rng rng.random(),
     u64 => rng rng.random(),
 }
 
-fn samples<T: Sample>(seed: u64, rank: usize, count: usize) -> Vec<T> {
+pub(crate) fn samples<T: Sample>(seed: u64, rank: usize, count: usize) -> Vec<T> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed ^ (rank as u64) << 32);
     (0..count).map(|_| T::sample(&mut rng)).collect()
 }
@@ -115,10 +118,10 @@ fn one_collective<T: Sample>(
         Kind::AllReduce => comm.all_reduce(mine, op).wait().map(Some),
         Kind::ReduceScatter => comm.reduce_scatter(mine, op).wait().map(Some),
         Kind::AllGather => comm.all_gather_varied(mine, &counts).wait().map(Some),
-        Kind::Broadcast => comm.broadcast(mine, root).wait().map(Some),
+        Kind::Broadcast => comm.broadcast((me == root).then_some(mine), len, root).wait().map(Some),
         Kind::Reduce => comm.reduce(mine, op, root).wait(),
         Kind::Gather => comm.gather(mine, root).wait(),
-        Kind::Scatter => comm.scatter(mine, len, root).wait().map(Some),
+        Kind::Scatter => comm.scatter((me == root).then_some(mine), len, root).wait().map(Some),
         Kind::AllToAll => comm.all_to_all(mine).wait().map(Some),
         Kind::Scan => comm.scan(mine, op).wait().map(Some),
         Kind::ExclusiveScan => comm.exclusive_scan(mine, op).wait().map(Some),
