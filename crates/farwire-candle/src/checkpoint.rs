@@ -107,7 +107,7 @@ fn write(
 ) -> Result<(), TrainError> {
     let io = |path: &Path| {
         let path = path.display().to_string();
-        move |source| TrainError::Checkpoint { path, source }
+        move |error| TrainError::Checkpoint { path, error }
     };
     fs::create_dir_all(dir).map_err(io(dir))?;
     let name = format!("step-{:08}", about.step);
@@ -156,7 +156,7 @@ fn read(dir: &Path, settings: &Settings) -> Result<(Checkpoint, Saved), TrainErr
         newest.ok_or_else(|| bad(dir, "there is no checkpoint here; start without resuming".to_owned()))?;
     let path = newest.join("job.json");
     let text = fs::read(&path)
-        .map_err(|source| TrainError::Checkpoint { path: path.display().to_string(), source })?;
+        .map_err(|error| TrainError::Checkpoint { path: path.display().to_string(), error })?;
     let about: Checkpoint = serde_json::from_slice(&text).map_err(|error| bad(&path, error.to_string()))?;
     settings.continues(&about.settings).map_err(|what| bad(&newest, what))?;
     let mut tensors = BTreeMap::new();
@@ -171,7 +171,7 @@ fn read(dir: &Path, settings: &Settings) -> Result<(Checkpoint, Saved), TrainErr
         for (rank, residuals) in residuals.iter_mut().enumerate() {
             let path = newest.join(residuals_of(rank));
             *residuals = fs::read(&path)
-                .map_err(|source| TrainError::Checkpoint { path: path.display().to_string(), source })?;
+                .map_err(|error| TrainError::Checkpoint { path: path.display().to_string(), error })?;
         }
     }
     Ok((about, Saved { tensors, residuals }))

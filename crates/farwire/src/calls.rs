@@ -262,7 +262,10 @@ impl Shared {
     fn fail_all(&self, error: &OpError) {
         let all: Vec<_> = lock(&self.outstanding).drain().collect();
         for (_, Outstanding { completion, .. }) in all {
-            self.complete(&completion, Err(Error::Failed { error: Box::new(*error), input: None }));
+            self.complete(
+                &completion,
+                Err(Error::Failed { error: Box::new(*error), members: None, input: None }),
+            );
         }
     }
 

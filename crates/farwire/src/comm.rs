@@ -35,7 +35,7 @@ struct Group {
     node: Arc<Membership>,
     id: CommId,
     rank: Rank,
-    members: Vec<Peer>,
+    members: Arc<[Peer]>,
     splits: AtomicU32,
     /// How often each subgroup was made, by the id of its first.
     subgroups: Mutex<HashMap<CommId, u32>>,
@@ -64,7 +64,7 @@ impl Communicator {
             node: node.clone(),
             id,
             rank,
-            members,
+            members: members.into(),
             splits,
             subgroups: Mutex::default(),
             calls: OnceLock::new(),
@@ -224,7 +224,7 @@ impl Communicator {
             self.calls(None).and_then(|calls| calls.call(rank(to), name, request, deadline, &completion));
         match called {
             Err(error) => Pending::ready(Err(error)),
-            Ok(()) => Pending::running(self.node.clone(), completion, unwrap),
+            Ok(()) => Pending::running(self.node.clone(), self.members(), completion, unwrap),
         }
     }
 
@@ -252,7 +252,7 @@ impl Communicator {
         let choices = self.all_gather(vec![color, key]).wait()?;
         let mut chosen: Vec<_> = choices
             .chunks_exact(2)
-            .zip(&self.group.members)
+            .zip(&*self.group.members)
             .enumerate()
             .filter(|(_, (choice, _))| choice[0] == color)
             .map(|(rank, (choice, peer))| (choice[1], rank, *peer))
@@ -280,7 +280,7 @@ impl Communicator {
     /// # std::thread::scope(|scope| for comm in farwire::local(5).unwrap() { scope.spawn(move || {
     /// if comm.rank() % 2 == 0 {
     ///     let even = comm.subgroup(&[0, 2, 4], "even").unwrap();
-    ///     assert_eq!(even.all_reduce(vec![comm.rank()as u32], ReduceOp::Sum).wait().unwrap(), [6]);
+    ///     assert_eq!(even.all_reduce(vec![comm.rank() as u32], ReduceOp::Sum).wait().unwrap(), [6]);
     /// }
     /// # }); });
     /// ```
@@ -376,6 +376,11 @@ impl Communicator {
         &self.options
     }
 
+    /// The members of a group that is not the world.
+    pub(crate) fn members(&self) -> Option<Arc<[Peer]>> {
+        (self.group.id != CommId::WORLD).then(|| self.group.members.clone())
+    }
+
     fn world(&self) -> WorldSize {
         WorldSize::new(self.size() as u32).expect("this process is a member")
     }
@@ -397,12 +402,12 @@ impl Communicator {
         let submitted =
             self.node.driver().submit(self.group.id, &call, &self.options, data, completion.clone());
         match submitted {
-            Err(error) => Pending::ready(Err(error)),
+            Err(error) => Pending::ready(Err(error.in_group(&self.members()))),
             Ok(()) => {
                 if long {
                     self.node.call_keeper();
                 }
-                Pending::running(self.node.clone(), completion, finish)
+                Pending::running(self.node.clone(), self.members(), completion, finish)
             }
         }
     }

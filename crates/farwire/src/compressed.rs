@@ -237,7 +237,7 @@ impl Communicator {
         let completion = Arc::new(Completion::default());
         let long = input.len() * input.dtype().size() > OVERLAP_FROM;
         match self.try_start_coded(tensor, input, collective, through, compressor, completion.clone()) {
-            Err(error) => Pending::ready(Err(error)),
+            Err(error) => Pending::ready(Err(error.in_group(&self.members()))),
             Ok(()) => {
                 let node = self.node();
                 let short = node.driver().take_short();
@@ -247,7 +247,7 @@ impl Communicator {
                 if long {
                     node.call_keeper();
                 }
-                Pending::running(node.clone(), completion, unwrap)
+                Pending::running(node.clone(), self.members(), completion, unwrap)
             }
         }
     }

@@ -333,7 +333,7 @@ impl Driver {
                 self.jobs.insert(op, Job { work, completion, ticket, span });
                 Ok(op)
             }
-            Err(error) => Err(Error::Failed { error, input: work.into_input() }),
+            Err(error) => Err(Error::Failed { error, members: None, input: work.into_input() }),
         }
     }
 
@@ -548,9 +548,9 @@ impl Driver {
             (_, Work::Coded(_)) => unreachable!("those end on the coding thread"),
             (Err((error, _)), Work::Laid { input, output, .. }) => {
                 self.pool.give(output);
-                Err(Error::Failed { error, input: Some(input) })
+                Err(Error::Failed { error, members: None, input: Some(input) })
             }
-            (Err((error, _)), work) => Err(Error::Failed { error, input: work.into_input() }),
+            (Err((error, _)), work) => Err(Error::Failed { error, members: None, input: work.into_input() }),
             (Ok(()), Work::Laid { input, output, outcome, .. }) => {
                 let (result, spare) = match outcome {
                     Outcome::Output => (output, input),

@@ -1,11 +1,12 @@
 //! What can go wrong, as callers see it.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use farwire_codec::FeedbackError;
 use farwire_codec::exchange::{ExchangeError, OrderError};
-use farwire_proto::{CallError, Fault, OpError, OpenError};
+use farwire_proto::{CallError, Fault, OpError, OpenError, Peer};
 
 use crate::buffer::Element;
 use crate::join::env::EnvError;
@@ -28,10 +29,12 @@ pub enum Error {
         input: Option<Buffer>,
     },
     /// The operation failed on its way. All ranks get an error.
-    #[error("{error}")]
+    #[error("{}", failed(error, members.as_deref()))]
     Failed {
-        /// Why.
+        /// Why. Ranks in it are the world's.
         error: Box<OpError>,
+        /// The ranks of the group, as ranks of the world, if it is not the world.
+        members: Option<Arc<[Peer]>>,
         /// The input, as it was; unspecified, if that was in place.
         input: Option<Buffer>,
     },
@@ -135,6 +138,10 @@ pub enum Error {
     },
 }
 
+fn failed(error: &OpError, members: Option<&[Peer]>) -> String {
+    members.map_or_else(|| error.to_string(), |members| error.in_group(members).to_string())
+}
+
 /// Why a group of these ranks cannot be made. Ranks are those of the group that it would be part of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -204,6 +211,14 @@ impl Error {
             | Self::Feedback { input, .. } => Some(input),
             _ => None,
         }
+    }
+
+    /// The same error, of a call on a group of these members.
+    pub(crate) fn in_group(mut self, group: &Option<Arc<[Peer]>>) -> Self {
+        if let Self::Failed { members, .. } = &mut self {
+            members.clone_from(group);
+        }
+        self
     }
 
     /// The same error, with the vector that it is to give back.

@@ -76,6 +76,14 @@ enum Owner {
     Other { owner: NonNull<dyn Send>, type_id: TypeId },
 }
 
+impl Owner {
+    /// Puts an owner where it stays until the buffer ends; and where that is.
+    fn other<O: Send + 'static>(owner: O) -> (NonNull<O>, Self) {
+        let owner = NonNull::from(Box::leak(Box::new(owner)));
+        (owner, Self::Other { owner, type_id: TypeId::of::<O>() })
+    }
+}
+
 // SAFETY: elements are plain data and the owner is `Send`; by rule 2 there is one way to the bytes.
 unsafe impl Send for Buffer {}
 // SAFETY: a shared reference gives shared slices of plain data and, by rule 3, no way to the owner.
@@ -117,12 +125,10 @@ impl<T: Element> Memory<T> {
     pub fn from_owner<O: AsMut<[T]> + Send + 'static>(owner: O) -> Self {
         // This borrow ends with the buffer, before anything else is done with the owner (rule 3). So
         // whatever its `as_mut` returns is valid until then, and nobody else's meanwhile.
-        let owner = Box::leak(Box::new(owner));
-        let whole = NonNull::from(&mut *owner);
-        // SAFETY: `whole` was made from the only reference to the leaked owner, which is used no more.
-        let elements = unsafe { &mut *whole.as_ptr() }.as_mut();
+        let (mut whole, owner) = Owner::other(owner);
+        // SAFETY: nobody else has a reference to the owner, which was just put there.
+        let elements = unsafe { whole.as_mut() }.as_mut();
         let (start, len) = (NonNull::from(&mut *elements).cast::<T>(), elements.len());
-        let owner = Owner::Other { owner: whole, type_id: TypeId::of::<O>() };
         // SAFETY: they are a slice's, which is borrowed until the buffer ends.
         unsafe { Self::new(start, len, owner) }
     }
@@ -155,8 +161,7 @@ impl<T: Element> Memory<T> {
         if len.checked_mul(size_of::<T>()).is_none_or(|bytes| bytes > isize::MAX as usize) {
             return Err(MemoryError::TooLong { len, dtype: T::DTYPE });
         }
-        let owner: NonNull<O> = NonNull::from(Box::leak(Box::new(owner)));
-        let owner = Owner::Other { owner, type_id: TypeId::of::<O>() };
+        let (_, owner) = Owner::other(owner);
         // SAFETY: the caller promises what has not just been checked.
         Ok(unsafe { Self::new(start, len, owner) })
     }
@@ -333,11 +338,10 @@ pub(crate) fn lend<T: Element, R>(data: &mut [T], node: &Node, run: impl FnOnce(
             }
         }
     }
-    let (holds, released) = channel();
+    let (holds, released) = channel::<Infallible>();
     let _until_released = UntilReleased { node, released };
     let start = NonNull::from(&mut *data).cast();
-    let holds: NonNull<std::sync::mpsc::Sender<Infallible>> = NonNull::from(Box::leak(Box::new(holds)));
-    let owner = Owner::Other { owner: holds, type_id: TypeId::of::<Infallible>() };
+    let (_, owner) = Owner::other(holds);
     // SAFETY: `data` is borrowed until this function ends, which by the guard above is after the end of
     // whoever got the memory, however this function ends.
     run(unsafe { Memory::new(start, data.len(), owner) })
@@ -349,7 +353,7 @@ mod tests {
 
     use super::*;
 
-    struct Lender(Box<[u32]>, Arc<()>);
+    struct Lender(Box<[u32]>, #[allow(dead_code, reason = "it is counted")] Arc<()>);
 
     impl AsMut<[u32]> for Lender {
         fn as_mut(&mut self) -> &mut [u32] {

@@ -154,7 +154,11 @@ impl Driver {
         {
             let input = job.exchange.map(|exchange| exchange.abandon().into());
             self.observer.ended(ticket, &span, &Err((error.clone(), waited_for)));
-            self.afterwards.wake.extend(completion.complete(Err(Error::Failed { error, input })));
+            self.afterwards.wake.extend(completion.complete(Err(Error::Failed {
+                error,
+                members: None,
+                input,
+            })));
         }
     }
 

@@ -133,6 +133,26 @@ fn one_collective<T: Sample>(
     assert!(result == expected[me], "{kind} by {algorithm} of {len} {dtype} on rank {me} of {n} is wrong");
 }
 
+/// Three of five ranks work in a group, the other two in another way.
+pub(crate) fn subgroups(comm: &Communicator) {
+    let me = comm.rank();
+    if me % 2 == 1 {
+        let other = 4 - me;
+        let sent = comm.send(vec![me as u32], other, 0);
+        assert_eq!(comm.recv::<u32>(1, other, 0).wait().expect("it sends"), [other as u32]);
+        sent.wait().expect("it receives");
+    } else {
+        let group = comm.subgroup(&[4, 0, 2], "even").expect("this is a member");
+        assert_eq!((group.size(), group.rank()), (3, [1, 2, 0][me / 2]));
+        for len in [0, 1, 1000] {
+            every_collective::<f32>(&group, len, ReduceOp::Sum);
+        }
+        let members = group.all_gather(vec![me as u32]).wait().expect("all are here");
+        assert_eq!(members, [4, 0, 2]);
+    }
+    comm.barrier().wait().expect("the world goes on");
+}
+
 /// Runs `rank` on a thread for each of `n` in-process ranks, and panics if any of them does.
 pub(crate) fn on_threads(n: usize, rank: impl Fn(Communicator) + Sync) {
     let rank = &rank;
