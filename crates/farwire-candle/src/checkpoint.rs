@@ -85,7 +85,8 @@ impl Trainer {
         } else {
             None
         };
-        let good = self.mesh().world().broadcast(vec![u8::from(matches!(found, Some(Ok(_))))], 0).wait()?;
+        let good = found.as_ref().map(|found| vec![u8::from(found.is_ok())]);
+        let good = self.mesh().world().broadcast(good, 1, 0).wait()?;
         match found {
             Some(result) => {
                 let tensors = result.map_err(|error| bad(path, error.to_string()))?;
@@ -106,7 +107,7 @@ fn write(
 ) -> Result<(), TrainError> {
     let io = |path: &Path| {
         let path = path.display().to_string();
-        move |source| TrainError::Checkpoint { path, source }
+        move |error| TrainError::Checkpoint { path, error }
     };
     fs::create_dir_all(dir).map_err(io(dir))?;
     let name = format!("step-{:08}", about.step);
@@ -155,7 +156,7 @@ fn read(dir: &Path, settings: &Settings) -> Result<(Checkpoint, Saved), TrainErr
         newest.ok_or_else(|| bad(dir, "there is no checkpoint here; start without resuming".to_owned()))?;
     let path = newest.join("job.json");
     let text = fs::read(&path)
-        .map_err(|source| TrainError::Checkpoint { path: path.display().to_string(), source })?;
+        .map_err(|error| TrainError::Checkpoint { path: path.display().to_string(), error })?;
     let about: Checkpoint = serde_json::from_slice(&text).map_err(|error| bad(&path, error.to_string()))?;
     settings.continues(&about.settings).map_err(|what| bad(&newest, what))?;
     let mut tensors = BTreeMap::new();
@@ -170,7 +171,7 @@ fn read(dir: &Path, settings: &Settings) -> Result<(Checkpoint, Saved), TrainErr
         for (rank, residuals) in residuals.iter_mut().enumerate() {
             let path = newest.join(residuals_of(rank));
             *residuals = fs::read(&path)
-                .map_err(|source| TrainError::Checkpoint { path: path.display().to_string(), source })?;
+                .map_err(|error| TrainError::Checkpoint { path: path.display().to_string(), error })?;
         }
     }
     Ok((about, Saved { tensors, residuals }))
@@ -243,13 +244,13 @@ pub(crate) fn broadcast_tensors(
     take: &mut dyn FnMut(&str, &Tensor) -> Result<(), TrainError>,
 ) -> Result<(), TrainError> {
     let tensors = tensors.unwrap_or_default();
-    let header = broadcast_bytes(comm, if comm.rank() == 0 { header(&tensors)? } else { Vec::new() })?;
+    let header = broadcast_bytes(comm, if comm.rank() == 0 { Some(header(&tensors)?) } else { None })?;
     for (name, shape) in parse(&header)? {
-        let data = match tensors.get(&name) {
-            Some(tensor) => tensor.flatten_all()?.to_vec1::<f32>()?,
-            None => vec![0.0; shape.iter().product()],
+        let mine = match tensors.get(&name) {
+            Some(tensor) => Some(tensor.flatten_all()?.to_vec1::<f32>()?),
+            None => None,
         };
-        let data = comm.broadcast(data, 0).wait()?;
+        let data = comm.broadcast(mine, shape.iter().product(), 0).wait()?;
         take(&name, &Tensor::from_vec(data, shape, &Device::Cpu)?)?;
     }
     Ok(())
@@ -285,8 +286,8 @@ pub(crate) fn scatter_bytes(comm: &Communicator, all: Option<Vec<Vec<u8>>>) -> R
     Ok(mine)
 }
 
-fn broadcast_bytes(comm: &Communicator, bytes: Vec<u8>) -> Result<Vec<u8>, TrainError> {
-    let length = comm.broadcast(vec![bytes.len() as u64], 0).wait()?[0] as usize;
-    let mine = if comm.rank() == 0 { bytes } else { vec![0; length] };
-    Ok(comm.broadcast(mine, 0).wait()?)
+fn broadcast_bytes(comm: &Communicator, bytes: Option<Vec<u8>>) -> Result<Vec<u8>, TrainError> {
+    let length = bytes.as_ref().map(|bytes| vec![bytes.len() as u64]);
+    let length = comm.broadcast(length, 1, 0).wait()?[0] as usize;
+    Ok(comm.broadcast(bytes, length, 0).wait()?)
 }

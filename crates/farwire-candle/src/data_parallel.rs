@@ -105,7 +105,8 @@ pub(crate) fn broadcast<'a>(
         return Ok(());
     }
     for var in vars {
-        let data = comm.broadcast(values(var)?, 0).wait()?;
+        let mine = if comm.rank() == 0 { Some(values(var)?) } else { None };
+        let data = comm.broadcast(mine, var.elem_count(), 0).wait()?;
         set(var, &data)?;
     }
     Ok(())

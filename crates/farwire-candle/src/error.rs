@@ -31,12 +31,12 @@ pub enum TrainError {
     #[error("parameter `{0}` got no gradient; some operation between it and the loss has no backward")]
     NoGradient(String),
     /// A checkpoint could not be written or read.
-    #[error("{path}: {source}")]
+    #[error("{path}: {error}")]
     Checkpoint {
         /// Where.
         path: String,
         /// Why.
-        source: std::io::Error,
+        error: std::io::Error,
     },
     /// Weights or a checkpoint that cannot be read, or of another job.
     #[error("{path}: {what}")]

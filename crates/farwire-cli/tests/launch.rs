@@ -211,6 +211,7 @@ fn examples_run_under_launch() {
         ("send_recv", "the others add up to 6"),
         ("split", "sum 4"),
         ("call", "works on batch 7"),
+        ("foreign_memory", "of 4: 1.5"),
     ] {
         let program = examples.join(name);
         if !program.exists() {

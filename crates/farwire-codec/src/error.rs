@@ -20,7 +20,7 @@ pub enum EncodeError {
     },
     /// A codec that cannot read its own message.
     #[error("the codec cannot decode what it encoded: {0}")]
-    OwnMessage(#[source] DecodeError),
+    OwnMessage(DecodeError),
 }
 
 /// Why a message was refused. What it would have been added to may have been changed in part.

@@ -209,7 +209,7 @@ impl ErrorFeedback {
     pub fn save(&self, path: &Path) -> Result<(), FeedbackError> {
         use std::io::Write;
 
-        let wrong = |source| FeedbackError::File { path: path.into(), source };
+        let wrong = |error| FeedbackError::File { path: path.into(), error };
         let mut beside = path.as_os_str().to_owned();
         beside.push(format!(".{}.partial", std::process::id()));
         let write = || {
@@ -227,8 +227,7 @@ impl ErrorFeedback {
 
     /// Reads what [`save`](Self::save) wrote.
     pub fn load(path: &Path) -> Result<Self, FeedbackError> {
-        let bytes =
-            std::fs::read(path).map_err(|source| FeedbackError::File { path: path.into(), source })?;
+        let bytes = std::fs::read(path).map_err(|error| FeedbackError::File { path: path.into(), error })?;
         Self::from_bytes(&bytes)
     }
 }
@@ -416,7 +415,7 @@ pub enum FeedbackError {
     },
     /// A file that is not what was saved.
     #[error("this is no saved error feedback; restore the file that `save` wrote, or start without one: {0}")]
-    Format(#[from] safetensors::SafeTensorError),
+    Format(safetensors::SafeTensorError),
     /// A tensor in the file that is not what was saved.
     #[error(
         "the saved tensor `{key}` is refused, since {why}; restore the file that `save` wrote, or start without one"
@@ -428,13 +427,19 @@ pub enum FeedbackError {
         why: &'static str,
     },
     /// A file that cannot be read or written.
-    #[error("error feedback in {}: {source}", path.display())]
+    #[error("error feedback in {}: {error}", path.display())]
     File {
         /// The file.
         path: std::path::PathBuf,
         /// What the system said.
-        source: std::io::Error,
+        error: std::io::Error,
     },
+}
+
+impl From<safetensors::SafeTensorError> for FeedbackError {
+    fn from(error: safetensors::SafeTensorError) -> Self {
+        Self::Format(error)
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

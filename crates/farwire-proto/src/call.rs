@@ -157,6 +157,12 @@ pub enum Call {
         /// Bytes of the longest parcel.
         max: usize,
     },
+    /// A call whose input and output are one memory: the result overwrites the input, and there is no
+    /// second copy. A call that fails half-way leaves the memory unspecified.
+    ///
+    /// A rank's block of a reduce-scatter's result, or of an all-gather's input, is at its place in
+    /// the whole. See [`Plan::in_place`](crate::Plan::in_place).
+    InPlace(Box<Call>),
 }
 
 impl Call {
@@ -174,7 +180,7 @@ impl Call {
             Self::Scan { .. } => Kind::Scan,
             Self::ExclusiveScan { .. } => Kind::ExclusiveScan,
             Self::Barrier => Kind::Barrier,
-            Self::Coded { call, .. } => call.kind(),
+            Self::Coded { call, .. } | Self::InPlace(call) => call.kind(),
             Self::Send { .. } | Self::Recv { .. } | Self::SendParcel { .. } | Self::RecvParcel { .. } => {
                 Kind::Message
             }
@@ -453,6 +459,14 @@ pub enum CallError {
         /// The algorithm asked for.
         algorithm: Algorithm,
     },
+    /// A call that needs its input while it writes its output.
+    #[error("{kind} by {algorithm} cannot work in place; {}", instead(*kind))]
+    NotInPlace {
+        /// The operation.
+        kind: Kind,
+        /// The algorithm asked for.
+        algorithm: Algorithm,
+    },
     /// A vector whose size in bytes does not fit the address space, or that would take more than 2³² − 1 frames.
     #[error("{kind} of this size needs too many bytes or frames; use fewer elements or larger segments")]
     TooLarge {
@@ -467,13 +481,21 @@ pub enum CallError {
     BufferLength {
         /// The operation.
         kind: Kind,
-        /// `input` or `output`.
+        /// `input`, `output` or `in-place vector`.
         which: &'static str,
         /// Bytes it must have.
         need: usize,
         /// Bytes it has.
         given: usize,
     },
+}
+
+/// What to do where an algorithm cannot work in place.
+fn instead(kind: Kind) -> &'static str {
+    match kind {
+        Kind::AllReduce => "use two-phase or ring",
+        _ => "make the call that leaves its input as it is",
+    }
 }
 
 fn names(algorithms: &[Algorithm]) -> String {

@@ -108,24 +108,31 @@ impl Fault {
 
 impl fmt::Display for Fault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.describe(f, &Peer::to_string)
+    }
+}
+
+impl Fault {
+    fn describe(&self, f: &mut fmt::Formatter<'_>, name: &dyn Fn(&Peer) -> String) -> fmt::Result {
         match self {
             Self::PeerLost(peer) => write!(
                 f,
-                "{peer} is lost (it died, stopped answering or cannot be reached); \
-                 restart it, or form a new group without it"
+                "{} is lost (it died, stopped answering or cannot be reached); \
+                 restart it, or form a new group without it",
+                name(peer)
             ),
             Self::Desync(one, other) => write!(
                 f,
                 "ranks are out of step: {} called {} but {} called {} (they differ in {}); \
                  make all ranks call the same operations in the same order",
-                one.peer,
+                name(&one.peer),
                 one.fingerprint,
-                other.peer,
+                name(&other.peer),
                 other.fingerprint,
                 one.fingerprint.differences(&other.fingerprint).join(", ")
             ),
             Self::TimedOut { by, waiting_for, others } => {
-                write!(f, "{by} waited past its deadline for {waiting_for}")?;
+                write!(f, "{} waited past its deadline for {}", name(by), name(waiting_for))?;
                 if *others > 0 {
                     write!(f, " and {others} more")?;
                 }
@@ -136,14 +143,15 @@ impl fmt::Display for Fault {
             }
             Self::BadFrame(peer) => write!(
                 f,
-                "{peer} sent a frame that does not fit the operation; \
-                 check that it runs the same version of farwire"
+                "{} sent a frame that does not fit the operation; \
+                 check that it runs the same version of farwire",
+                name(peer)
             ),
         }
     }
 }
 
-/// Why an operation failed. Its input is untouched.
+/// Why an operation failed. Its input is untouched, unless it worked in place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{operation} {seq}{} failed: {fault}{}", on(*comm), reported(*reporter, *here))]
 pub struct OpError {
@@ -159,6 +167,35 @@ pub struct OpError {
     pub reporter: Peer,
     /// Where the error is returned.
     pub here: Peer,
+}
+
+impl OpError {
+    /// The same text, for a communicator of these members: ranks are named both as theirs and as the
+    /// world's.
+    pub fn in_group<'a>(&'a self, members: &'a [Peer]) -> impl fmt::Display + 'a {
+        InGroup { error: self, members }
+    }
+}
+
+struct InGroup<'a> {
+    error: &'a OpError,
+    members: &'a [Peer],
+}
+
+impl fmt::Display for InGroup<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let OpError { operation, comm, seq, fault, reporter, here } = self.error;
+        let name = |peer: &Peer| match self.members.iter().position(|member| member == peer) {
+            Some(rank) => format!("rank {rank} of the group ({peer} of the world)"),
+            None => format!("{peer} of the world"),
+        };
+        write!(f, "{operation} {seq} on communicator {:016x} failed: ", comm.0)?;
+        fault.describe(f, &name)?;
+        if reporter != here {
+            write!(f, " (reported by {})", name(reporter))?;
+        }
+        Ok(())
+    }
 }
 
 /// Names any communicator but the world's, whose ranks are not those that the fault names.

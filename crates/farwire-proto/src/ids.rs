@@ -116,7 +116,16 @@ impl CommId {
     /// and, by 64 bits of mixing, different from every other.
     pub fn child(self, split: u32, color: u32) -> Self {
         let mixed = mix(self.0 ^ mix((u64::from(split) << 32) | u64::from(color)));
-        Self(mixed.max(1)) // zero is the world
+        Self((mixed & !1).max(2)) // zero is the world, odd ones are subgroups
+    }
+
+    /// The id of the `nth` communicator that these members of this one make among themselves by a name:
+    /// the same on every member, and, as these are odd, never that of a [`child`](Self::child).
+    pub fn subgroup(self, name: &str, members: &[Peer], nth: u32) -> Self {
+        let words = name.bytes().map(u64::from);
+        let words = words.chain([u64::MAX]).chain(members.iter().map(|peer| u64::from(peer.0)));
+        let hash = words.chain([u64::MAX, nth.into()]).fold(mix(self.0), |hash, word| mix(hash ^ word));
+        Self(hash | 1)
     }
 }
 
@@ -193,6 +202,15 @@ mod tests {
         let nested: Vec<_> = ids.iter().take(1000).map(|id| id.child(0, 0)).collect();
         ids.extend(nested);
         ids.push(CommId::WORLD);
+        let [one, other] = [[Peer(1), Peer(2)], [Peer(1), Peer(12)]];
+        for name in ["", "a", "b", "ab", "a\u{1}"] {
+            for nth in 0..100 {
+                ids.push(CommId::WORLD.subgroup(name, &one, nth));
+                ids.push(CommId::WORLD.subgroup(name, &other, nth));
+                ids.push(CommId::WORLD.subgroup(name, &one[..1], nth));
+                ids.push(CommId(3).subgroup(name, &one, nth));
+            }
+        }
         let count = ids.len();
         ids.sort();
         ids.dedup();

@@ -104,5 +104,7 @@ pub use header::{FrameKind, HEADER_LEN, Header, HeaderError, VERSION};
 pub use ids::{CommId, Epoch, OpId, OpSeq, Peer, Rank, Tag, Time, WorldSize};
 pub use partition::{Counts, Partition, Span};
 pub use plan::{Plan, Tuning};
-pub use schedule::{Action, Emit, Fold, Gate, Incoming, Outcome, Outgoing, Own, ParcelPart, Running, Source};
+pub use schedule::{
+    Action, Emit, Fold, Gate, InPlace, Incoming, Outcome, Outgoing, Own, ParcelPart, Running, Source,
+};
 pub use workspace::Workspace;

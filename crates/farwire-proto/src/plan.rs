@@ -22,7 +22,7 @@ use crate::dtype::{DType, ReduceOp};
 use crate::fingerprint::Fingerprint;
 use crate::ids::{CommId, Rank, Tag, WorldSize};
 use crate::partition::{Counts, Partition, digest};
-use crate::schedule::{Incoming, Local, Outcome, Outgoing, Schedule, Slots};
+use crate::schedule::{InPlace, Incoming, Local, Outcome, Outgoing, Schedule, Slots};
 use crate::tune::{self, Links};
 
 /// Frames are at most this many elements, so that their length in bytes fits the header's 32 bits in any type.
@@ -54,6 +54,7 @@ pub struct Plan {
     world: WorldSize,
     fingerprint: Fingerprint,
     schedule: AnySchedule,
+    in_place: Option<InPlace>,
     partner: Option<Partner>,
     deadline: Option<Duration>,
 }
@@ -96,6 +97,10 @@ impl Plan {
         tuning: &Tuning,
     ) -> Result<Self, CallError> {
         let kind = call.kind();
+        let (call, together) = match call {
+            Call::InPlace(call) => (&**call, true),
+            call => (call, false),
+        };
         if !world.contains(me) {
             return Err(CallError::NoSuchRank { what: "this rank,", rank: me, world });
         }
@@ -115,6 +120,21 @@ impl Plan {
                 tune::choose(kind, reduction, terms.count * size, segment * size, world, &tuning.links)
             }
         };
+        let lay_out = |algorithm| {
+            let schedule = AnySchedule::of(call, me, world, algorithm, segment);
+            let in_place = if together { schedule.as_dyn().in_place() } else { None };
+            (algorithm, schedule, in_place)
+        };
+        let (algorithm, schedule, in_place) = match lay_out(algorithm) {
+            // The cheapest algorithm cannot; the plain one may.
+            (_, _, None) if together && options.algorithm.is_none() && !call.is_parcels() => {
+                lay_out(kind.algorithms()[0])
+            }
+            laid_out => laid_out,
+        };
+        if together && in_place.is_none() {
+            return Err(CallError::NotInPlace { kind, algorithm });
+        }
         let plan = Self {
             comm,
             me,
@@ -130,7 +150,8 @@ impl Plan {
                 segment: segment as u32,
                 layout: terms.layout,
             },
-            schedule: AnySchedule::of(call, me, world, algorithm, segment),
+            schedule,
+            in_place,
             partner: match *call {
                 Call::Send { to, tag, .. } | Call::SendParcel { to, tag, .. } => {
                     Some(Partner { rank: to, tag, end: End::Sender })
@@ -185,6 +206,22 @@ impl Plan {
     /// Where the result will be.
     pub fn outcome(&self) -> Outcome {
         self.schedule().outcome()
+    }
+
+    /// Where input and output lie in the memory that they share, if this call works in place.
+    pub fn in_place(&self) -> Option<InPlace> {
+        self.in_place
+    }
+
+    /// Refuses a memory of any other length than a plan that works in place needs for both input and output.
+    pub fn check_memory(&self, given: usize) -> Result<(), CallError> {
+        let InPlace { input, output } = self.in_place.unwrap_or_default();
+        let size = self.dtype().size();
+        let need = (input * size + self.input_bytes()).max(output * size + self.output_bytes());
+        if need == given {
+            return Ok(());
+        }
+        Err(CallError::BufferLength { kind: self.fingerprint.kind, which: "in-place vector", need, given })
     }
 
     /// Refuses buffers of any other length than the plan's.
@@ -296,25 +333,29 @@ impl Plan {
     }
 
     fn schedule(&self) -> &dyn Schedule {
-        match &self.schedule {
-            AnySchedule::TwoPhase(schedule) => schedule,
-            AnySchedule::GatherReduce(schedule) => schedule,
-            AnySchedule::Ring(schedule) => schedule,
-            AnySchedule::Broadcast(schedule) => schedule,
-            AnySchedule::TreeReduce(schedule) => schedule,
-            AnySchedule::Scan(schedule) => schedule,
-            AnySchedule::AllGather(schedule) => schedule,
-            AnySchedule::Gather(schedule) => schedule,
-            AnySchedule::Scatter(schedule) => schedule,
-            AnySchedule::AllToAll(schedule) => schedule,
-            AnySchedule::Barrier(schedule) => schedule,
-            AnySchedule::Message(schedule) => schedule,
-            AnySchedule::Parcels(schedule) => schedule,
-        }
+        self.schedule.as_dyn()
     }
 }
 
 impl AnySchedule {
+    fn as_dyn(&self) -> &dyn Schedule {
+        match self {
+            Self::TwoPhase(schedule) => schedule,
+            Self::GatherReduce(schedule) => schedule,
+            Self::Ring(schedule) => schedule,
+            Self::Broadcast(schedule) => schedule,
+            Self::TreeReduce(schedule) => schedule,
+            Self::Scan(schedule) => schedule,
+            Self::AllGather(schedule) => schedule,
+            Self::Gather(schedule) => schedule,
+            Self::Scatter(schedule) => schedule,
+            Self::AllToAll(schedule) => schedule,
+            Self::Barrier(schedule) => schedule,
+            Self::Message(schedule) => schedule,
+            Self::Parcels(schedule) => schedule,
+        }
+    }
+
     /// The schedule for a checked call and an algorithm that can run it.
     fn of(call: &Call, me: Rank, world: WorldSize, algorithm: Algorithm, segment: usize) -> Self {
         let segment = NonZeroUsize::new(segment).expect("segments are clamped to at least one element");
@@ -375,6 +416,7 @@ impl AnySchedule {
             Call::Coded { rounds, max, .. } => {
                 Self::Parcels(Exchange { limits: Limits { sends: rounds, recvs: rounds, max, segment } })
             }
+            Call::InPlace(ref call) => Self::of(call, me, world, algorithm, segment.get()),
             Call::RecvParcel { max, .. } => {
                 Self::Parcels(Exchange { limits: Limits { sends: 0, recvs: 1, max, segment } })
             }
@@ -474,6 +516,7 @@ impl Terms {
                 let count = fits(Some(count))?;
                 Self { count, dtype: Some(dtype), op: None, root: None, codec: 0, layout: 0 }
             }
+            Call::InPlace(ref call) => return Self::of(call, me, world),
             Call::Coded { ref call, codec, max, .. } => {
                 let terms = Self::of(call, me, world)?;
                 let codable = call.kind().travels_by(Algorithm::Parcels)

@@ -5,7 +5,7 @@
 //! A collective is then nothing but a pure function from (lane, index) to what that frame carries and when it may move;
 //! the [`Engine`](crate::Engine) runs any of them, and a [`Workspace`](crate::Workspace) does their arithmetic.
 //!
-//! Four rules hold for every schedule, and the tests check them:
+//! Five rules hold for every schedule, and the tests check them:
 //!
 //! 1. The frames that a sends to b are the frames that b receives from a, in order and in length.
 //! 2. Every lane of a collective carries at least one frame each way. So no rank can finish before it has heard from every other
@@ -13,6 +13,9 @@
 //! 3. A frame's gate never waits on something that waits on the frame, on this rank or around any cycle of ranks, however few
 //!    frames a link lets be in flight.
 //! 4. A fold that keeps its running value in the output emits, if it does, last and at the same elements, and is complete before the next segment's begins.
+//! 5. A schedule that works in place writes to no element of its input before every frame that
+//!    carries it has left and every fold that reads it is done, and emits only at the end of a fold.
+//!    (The running value itself is then held in a scratch segment, whatever the type.)
 
 use crate::dtype::DType;
 use crate::ids::Rank;
@@ -49,6 +52,11 @@ pub(crate) trait Schedule {
     /// What this rank does on its own before anything moves.
     fn local(&self) -> Local {
         Local::Nothing
+    }
+    /// Where input and output lie if they share one memory; `None` if some frame or fold could still
+    /// need input that was overwritten (rule 5).
+    fn in_place(&self) -> Option<InPlace> {
+        None
     }
     /// How much room partial results need.
     fn slots(&self) -> Slots {
@@ -219,6 +227,15 @@ pub enum Emit {
     BeforeOwn(Span),
     /// At the end of the step.
     Last(Span),
+}
+
+/// Where input and output lie in the one memory that they share, in elements from its start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct InPlace {
+    /// Where the input starts.
+    pub input: usize,
+    /// Where the output starts.
+    pub output: usize,
 }
 
 /// Where an operation's result is once it is done.

@@ -4,7 +4,7 @@ use crate::arith::{Arithmetic, Operand};
 use crate::dtype::DType;
 use crate::partition::Span;
 use crate::plan::Plan;
-use crate::schedule::{Action, Emit, Fold, Local, Own, Running, Source};
+use crate::schedule::{Action, Emit, Fold, InPlace, Local, Own, Running, Source};
 
 /// The arithmetic of one operation on one rank, and the scratch space it needs.
 ///
@@ -13,15 +13,20 @@ use crate::schedule::{Action, Emit, Fold, Local, Own, Running, Source};
 ///
 /// Call [`begin`](Self::begin) once, before anything else, [`payload`](Self::payload) for each [`Transmit`](crate::Transmit), and
 /// [`apply`](Self::apply) for each [`Take`](crate::Take).
+///
+/// A plan that works [in place](Plan::in_place) has one memory in place of both, and needs no `begin`:
+/// see [`payload_in_place`](Self::payload_in_place) and [`apply_in_place`](Self::apply_in_place).
 #[derive(Debug)]
 pub struct Workspace {
     dtype: DType,
     arithmetic: Option<Arithmetic>,
     local: Local,
+    in_place: InPlace,
     /// Partial results that wait to be sent on, in the accumulator's type.
     slots: Vec<u8>,
     slot_bytes: usize,
-    /// One segment in the accumulator's type, where that is wider than the elements: the running value of a reduction.
+    /// One segment in the accumulator's type: the running value of a reduction, where that type is
+    /// wider than the elements, or the output is the input too.
     wide: Vec<u8>,
     /// The same, for input on its way out as a partial result.
     staging: Vec<u8>,
@@ -38,6 +43,7 @@ impl Workspace {
             dtype,
             arithmetic: plan.fingerprint().op.map(|op| Arithmetic { dtype, op, ranks: plan.world().get() }),
             local: plan.local(),
+            in_place: plan.in_place().unwrap_or_default(),
             slots: vec![0; slots.count * slot_bytes],
             slot_bytes,
             wide: Vec::new(),
@@ -99,6 +105,52 @@ impl Workspace {
         }
     }
 
+    /// What a frame carries, where input and output are one memory.
+    pub fn payload_in_place<'a>(&'a mut self, source: &Source, memory: &'a [u8]) -> &'a [u8] {
+        let size = self.dtype.size();
+        let InPlace { input, output } = self.in_place;
+        self.payload(source, &memory[input * size..], &memory[output * size..])
+    }
+
+    /// Puts a payload where it belongs, where input and output are one memory.
+    ///
+    /// # Panics
+    ///
+    /// As [`apply`](Self::apply).
+    pub fn apply_in_place(&mut self, action: &Action, payload: &[u8], memory: &mut [u8]) {
+        let size = self.dtype.size();
+        let InPlace { input, output } = self.in_place;
+        let Action::Fold(fold) = action else {
+            return self.apply(action, payload, &[], &mut memory[output * size..]);
+        };
+        assert_eq!(payload.len(), action.wire_bytes(self.dtype), "a payload is as long as its header says");
+        let (arithmetic, dtype) = (self.reduction(), self.dtype);
+        let payload = if fold.partial { Operand::Partial(payload) } else { Operand::Elements(payload) };
+        let own = |span: Span| Operand::Elements(&memory[input * size..][span.bytes(dtype)]);
+        let running = self.running(fold);
+        advance(arithmetic, fold, running, payload, own, |_, _| ());
+        // Nothing of this fold is read again, so its result may take the place of this rank's elements.
+        match fold.emit {
+            Emit::No => {}
+            Emit::Last(span) => {
+                arithmetic.finish(&mut memory[output * size..][span.bytes(dtype)], running);
+            }
+            Emit::BeforeOwn(_) => unreachable!("rule 5 of schedules"),
+        }
+    }
+
+    /// Where a running value is that is not in the output itself.
+    fn running(&mut self, fold: &Fold) -> &mut [u8] {
+        let bytes = fold.len * self.dtype.accumulator().size();
+        match fold.running {
+            Running::Output(_) => {
+                self.wide.resize(bytes, 0);
+                &mut self.wide[..]
+            }
+            Running::Slot(slot) => &mut self.slots[slot * self.slot_bytes..][..bytes],
+        }
+    }
+
     fn fold(&mut self, fold: &Fold, payload: &[u8], input: &[u8], output: &mut [u8]) {
         let arithmetic = self.reduction();
         let dtype = self.dtype;
@@ -118,14 +170,7 @@ impl Workspace {
                 arithmetic.finish_in_place(running);
             }
         } else {
-            let bytes = fold.len * dtype.accumulator().size();
-            let running = match fold.running {
-                Running::Output(_) => {
-                    self.wide.resize(bytes, 0);
-                    &mut self.wide[..]
-                }
-                Running::Slot(slot) => &mut self.slots[slot * self.slot_bytes..][..bytes],
-            };
+            let running = self.running(fold);
             advance(arithmetic, fold, running, payload, own, |span, running| {
                 arithmetic.finish(&mut output[span.bytes(dtype)], running);
             });

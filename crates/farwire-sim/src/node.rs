@@ -1,6 +1,7 @@
 //! One simulated process: an engine, its jobs, and the frames that wait for it.
 
 use std::collections::{HashMap, VecDeque};
+use std::ops::Range;
 
 use farwire_codec::exchange::Exchange;
 use farwire_proto::{
@@ -55,6 +56,8 @@ pub(crate) enum Memory {
     None,
     /// Frames were laid out beforehand.
     Laid { work: Workspace, input: Vec<u8>, output: Vec<u8> },
+    /// The same in one memory, of which the output is this part.
+    InPlace { work: Workspace, memory: Vec<u8>, output: Range<usize> },
     /// A message in one parcel, from this rank if there is one.
     Message { parcels: Parcels, from: Option<Rank>, input: Vec<u8> },
     /// Rounds of parcels that a codec makes.
@@ -64,11 +67,27 @@ pub(crate) enum Memory {
 }
 
 impl Memory {
+    /// One memory for an operation that works in place, with its input at its place in it.
+    pub(crate) fn in_place(plan: &Plan, input: &[u8]) -> Self {
+        let at = plan.in_place().expect("a call that cannot work in place was refused");
+        let range = |start: usize, bytes: usize| {
+            let start = start * plan.dtype().size();
+            start..start + bytes
+        };
+        let output = range(at.output, plan.output_bytes());
+        let given = range(at.input, input.len());
+        // What is not input may hold anything.
+        let mut memory = vec![0xa5; output.end.max(given.end)];
+        memory[given].copy_from_slice(input);
+        Self::InPlace { work: Workspace::new(plan), memory, output }
+    }
+
     /// What a frame carries, unless only lengths are.
     pub(crate) fn payload(&mut self, source: &Source) -> Option<&[u8]> {
         match (self, source) {
             (Self::None | Self::Lengths(_), _) => None,
             (Self::Laid { work, input, output }, source) => Some(work.payload(source, input, output)),
+            (Self::InPlace { work, memory, .. }, source) => Some(work.payload_in_place(source, memory)),
             (Self::Message { parcels, .. } | Self::Coded { parcels, .. }, Source::Parcel(part)) => {
                 Some(parcels.payload(part))
             }
@@ -80,6 +99,7 @@ impl Memory {
         match (self, action) {
             (Self::None | Self::Lengths(_), _) => {}
             (Self::Laid { work, input, output }, action) => work.apply(action, body, input, output),
+            (Self::InPlace { work, memory, .. }, action) => work.apply_in_place(action, body, memory),
             (Self::Message { parcels, .. } | Self::Coded { parcels, .. }, Action::Collect(part)) => {
                 parcels.collect(part, body);
             }
@@ -87,11 +107,13 @@ impl Memory {
         }
     }
 
-    /// What went in, as it was.
+    /// What went in, as it was; what is left of it, if that was in place.
     pub(crate) fn into_input(self) -> Vec<u8> {
         match self {
             Self::None | Self::Lengths(_) => Vec::new(),
-            Self::Laid { input, .. } | Self::Message { input, .. } => input,
+            Self::Laid { input, .. } | Self::Message { input, .. } | Self::InPlace { memory: input, .. } => {
+                input
+            }
             Self::Coded { exchange, .. } => exchange.abandon().into_bytes(),
         }
     }

@@ -12,6 +12,13 @@ use half::{bf16, f16};
 /// If the ranks' calls are not one operation, or the inputs are not of the lengths that they need; and for messages, whose result is plain.
 pub fn results(calls: &[Call], algorithm: Algorithm, inputs: &[Vec<u8>]) -> Vec<Vec<u8>> {
     let world = calls.len();
+    if let Call::InPlace(_) = &calls[0] {
+        let bare = |call: &Call| match call {
+            Call::InPlace(call) => (**call).clone(),
+            call => call.clone(),
+        };
+        return results(&calls.iter().map(bare).collect::<Vec<_>>(), algorithm, inputs);
+    }
     let everyone = |result: Vec<u8>| vec![result; world];
     let only = |root: Rank, result: Vec<u8>| {
         (0..world).map(|rank| if rank == root.index() { result.clone() } else { Vec::new() }).collect()
@@ -61,6 +68,7 @@ pub fn results(calls: &[Call], algorithm: Algorithm, inputs: &[Vec<u8>]) -> Vec<
         Call::Send { .. } | Call::Recv { .. } | Call::SendParcel { .. } | Call::RecvParcel { .. } => {
             panic!("a message's result is what was sent")
         }
+        Call::InPlace(_) => unreachable!("it was taken off above"),
         Call::Coded { .. } => panic!("what a codec makes of its input is the codec's matter"),
     }
 }

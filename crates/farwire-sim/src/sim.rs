@@ -414,6 +414,7 @@ impl Sim {
             }
             (None, Call::Coded { .. }) => panic!("a coded call comes with what makes its parcels"),
             (None, _) if !self.carry_bytes => Memory::None,
+            (None, Call::InPlace(_)) => Memory::in_place(&plan, &input),
             (None, _) => {
                 let (mut work, mut output) = (Workspace::new(&plan), vec![0; plan.output_bytes()]);
                 work.begin(&input, &mut output);
@@ -460,7 +461,7 @@ impl Sim {
                     }
                 }
             }
-            Memory::None | Memory::Laid { .. } | Memory::Message { .. } => {}
+            Memory::None | Memory::Laid { .. } | Memory::InPlace { .. } | Memory::Message { .. } => {}
         }
     }
 
@@ -547,6 +548,11 @@ impl Sim {
                     Memory::Laid { input, output, .. } => match job.outcome {
                         Outcome::Output => output,
                         Outcome::Input => input,
+                        Outcome::Nothing => Vec::new(),
+                    },
+                    Memory::InPlace { memory, output, .. } => match job.outcome {
+                        Outcome::Output => memory[output].to_vec(),
+                        Outcome::Input => memory,
                         Outcome::Nothing => Vec::new(),
                     },
                     Memory::Message { mut parcels, from, .. } => {

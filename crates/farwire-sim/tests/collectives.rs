@@ -7,7 +7,7 @@ mod common;
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use common::{Case, every_collective, random_elements};
+use common::{Case, every_collective, every_in_place, random_elements};
 use farwire_proto::{
     Algorithm, Allowance, Call, Config, Counts, DType, Kind, Options, Peer, Rank, ReduceOp, Tag, Time,
 };
@@ -68,6 +68,26 @@ proptest! {
         seed in any::<u64>(),
     ) {
         check(&Case::new(which, n, len, segment, dtype, op, seed), jittery(n, window, seed), credit)?;
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1024, max_shrink_iters: 200, ..ProptestConfig::default() })]
+
+    /// Over networks where a frame leaves late and its answer comes early.
+    #[test]
+    fn in_place_gives_the_bits_of_the_call_that_keeps_its_input(
+        which in prop::sample::select(every_in_place()),
+        n in 1u32..=9,
+        (len, segment) in sizes(),
+        dtype in prop::sample::select(DType::ALL.to_vec()),
+        op in prop::sample::select(ReduceOp::ALL.to_vec()),
+        window in prop::sample::select(vec![1usize, 1000, 1 << 20]),
+        credit in 1u32..4,
+        seed in any::<u64>(),
+    ) {
+        let case = Case::new(which, n, len, segment, dtype, op, seed).in_place();
+        check(&case, jittery(n, window, seed), credit)?;
     }
 }
 
@@ -147,6 +167,34 @@ proptest! {
             prop_assert_eq!(report.job(job).result(), Some(&body[..]));
         }
     }
+}
+
+#[test]
+fn in_place_is_refused_where_input_would_be_lost_before_it_is_read() {
+    for which in every_collective() {
+        let case = Case::new(which, 3, 10, 2, DType::F32, ReduceOp::Sum, 0).in_place();
+        let mut sim = Sim::new(Network::lan(3));
+        let job = case.submit(&mut sim)[0];
+        let report = sim.run().unwrap();
+        match &report.job(job).end {
+            farwire_sim::JobEnd::Refused(error) => {
+                assert!(!every_in_place().contains(&which), "{which:?}: {error}");
+                assert!(error.to_string().contains("cannot work in place"), "{error}");
+                assert_eq!(report.ranks[0].frames, 0);
+            }
+            end => assert!(every_in_place().contains(&which), "{which:?}: {end:?}"),
+        }
+    }
+}
+
+/// Two ranks and a short vector: gather-reduce would be the cheapest, and cannot.
+#[test]
+fn an_algorithm_that_cannot_work_in_place_is_not_chosen_for_it() {
+    let which = (Kind::AllReduce, Algorithm::TwoPhase);
+    let mut case = Case::new(which, 2, 10, 10, DType::F32, ReduceOp::Sum, 0);
+    case.options.algorithm = None;
+    assert_eq!(case.plans()[0].fingerprint().algorithm, Algorithm::GatherReduce);
+    assert_eq!(case.in_place().plans()[0].fingerprint().algorithm, Algorithm::TwoPhase);
 }
 
 /// The corner of the property's space with the most frames, once.

@@ -4,8 +4,8 @@
 
 mod common;
 
-use common::{Case, every_collective, world};
-use farwire_proto::{Action, Algorithm, DType, Gate, Kind, Plan, Rank, ReduceOp, Running, Source};
+use common::{Case, every_collective, every_in_place, world};
+use farwire_proto::{Action, Algorithm, DType, Gate, InPlace, Kind, Plan, Rank, ReduceOp, Running, Source};
 use proptest::prelude::*;
 
 proptest! {
@@ -59,6 +59,40 @@ proptest! {
     }
 }
 
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(1024))]
+
+    /// The same walk with input and output in one memory, which refuses to read an input that something was written over.
+    #[test]
+    fn no_input_is_overwritten_before_it_was_read(
+        which in prop::sample::select(every_in_place()),
+        n in 1u32..=17,
+        len in 0usize..=200,
+        segment in 1usize..=100,
+        lottery in any::<u64>(),
+    ) {
+        let case = Case::new(which, n, len, segment, DType::U64, ReduceOp::Sum, lottery).in_place();
+        let results = symbolic::run(&case.plans(), lottery);
+        if which.0.reduces() {
+            let all = (0..n).fold(0u32, |set, rank| set | 1 << rank);
+            for result in results.into_iter().flatten() {
+                prop_assert!(result.iter().all(|held| *held == all), "{result:x?}");
+            }
+        }
+    }
+}
+
+/// That walk finds it out where it is so: of an all-reduce by gather-reduce, were it made in place.
+#[test]
+#[should_panic(expected = "read after it was overwritten")]
+fn gather_reduce_in_place_would_read_what_it_has_overwritten() {
+    let which = (Kind::AllReduce, Algorithm::GatherReduce);
+    for lottery in 0..100 {
+        let case = Case::new(which, 4, 20, 2, DType::U64, ReduceOp::Sum, lottery);
+        symbolic::run_in(&case.plans(), lottery, Some(InPlace::default()));
+    }
+}
+
 fn pairs(n: u32) -> impl Iterator<Item = (Rank, Rank)> {
     world(n).ranks().flat_map(move |from| world(n).others(from).map(move |to| (from, to)))
 }
@@ -102,7 +136,7 @@ fn fold_turns_follow_rank_order() {
 mod symbolic {
     use std::collections::{HashMap, VecDeque};
 
-    use farwire_proto::{Emit, Outcome, Own};
+    use farwire_proto::{Emit, Outcome, Own, Span};
     use rand::SeedableRng;
     use rand::seq::IndexedRandom;
     use rand_chacha::ChaCha8Rng;
@@ -115,7 +149,13 @@ mod symbolic {
     struct Place<'a> {
         plan: &'a Plan,
         own: Held,
+        /// If that is not the output too.
+        input: Vec<Held>,
+        /// Or both, where they are one; and where each starts in it.
         output: Vec<Held>,
+        in_place: Option<InPlace>,
+        /// A fold's running value, where the output cannot hold it.
+        running: Vec<Held>,
         slots: HashMap<usize, Vec<Held>>,
         progress: Gate,
         sent: Vec<usize>,
@@ -124,6 +164,11 @@ mod symbolic {
 
     /// The results of ranks that have one, after moving frames in a random order that the gates allow.
     pub(super) fn run(plans: &[Plan], lottery: u64) -> Vec<Option<Vec<Held>>> {
+        run_in(plans, lottery, None)
+    }
+
+    /// [`run`], in place as `forced` says, or as the plans say.
+    pub(super) fn run_in(plans: &[Plan], lottery: u64, forced: Option<InPlace>) -> Vec<Option<Vec<Held>>> {
         let n = plans.len() as u32;
         let mut rng = ChaCha8Rng::seed_from_u64(lottery);
         let mut places: Vec<_> = plans
@@ -131,7 +176,10 @@ mod symbolic {
             .map(|plan| Place {
                 plan,
                 own: 1 << plan.me().0,
-                output: initial_output(plan),
+                input: vec![1 << plan.me().0; plan.input_bytes() / plan.dtype().size()],
+                output: initial_output(plan, forced.or(plan.in_place())),
+                in_place: forced.or(plan.in_place()),
+                running: Vec::new(),
                 slots: HashMap::new(),
                 progress: Gate::OPEN,
                 sent: vec![0; plans.len()],
@@ -165,13 +213,23 @@ mod symbolic {
                 assert_eq!(place.taken[peer.index()], place.plan.recvs(peer), "stuck");
             }
         }
-        let result = |place: Place<'_>| (place.plan.outcome() == Outcome::Output).then_some(place.output);
+        let result = |place: Place<'_>| {
+            let len = place.plan.output_bytes() / place.plan.dtype().size();
+            let start = place.in_place.unwrap_or_default().output;
+            (place.plan.outcome() == Outcome::Output).then(|| place.output[start..start + len].to_vec())
+        };
         places.into_iter().map(result).collect()
     }
 
     /// Rank 0 of a scan, and a world of one, have their result without any frame.
-    fn initial_output(plan: &Plan) -> Vec<Held> {
+    fn initial_output(plan: &Plan, in_place: Option<InPlace>) -> Vec<Held> {
         let len = plan.output_bytes() / plan.dtype().size();
+        if let Some(InPlace { input, output }) = in_place {
+            let given = plan.input_bytes() / plan.dtype().size();
+            let mut memory = vec![Held::MAX; (output + len).max(input + given)];
+            memory[input..input + given].fill(1 << plan.me().0);
+            return memory;
+        }
         let alone = plan.world().get() == 1;
         let held = match plan.fingerprint().kind {
             Kind::Scan if plan.me() == Rank(0) => 1,
@@ -183,6 +241,21 @@ mod symbolic {
     }
 
     impl Place<'_> {
+        /// This rank's own elements, if they are still there.
+        fn own(&self, span: Span) -> Vec<Held> {
+            let own = match self.in_place {
+                None => &self.input[span.start..span.end()],
+                Some(at) => &self.output[at.input + span.start..at.input + span.end()],
+            };
+            assert!(own.iter().all(|held| *held == self.own), "input is read after it was overwritten");
+            own.to_vec()
+        }
+
+        fn output(&mut self, span: Span) -> &mut [Held] {
+            let start = self.in_place.unwrap_or_default().output;
+            &mut self.output[start + span.start..start + span.end()]
+        }
+
         fn open(&self, gate: &Gate) -> bool {
             let at = &self.progress;
             gate.folded <= at.folded && gate.received <= at.received && gate.sent <= at.sent
@@ -200,8 +273,8 @@ mod symbolic {
             self.progress.sent += usize::from(self.plan.downstream() == Some(to));
             match source {
                 Source::Nothing | Source::Parcel(_) => Vec::new(),
-                Source::Input(span) | Source::InputAsPartial(span) => vec![self.own; span.len],
-                Source::Output(span) => self.output[span.start..span.end()].to_vec(),
+                Source::Input(span) | Source::InputAsPartial(span) => self.own(span),
+                Source::Output(span) => self.output(span).to_vec(),
                 Source::Partial { slot, len } => {
                     let partial = self.slots.remove(&slot).expect("a slot is sent once, after it is filled");
                     assert_eq!(partial.len(), len);
@@ -220,7 +293,7 @@ mod symbolic {
             self.progress.received += usize::from(self.plan.upstream() == Some(from));
             match action {
                 Action::Nothing | Action::Collect(_) => {}
-                Action::Store(span) => self.output[span.start..span.end()].copy_from_slice(&payload),
+                Action::Store(span) => self.output(span).copy_from_slice(&payload),
                 Action::Fold(fold) => {
                     self.progress.folded += 1;
                     let add = |running: &mut Vec<Held>, more: &[Held]| {
@@ -229,14 +302,20 @@ mod symbolic {
                             *held |= more;
                         }
                     };
-                    let own = vec![self.own; fold.len];
+                    let own = match fold.own {
+                        Own::Before(span) | Own::After(span) => self.own(span),
+                        Own::No => Vec::new(),
+                    };
                     let mut running = match (fold.first, fold.running) {
                         (true, Running::Slot(slot)) => {
                             assert!(!self.slots.contains_key(&slot), "a slot is refilled before it was sent");
                             vec![0; fold.len]
                         }
                         (true, Running::Output(_)) => vec![0; fold.len],
-                        (false, Running::Output(span)) => self.output[span.start..span.end()].to_vec(),
+                        (false, Running::Output(_)) if self.in_place.is_some() => {
+                            std::mem::take(&mut self.running)
+                        }
+                        (false, Running::Output(span)) => self.output(span).to_vec(),
                         (false, Running::Slot(slot)) => self.slots.remove(&slot).expect("a fold goes on"),
                     };
                     if matches!(fold.own, Own::Before(_)) {
@@ -244,18 +323,17 @@ mod symbolic {
                     }
                     add(&mut running, &payload);
                     if let Emit::BeforeOwn(span) = fold.emit {
-                        self.output[span.start..span.end()].copy_from_slice(&running);
+                        self.output(span).copy_from_slice(&running);
                     }
                     if matches!(fold.own, Own::After(_)) {
                         add(&mut running, &own);
                     }
                     if let Emit::Last(span) = fold.emit {
-                        self.output[span.start..span.end()].copy_from_slice(&running);
+                        self.output(span).copy_from_slice(&running);
                     }
                     match fold.running {
-                        Running::Output(span) => {
-                            self.output[span.start..span.end()].copy_from_slice(&running)
-                        }
+                        Running::Output(_) if self.in_place.is_some() => self.running = running,
+                        Running::Output(span) => self.output(span).copy_from_slice(&running),
                         // The last rank of a scan keeps what nobody will ask for.
                         Running::Slot(_) if self.plan.downstream().is_none() => {}
                         Running::Slot(slot) => {

@@ -176,12 +176,12 @@ pub enum ExchangeError {
     )]
     Missing(String),
     /// The reduction failed.
-    #[error("bucket `{bucket}`: {source}")]
+    #[error("bucket `{bucket}`: {error}")]
     Reduce {
         /// Which bucket.
         bucket: String,
         /// Why.
-        source: Error,
+        error: Error,
     },
 }
 
@@ -322,7 +322,7 @@ impl<R: Reducer> Exchange<R> {
             let name = self.buckets[index].name.clone();
             let (started, result, ended) = running.wait();
             self.data[index] =
-                result.map_err(|source| ExchangeError::Reduce { bucket: name.clone(), source })?;
+                result.map_err(|error| ExchangeError::Reduce { bucket: name.clone(), error })?;
             let (start, end) = (started - self.begun, ended.saturating_duration_since(self.begun));
             summary.buckets.push(Span { name, start, end });
         }

@@ -1,92 +1,31 @@
-//! Vectors whose element type is known at run time, and a pool of them.
-
-use std::fmt;
+//! Element types, and a pool of buffers.
 
 use farwire_codec::exchange::Floats;
 use farwire_proto::DType;
 use half::{bf16, f16};
 
-/// A vector of any element type. What collectives own from submit to completion.
-#[derive(Clone, PartialEq)]
-#[non_exhaustive]
-pub enum Buffer {
-    /// 32-bit floats.
-    F32(Vec<f32>),
-    /// 64-bit floats.
-    F64(Vec<f64>),
-    /// 16-bit floats, IEEE binary16.
-    F16(Vec<f16>),
-    /// 16-bit floats, bfloat16.
-    Bf16(Vec<bf16>),
-    /// Signed bytes.
-    I8(Vec<i8>),
-    /// 32-bit signed integers.
-    I32(Vec<i32>),
-    /// 64-bit signed integers.
-    I64(Vec<i64>),
-    /// Bytes.
-    U8(Vec<u8>),
-    /// 32-bit unsigned integers.
-    U32(Vec<u32>),
-    /// 64-bit unsigned integers.
-    U64(Vec<u64>),
-}
+use crate::memory::Buffer;
 
-/// Type and length: an error that holds a long input, shown by a `main` that returns it, has to fit a screen.
-impl fmt::Debug for Buffer {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Buffer({:?}; {})", self.dtype(), self.bytes().len() / self.dtype().size())
-    }
-}
+/// A type that vectors can be made of: f32, f64, f16, bf16, i8, i32, i64, u8, u32 or u64.
+pub trait Element: farwire_proto::Element + Default + Send + Sync + sealed::Sealed {}
 
-/// A type that vectors can be made of.
-pub trait Element: farwire_proto::Element + Default + Send + Sync {
-    /// A vector of this type as a [`Buffer`].
-    fn wrap(elements: Vec<Self>) -> Buffer;
-    /// The vector in a [`Buffer`], if it is of this type.
-    fn unwrap(buffer: Buffer) -> Option<Vec<Self>>;
+pub(crate) mod sealed {
+    /// Types that this crate knows. [`Memory`](crate::Memory) relies on each having a [`DType`](crate::DType) of its own.
+    pub trait Sealed {}
 }
 
 macro_rules! elements {
     ($($type:ty => $variant:ident),* $(,)?) => {
-        $(impl Element for $type {
-            fn wrap(elements: Vec<Self>) -> Buffer {
-                Buffer::$variant(elements)
-            }
-            fn unwrap(buffer: Buffer) -> Option<Vec<Self>> {
-                match buffer {
-                    Buffer::$variant(elements) => Some(elements),
-                    _ => None,
-                }
-            }
-        })*
+        $(
+            impl Element for $type {}
+            impl sealed::Sealed for $type {}
+        )*
 
         impl Buffer {
             /// A vector of `len` zeros.
-            pub fn zeros(dtype: DType, len: usize) -> Self {
+            pub(crate) fn zeros(dtype: DType, len: usize) -> Self {
                 match dtype {
-                    $(DType::$variant => Self::$variant(vec![Default::default(); len]),)*
-                }
-            }
-
-            /// Its element type.
-            pub fn dtype(&self) -> DType {
-                match self {
-                    $(Self::$variant(_) => DType::$variant,)*
-                }
-            }
-
-            /// Its bytes.
-            pub fn bytes(&self) -> &[u8] {
-                match self {
-                    $(Self::$variant(elements) => bytemuck::cast_slice(elements),)*
-                }
-            }
-
-            /// Its bytes, to write to.
-            pub fn bytes_mut(&mut self) -> &mut [u8] {
-                match self {
-                    $(Self::$variant(elements) => bytemuck::cast_slice_mut(elements),)*
+                    $(DType::$variant => vec![<$type>::default(); len].into(),)*
                 }
             }
         }
@@ -98,25 +37,13 @@ elements! {
     i8 => I8, i32 => I32, i64 => I64, u8 => U8, u32 => U32, u64 => U64,
 }
 
-impl Buffer {
-    /// How many elements it has.
-    pub fn len(&self) -> usize {
-        self.bytes().len() / self.dtype().size()
-    }
-
-    /// Whether it has none.
-    pub fn is_empty(&self) -> bool {
-        self.bytes().is_empty()
-    }
-}
-
 impl From<Floats> for Buffer {
     fn from(floats: Floats) -> Self {
         match floats {
-            Floats::F32(elements) => Self::F32(elements),
-            Floats::F64(elements) => Self::F64(elements),
-            Floats::F16(elements) => Self::F16(elements),
-            Floats::Bf16(elements) => Self::Bf16(elements),
+            Floats::F32(elements) => elements.into(),
+            Floats::F64(elements) => elements.into(),
+            Floats::F16(elements) => elements.into(),
+            Floats::Bf16(elements) => elements.into(),
         }
     }
 }
@@ -140,7 +67,9 @@ impl Pool {
         }
     }
 
+    /// Keeps a vector of this crate's own or of a caller who does not want it back.
     pub(crate) fn give(&mut self, buffer: Buffer) {
+        debug_assert!(!buffer.is_foreign(), "what others own goes back to them");
         if buffer.is_empty() {
             return;
         }

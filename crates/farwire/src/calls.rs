@@ -19,8 +19,9 @@ use std::time::{Duration, Instant};
 
 use farwire_proto::{Call, CommId, OpError, Options, Peer, Rank, Tag};
 
-use crate::buffer::Buffer;
+use crate::comm::unwrap;
 use crate::error::Error;
+use crate::memory::Buffer;
 use crate::node::Node;
 use crate::pending::Completion;
 
@@ -240,7 +241,7 @@ impl Shared {
         let Some(Outstanding { completion, to, name, .. }) = lock(&self.outstanding).remove(&id) else {
             return;
         };
-        let result = answer.map(Buffer::U8);
+        let result = answer.map(Buffer::from);
         self.complete(
             &completion,
             result.map_err(|message| Error::Remote { rank: to.index(), name, message }),
@@ -258,10 +259,13 @@ impl Shared {
     }
 
     /// The group has failed: no response will come.
-    fn fail_all(&self, source: &OpError) {
+    fn fail_all(&self, error: &OpError) {
         let all: Vec<_> = lock(&self.outstanding).drain().collect();
         for (_, Outstanding { completion, .. }) in all {
-            self.complete(&completion, Err(Error::Failed { source: Box::new(*source), input: None }));
+            self.complete(
+                &completion,
+                Err(Error::Failed { error: Box::new(*error), members: None, input: None }),
+            );
         }
     }
 
@@ -325,9 +329,9 @@ impl Dealer {
 
     fn arrived(&mut self, from: Rank, tag: Tag) {
         let parcel = match self.posted.remove(&(from, tag)).and_then(|completion| completion.take()) {
-            Some(Ok(Buffer::U8(parcel))) => parcel,
+            Some(Ok(parcel)) => unwrap(parcel),
             // Nobody of this group will answer any more.
-            Some(Err(Error::Failed { source, .. })) => return self.shared.fail_all(&source),
+            Some(Err(Error::Failed { error, .. })) => return self.shared.fail_all(&error),
             _ => return,
         };
         let understood =
@@ -393,7 +397,7 @@ impl Wake for Doorbell {
 
 fn on_a_thread(name: &str, work: impl FnOnce() + Send + 'static) -> Result<(), Error> {
     let started = std::thread::Builder::new().name(name.to_owned()).spawn(work);
-    started.map(drop).map_err(|source| Error::System { what: "could not start a thread", source })
+    started.map(drop).map_err(|error| Error::System { what: "could not start a thread", error })
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

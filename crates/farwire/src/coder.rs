@@ -10,7 +10,6 @@ use farwire_codec::exchange::{Exchange, Finished, Floats, Nonsense};
 use farwire_proto::OpId;
 use half::{bf16, f16};
 
-use crate::buffer::Buffer;
 use crate::driver::Coding;
 use crate::error::Error;
 use crate::node::Node;
@@ -106,22 +105,23 @@ fn make(node: &Node, op: OpId, exchange: &mut Exchange, alone: bool) -> Result<(
 
 fn finish(node: &Node, exchange: Exchange, completion: &Arc<Completion>) {
     let result = match exchange.finish() {
-        Err((source, input)) => Err(Error::NotEncodable { source, input: Some(input.into()) }),
+        Err((error, input)) => Err(Error::NotEncodable { error, input: Some(input.into()) }),
         Ok(Finished { output, input }) => {
-            let (result, spare) = match &input {
-                Floats::F32(_) => (Buffer::F32(output), None),
-                Floats::F64(_) => (Buffer::F64(output.iter().map(|x| f64::from(*x)).collect()), Some(output)),
-                Floats::F16(_) => {
-                    (Buffer::F16(output.iter().map(|x| f16::from_f32(*x)).collect()), Some(output))
-                }
-                Floats::Bf16(_) => {
-                    (Buffer::Bf16(output.iter().map(|x| bf16::from_f32(*x)).collect()), Some(output))
-                }
+            let in_type = match &input {
+                Floats::F32(_) => None,
+                Floats::F64(_) => Some(Floats::F64(output.iter().map(|x| f64::from(*x)).collect())),
+                Floats::F16(_) => Some(Floats::F16(output.iter().map(|x| f16::from_f32(*x)).collect())),
+                Floats::Bf16(_) => Some(Floats::Bf16(output.iter().map(|x| bf16::from_f32(*x)).collect())),
             };
             let mut driver = node.driver();
             driver.recycle(input.into());
-            spare.into_iter().for_each(|spare| driver.recycle(Buffer::F32(spare)));
-            Ok(result)
+            match in_type {
+                None => Ok(output.into()),
+                Some(result) => {
+                    driver.recycle(output.into());
+                    Ok(result.into())
+                }
+            }
         }
     };
     if let Some(waker) = completion.complete(result) {

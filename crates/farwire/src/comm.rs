@@ -1,5 +1,6 @@
 //! The API: collectives and messages.
 
+use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -7,10 +8,12 @@ use std::time::Duration;
 
 use farwire_proto::{Call, CommId, Counts, OpenError, Options, Peer, Rank, ReduceOp, Tag, WorldSize};
 
-use crate::buffer::{Buffer, Element};
+use crate::buffer::Element;
 use crate::calls::{Calls, Handler};
 use crate::driver::Traffic;
-use crate::error::Error;
+use crate::error::{Error, SubgroupError};
+use crate::in_place::InPlace;
+use crate::memory::{self, Buffer, Memory};
 use crate::node::Membership;
 use crate::observe::flight::Flight;
 use crate::pending::{Completion, Pending};
@@ -32,8 +35,10 @@ struct Group {
     node: Arc<Membership>,
     id: CommId,
     rank: Rank,
-    members: Vec<Peer>,
+    members: Arc<[Peer]>,
     splits: AtomicU32,
+    /// How often each subgroup was made, by the id of its first.
+    subgroups: Mutex<HashMap<CommId, u32>>,
     starting: Mutex<()>,
 }
 
@@ -59,8 +64,9 @@ impl Communicator {
             node: node.clone(),
             id,
             rank,
-            members,
+            members: members.into(),
             splits,
+            subgroups: Mutex::default(),
             calls: OnceLock::new(),
             starting: Mutex::default(),
         });
@@ -114,11 +120,17 @@ impl Communicator {
         )
     }
 
-    /// Everyone gets the root's vector. The other ranks' must have the same length; what is in them does not matter.
-    pub fn broadcast<T: Element>(&self, data: Vec<T>, root: usize) -> Pending<Vec<T>> {
-        let call = Call::Broadcast { count: data.len(), dtype: T::DTYPE, root: rank(root) };
-        let mine = if root == self.rank() { data } else { Vec::new() };
-        self.start(call, mine, unwrap)
+    /// Everyone gets the root's vector, of `count` elements. The others need give none.
+    ///
+    /// ```
+    /// # std::thread::scope(|scope| for comm in farwire::local(2).unwrap() { scope.spawn(move || {
+    /// let mine = (comm.rank() == 0).then(|| vec![1u8, 2, 3]);
+    /// assert_eq!(comm.broadcast(mine, 3, 0).wait().unwrap(), [1, 2, 3]);
+    /// # }); });
+    /// ```
+    pub fn broadcast<T: Element>(&self, data: Option<Vec<T>>, count: usize, root: usize) -> Pending<Vec<T>> {
+        let call = Call::Broadcast { count, dtype: T::DTYPE, root: rank(root) };
+        self.start(call, self.roots(data, root), unwrap)
     }
 
     /// The root gets the combination of everyone's vector; the others get `None`.
@@ -133,11 +145,10 @@ impl Communicator {
         self.start(call, data, if root == self.rank() { unwrap_some } else { nothing })
     }
 
-    /// Each rank gets its `count` elements of the root's vector. What the other ranks pass does not matter.
-    pub fn scatter<T: Element>(&self, data: Vec<T>, count: usize, root: usize) -> Pending<Vec<T>> {
+    /// Each rank gets its `count` elements of the root's vector. The others need give none.
+    pub fn scatter<T: Element>(&self, data: Option<Vec<T>>, count: usize, root: usize) -> Pending<Vec<T>> {
         let call = Call::Scatter { counts: Counts::Each(count), dtype: T::DTYPE, root: rank(root) };
-        let mine = if root == self.rank() { data } else { Vec::new() };
-        self.start(call, mine, unwrap)
+        self.start(call, self.roots(data, root), unwrap)
     }
 
     /// Rank i's block j becomes rank j's block i. The vector is cut into equal blocks, one per rank.
@@ -213,7 +224,7 @@ impl Communicator {
             self.calls(None).and_then(|calls| calls.call(rank(to), name, request, deadline, &completion));
         match called {
             Err(error) => Pending::ready(Err(error)),
-            Ok(()) => Pending::running(self.node.clone(), completion, unwrap),
+            Ok(()) => Pending::running(self.node.clone(), self.members(), completion, unwrap),
         }
     }
 
@@ -241,7 +252,7 @@ impl Communicator {
         let choices = self.all_gather(vec![color, key]).wait()?;
         let mut chosen: Vec<_> = choices
             .chunks_exact(2)
-            .zip(&self.group.members)
+            .zip(&*self.group.members)
             .enumerate()
             .filter(|(_, (choice, _))| choice[0] == color)
             .map(|(rank, (choice, peer))| (choice[1], rank, *peer))
@@ -253,6 +264,51 @@ impl Communicator {
         // Every rank of this group splits it equally often, so all members derive the same id.
         let split = self.group.splits.fetch_add(1, Ordering::Relaxed);
         let id = self.group.id.child(split, color);
+        self.node.driver().open(id, &members)?;
+        Ok(Self::new(self.node.clone(), id, Rank(place as u32), members, self.options))
+    }
+
+    /// A group of some of this group's ranks, which alone call this: the others need not know of it.
+    ///
+    /// Their ranks in it are their places in `ranks`. All members must give the same `ranks`, in the
+    /// same order, and the same name; who gives another name waits for others that do, until its
+    /// deadline. Members that make a group of one name and the same ranks several times get a new group
+    /// each time, the first of each with each other, the second of each with each other, and so on.
+    ///
+    /// ```
+    /// # use farwire::ReduceOp;
+    /// # std::thread::scope(|scope| for comm in farwire::local(5).unwrap() { scope.spawn(move || {
+    /// if comm.rank() % 2 == 0 {
+    ///     let even = comm.subgroup(&[0, 2, 4], "even").unwrap();
+    ///     assert_eq!(even.all_reduce(vec![comm.rank() as u32], ReduceOp::Sum).wait().unwrap(), [6]);
+    /// }
+    /// # }); });
+    /// ```
+    pub fn subgroup(&self, ranks: &[usize], name: &str) -> Result<Self, Error> {
+        let size = self.size();
+        if let Some(rank) = ranks.iter().find(|rank| **rank >= size) {
+            return Err(SubgroupError::NoSuchRank { rank: *rank, size }.into());
+        }
+        let mut sorted = ranks.to_vec();
+        sorted.sort_unstable();
+        if let Some(twice) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+            return Err(SubgroupError::Twice { rank: twice[0] }.into());
+        }
+        let Some(place) = ranks.iter().position(|rank| *rank == self.rank()) else {
+            return Err(SubgroupError::NotAMember { rank: self.rank() }.into());
+        };
+        // Members that differ only in the order meet on one communicator, and find that out there.
+        let peers: Vec<_> = sorted.iter().map(|rank| self.group.members[*rank]).collect();
+        let nth = {
+            let first = self.group.id.subgroup(name, &peers, 0);
+            let mut made = self.group.subgroups.lock().unwrap_or_else(PoisonError::into_inner);
+            let next = made.entry(first).or_insert(0);
+            let nth = *next;
+            *next += 1;
+            nth
+        };
+        let id = self.group.id.subgroup(name, &peers, nth);
+        let members: Vec<_> = ranks.iter().map(|rank| self.group.members[*rank]).collect();
         self.node.driver().open(id, &members)?;
         Ok(Self::new(self.node.clone(), id, Rank(place as u32), members, self.options))
     }
@@ -275,18 +331,37 @@ impl Communicator {
         left
     }
 
-    /// [`all_reduce`](Self::all_reduce) in place, blocking. On failure the vector is as it was.
-    pub fn all_reduce_in_place<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<(), Error> {
-        let result = self.all_reduce(data.to_vec(), op).wait()?;
-        data.copy_from_slice(&result);
-        Ok(())
+    /// The collectives that can work in place: in a vector, or in memory that somebody else owns.
+    pub fn in_place(&self) -> InPlace<'_> {
+        InPlace::new(self)
     }
 
-    /// [`broadcast`](Self::broadcast) in place, blocking. On failure the vector is as it was.
+    /// [`all_reduce`](Self::all_reduce) in place, blocking: the result is where the input was, and there
+    /// is no second copy of it. All ranks must make this call, or [`InPlace::all_reduce`].
+    ///
+    /// A call that is refused leaves the vector as it was. One that fails half-way leaves anything in it.
+    pub fn all_reduce_in_place<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<(), Error> {
+        self.lend(data, |memory| self.in_place().all_reduce(memory, op))
+    }
+
+    /// [`broadcast`](Self::broadcast) in place, blocking: all give a vector of the same length, and have
+    /// the root's in it afterwards. A call that fails half-way leaves anything in the others' vectors.
     pub fn broadcast_in_place<T: Element>(&self, data: &mut [T], root: usize) -> Result<(), Error> {
-        let result = self.broadcast(data.to_vec(), root).wait()?;
-        data.copy_from_slice(&result);
-        Ok(())
+        self.lend(data, |memory| self.in_place().broadcast(memory, root))
+    }
+
+    fn lend<T: Element>(
+        &self,
+        data: &mut [T],
+        start: impl FnOnce(Memory<T>) -> Pending<Memory<T>>,
+    ) -> Result<(), Error> {
+        memory::lend(data, &self.node, |memory| match start(memory).wait() {
+            Ok(_done) => Ok(()),
+            Err(mut error) => {
+                drop(error.take_memory::<T>()); // the caller has it
+                Err(error)
+            }
+        })
     }
 
     pub(crate) fn node(&self) -> &Arc<Membership> {
@@ -301,22 +376,38 @@ impl Communicator {
         &self.options
     }
 
+    /// The members of a group that is not the world.
+    pub(crate) fn members(&self) -> Option<Arc<[Peer]>> {
+        (self.group.id != CommId::WORLD).then(|| self.group.members.clone())
+    }
+
     fn world(&self) -> WorldSize {
         WorldSize::new(self.size() as u32).expect("this process is a member")
     }
 
-    fn start<T: Element, R>(&self, call: Call, data: Vec<T>, finish: fn(Buffer) -> R) -> Pending<R> {
+    /// What the root of a call gives, or nothing.
+    fn roots<T: Element>(&self, data: Option<Vec<T>>, root: usize) -> Vec<T> {
+        data.filter(|_| root == self.rank()).unwrap_or_default()
+    }
+
+    pub(crate) fn start<R>(
+        &self,
+        call: Call,
+        data: impl Into<Buffer>,
+        finish: fn(Buffer) -> R,
+    ) -> Pending<R> {
         let completion = Arc::new(Completion::default());
-        let long = std::mem::size_of_val(&data[..]) > OVERLAP_FROM;
+        let data = data.into();
+        let long = data.bytes().len() > OVERLAP_FROM;
         let submitted =
-            self.node.driver().submit(self.group.id, &call, &self.options, T::wrap(data), completion.clone());
+            self.node.driver().submit(self.group.id, &call, &self.options, data, completion.clone());
         match submitted {
-            Err(error) => Pending::ready(Err(error)),
+            Err(error) => Pending::ready(Err(error.in_group(&self.members()))),
             Ok(()) => {
                 if long {
                     self.node.call_keeper();
                 }
-                Pending::running(self.node.clone(), completion, finish)
+                Pending::running(self.node.clone(), self.members(), completion, finish)
             }
         }
     }
@@ -337,12 +428,12 @@ impl fmt::Debug for Communicator {
 pub(crate) const OVERLAP_FROM: usize = 256 << 10;
 
 /// A rank as callers give it. One that does not fit 32 bits is outside every group, and refused as such.
-fn rank(index: usize) -> Rank {
+pub(crate) fn rank(index: usize) -> Rank {
     Rank(u32::try_from(index).unwrap_or(u32::MAX))
 }
 
 pub(crate) fn unwrap<T: Element>(buffer: Buffer) -> Vec<T> {
-    T::unwrap(buffer).expect("a result has the type of its call")
+    buffer.into_vec().expect("a result has the type of its call")
 }
 
 fn unwrap_some<T: Element>(buffer: Buffer) -> Option<Vec<T>> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use farwire_codec::exchange::{Collective, Exchange, Floats, Order, Through};
 use farwire_codec::{Codec, CodecSpec, Context, ErrorFeedback};
-use farwire_proto::{Counts, Rank, ReduceOp, WorldSize};
+use farwire_proto::{Counts, DType, Rank, ReduceOp, WorldSize};
 use half::{bf16, f16};
 
 use crate::buffer::Element;
@@ -15,22 +15,24 @@ use crate::error::Error;
 use crate::pending::{Completion, Pending};
 use crate::policy::{CodecChoice, CodecPolicy};
 
-/// A float type, whose vectors a codec takes.
-pub trait Float: Element {
-    /// A vector of this type as [`Floats`].
-    fn floats(elements: Vec<Self>) -> Floats;
-}
+/// A float type, whose vectors a codec takes: f32, f64, f16 or bf16.
+pub trait Float: Element {}
 
-macro_rules! floats {
-    ($($type:ty => $variant:ident),*) => {$(
-        impl Float for $type {
-            fn floats(elements: Vec<Self>) -> Floats {
-                Floats::$variant(elements)
-            }
-        }
-    )*};
+impl Float for f32 {}
+impl Float for f64 {}
+impl Float for f16 {}
+impl Float for bf16 {}
+
+fn floats<T: Float>(elements: Vec<T>) -> Floats {
+    use bytemuck::cast_vec as same;
+    match T::DTYPE {
+        DType::F32 => Floats::F32(same(elements)),
+        DType::F64 => Floats::F64(same(elements)),
+        DType::F16 => Floats::F16(same(elements)),
+        DType::Bf16 => Floats::Bf16(same(elements)),
+        other => unreachable!("{other} is no float"),
+    }
 }
-floats!(f32 => F32, f64 => F64, f16 => F16, bf16 => Bf16);
 
 /// A codec, and what it owes: the state of compression on one rank.
 ///
@@ -193,7 +195,7 @@ impl Communicator {
         let Some(through) = compressor.through::<T>(data.len(), data.len()) else {
             return self.all_reduce(data, op);
         };
-        self.start_coded(tensor, T::floats(data), Collective::AllReduce(op), through, compressor)
+        self.start_coded(tensor, floats(data), Collective::AllReduce(op), through, compressor)
     }
 
     /// [`reduce_scatter`](Self::reduce_scatter) of a gradient through a codec: sum or mean only. See [`all_reduce_compressed`](Self::all_reduce_compressed).
@@ -207,7 +209,7 @@ impl Communicator {
         let Some(through) = compressor.through::<T>(data.len(), data.len()) else {
             return self.reduce_scatter(data, op);
         };
-        self.start_coded(tensor, T::floats(data), Collective::ReduceScatter(op), through, compressor)
+        self.start_coded(tensor, floats(data), Collective::ReduceScatter(op), through, compressor)
     }
 
     /// [`all_gather`](Self::all_gather) through a codec: every rank, the sender included, gets what the codec makes of each vector. All must have the same length.
@@ -221,7 +223,7 @@ impl Communicator {
             return self.all_gather(data);
         };
         let counts = Counts::Each(data.len());
-        self.start_coded(tensor, T::floats(data), Collective::AllGather(counts), through, compressor)
+        self.start_coded(tensor, floats(data), Collective::AllGather(counts), through, compressor)
     }
 
     fn start_coded<T: Float>(
@@ -235,7 +237,7 @@ impl Communicator {
         let completion = Arc::new(Completion::default());
         let long = input.len() * input.dtype().size() > OVERLAP_FROM;
         match self.try_start_coded(tensor, input, collective, through, compressor, completion.clone()) {
-            Err(error) => Pending::ready(Err(error)),
+            Err(error) => Pending::ready(Err(error.in_group(&self.members()))),
             Ok(()) => {
                 let node = self.node();
                 let short = node.driver().take_short();
@@ -245,7 +247,7 @@ impl Communicator {
                 if long {
                     node.call_keeper();
                 }
-                Pending::running(node.clone(), completion, unwrap)
+                Pending::running(node.clone(), self.members(), completion, unwrap)
             }
         }
     }
@@ -260,15 +262,16 @@ impl Communicator {
         completion: Arc<Completion>,
     ) -> Result<(), Error> {
         let node = self.node();
-        // A codec of the user's own may do anything, and take any time.
-        let long = input.len() > coder::SHORT || matches!(through, Through::Own(_));
-        if long {
-            coder::ensure(node, node.downgrade())
-                .map_err(|source| Error::System { what: "could not start a thread", source })?;
-        }
-        let feedback = match &compressor.feedback {
+        // A codec of the user's own may do anything, and take any time. Where no thread is to be had,
+        // whoever waits does the work.
+        let long = (input.len() > coder::SHORT || matches!(through, Through::Own(_)))
+            && coder::ensure(node, node.downgrade())
+                .inspect_err(|error| tracing::warn!(%error, "could not start the coding thread"))
+                .is_ok();
+        let feedback = match compressor.feedback.as_ref().map(|feedback| feedback.begin(tensor)) {
             None => None,
-            Some(feedback) => Some(feedback.begin(tensor)?),
+            Some(Ok(feedback)) => Some(feedback),
+            Some(Err(error)) => return Err(Error::from(error).with_input(input)),
         };
         // Calls are numbered alike on all ranks, so all draw the same numbers.
         let step = compressor.step.unwrap_or_else(|| node.driver().next_collective(self.id()));
@@ -289,7 +292,8 @@ impl Communicator {
             context: Context { seed: compressor.seed, step, tensor: Context::tensor_id(tensor) },
             threads: NonZeroUsize::new(node.coding_threads()).unwrap_or(NonZeroUsize::MIN),
             output,
-        })?;
+        })
+        .map_err(|(error, input)| Error::from(error).with_input(input))?;
         node.driver().submit_coded(self.id(), exchange, long, self.options(), completion)
     }
 }

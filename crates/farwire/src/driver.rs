@@ -14,9 +14,10 @@ use farwire_proto::{
     Parcels, Payload, Peer, Plan, Rank, Source, Time, Transmit, Verdict, Workspace, WorldSize,
 };
 
-use crate::buffer::{Buffer, Pool};
+use crate::buffer::Pool;
 use crate::error::Error;
 use crate::link::{Arrival, Link};
+use crate::memory::Buffer;
 use crate::observe::Observer;
 use crate::observe::flight::{Flight, Ticket};
 use crate::pending::Completion;
@@ -61,13 +62,15 @@ pub(crate) struct Driver {
 #[derive(Debug, Default)]
 pub(crate) struct Afterwards {
     pub(crate) wake: Vec<Waker>,
+    /// Results in memory that others own, whose code runs when nobody wants the result.
+    pub(crate) foreign: Vec<Arc<Completion>>,
     /// A communicator has failed, for this reason.
     pub(crate) failure: Option<Box<Flight>>,
 }
 
 impl Afterwards {
     pub(crate) fn is_nothing(&self) -> bool {
-        self.wake.is_empty() && self.failure.is_none()
+        self.wake.is_empty() && self.foreign.is_empty() && self.failure.is_none()
     }
 }
 
@@ -100,6 +103,8 @@ struct Job {
 enum Work {
     /// Frames were laid out beforehand.
     Laid { work: Workspace, input: Buffer, output: Buffer, outcome: Outcome },
+    /// The same, with input and output in one memory.
+    InPlace { work: Workspace, memory: Buffer },
     /// A message in one parcel. It comes from this rank if there is one.
     Parcel { parcels: Parcels, from: Option<Rank> },
     /// Rounds of parcels that a codec makes.
@@ -113,6 +118,7 @@ impl Work {
             (Self::Laid { work, input, output, .. }, source) => {
                 work.payload(source, input.bytes(), output.bytes())
             }
+            (Self::InPlace { work, memory }, source) => work.payload_in_place(source, memory.bytes()),
             (Self::Parcel { parcels, .. } | Self::Coded(CodedJob { parcels, .. }), Source::Parcel(part)) => {
                 parcels.payload(part)
             }
@@ -126,6 +132,9 @@ impl Work {
             (Self::Laid { work, input, output, .. }, action) => {
                 work.apply(action, payload, input.bytes(), output.bytes_mut());
             }
+            (Self::InPlace { work, memory }, action) => {
+                work.apply_in_place(action, payload, memory.bytes_mut());
+            }
             (Self::Parcel { parcels, .. } | Self::Coded(CodedJob { parcels, .. }), Action::Collect(part)) => {
                 parcels.collect(part, payload)
             }
@@ -133,10 +142,19 @@ impl Work {
         }
     }
 
+    /// What the caller gave, if that is a vector.
+    fn into_input(self) -> Option<Buffer> {
+        match self {
+            Self::Laid { input, .. } | Self::InPlace { memory: input, .. } => Some(input),
+            Self::Parcel { .. } => None,
+            Self::Coded(job) => job.exchange.map(|exchange| exchange.abandon().into()),
+        }
+    }
+
     /// The parcels, of those who have them.
     fn parcels(&mut self) -> Option<&mut Parcels> {
         match self {
-            Self::Laid { .. } => None,
+            Self::Laid { .. } | Self::InPlace { .. } => None,
             Self::Parcel { parcels, .. } | Self::Coded(CodedJob { parcels, .. }) => Some(parcels),
         }
     }
@@ -248,12 +266,26 @@ impl Driver {
         // Frames must fit the links, which are the same on all ranks; a longer segment than that is cut down on all of them alike.
         let fits = NonZeroUsize::new(self.longest / WIDEST).unwrap_or(NonZeroUsize::MIN);
         let options = Options { segment: options.segment.map(|segment| segment.min(fits)), ..*options };
-        let plan: Plan = self.engine.plan(comm, call, &options)?;
-        plan.check_buffers(input.bytes().len(), plan.output_bytes())?;
+        let given = input.bytes().len();
+        let checked = self.engine.plan(comm, call, &options).and_then(|plan| {
+            match plan.in_place() {
+                Some(_) => plan.check_memory(given)?,
+                None => plan.check_buffers(given, plan.output_bytes())?,
+            }
+            Ok(plan)
+        });
+        let plan = match checked {
+            Ok(plan) => plan,
+            Err(error) => return Err(Error::Call { error, input: Some(input) }),
+        };
         let mut work = Workspace::new(&plan);
-        let mut output = self.pool.take(plan.dtype(), plan.output_bytes() / plan.dtype().size());
-        work.begin(input.bytes(), output.bytes_mut());
-        let work = Work::Laid { work, input, output, outcome: plan.outcome() };
+        let work = if plan.in_place().is_some() {
+            Work::InPlace { work, memory: input }
+        } else {
+            let mut output = self.pool.take(plan.dtype(), plan.output_bytes() / plan.dtype().size());
+            work.begin(input.bytes(), output.bytes_mut());
+            Work::Laid { work, input, output, outcome: plan.outcome() }
+        };
         self.start(plan, work, completion)?;
         self.settle();
         Ok(())
@@ -306,14 +338,7 @@ impl Driver {
                 self.jobs.insert(op, Job { work, completion, ticket, span });
                 Ok(op)
             }
-            Err(source) => Err(Error::Failed {
-                source,
-                input: match work {
-                    Work::Laid { input, .. } => Some(input),
-                    Work::Parcel { .. } => None,
-                    Work::Coded(job) => job.exchange.map(|exchange| exchange.abandon().into()),
-                },
-            }),
+            Err(error) => Err(Error::Failed { error, members: None, input: work.into_input() }),
         }
     }
 
@@ -534,29 +559,34 @@ impl Driver {
         }
         let Some(Job { work, completion, ticket, span }) = self.jobs.remove(&op) else { return };
         self.observer.ended(ticket, &span, &ended);
+        let foreign = matches!(&work, Work::InPlace { memory, .. } if memory.is_foreign());
         let result = match (ended, work) {
             (_, Work::Coded(_)) => unreachable!("those end on the coding thread"),
-            (Err((source, _)), Work::Laid { input, output, .. }) => {
+            (Err((error, _)), Work::Laid { input, output, .. }) => {
                 self.pool.give(output);
-                Err(Error::Failed { source, input: Some(input) })
+                Err(Error::Failed { error, members: None, input: Some(input) })
             }
-            (Err((source, _)), Work::Parcel { .. }) => Err(Error::Failed { source, input: None }),
+            (Err((error, _)), work) => Err(Error::Failed { error, members: None, input: work.into_input() }),
             (Ok(()), Work::Laid { input, output, outcome, .. }) => {
                 let (result, spare) = match outcome {
                     Outcome::Output => (output, input),
                     Outcome::Input => (input, output),
                     Outcome::Nothing => {
                         self.pool.give(output);
-                        (Buffer::U8(Vec::new()), input)
+                        (Vec::<u8>::new().into(), input)
                     }
                 };
                 self.pool.give(spare);
                 Ok(result)
             }
+            (Ok(()), Work::InPlace { memory, .. }) => Ok(memory),
             (Ok(()), Work::Parcel { mut parcels, from }) => {
-                Ok(Buffer::U8(from.map_or_else(Vec::new, |from| parcels.take(from, 0))))
+                Ok(from.map_or_else(Vec::new, |from| parcels.take(from, 0)).into())
             }
         };
         self.afterwards.wake.extend(completion.complete(result));
+        if foreign {
+            self.afterwards.foreign.push(completion);
+        }
     }
 }

@@ -1,15 +1,17 @@
 //! What can go wrong, as callers see it.
 
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use farwire_codec::FeedbackError;
 use farwire_codec::exchange::{ExchangeError, OrderError};
-use farwire_proto::{CallError, Fault, OpError, OpenError};
+use farwire_proto::{CallError, Fault, OpError, OpenError, Peer};
 
-use crate::buffer::{Buffer, Element};
+use crate::buffer::Element;
 use crate::join::env::EnvError;
 use crate::join::rendezvous::JoinError;
+use crate::memory::{Buffer, Memory};
 use crate::token::TokenError;
 
 /// Why an operation has no result.
@@ -19,41 +21,53 @@ use crate::token::TokenError;
 #[non_exhaustive]
 pub enum Error {
     /// The call was wrong; nothing was sent.
-    #[error(transparent)]
+    #[error("{error}")]
     Call {
         /// How.
-        #[from]
-        source: CallError,
-    },
-    /// The operation failed on its way. All ranks get an error.
-    #[error("{source}")]
-    Failed {
-        /// Why.
-        source: Box<OpError>,
+        error: CallError,
         /// The input, as it was.
         input: Option<Buffer>,
     },
+    /// The operation failed on its way. All ranks get an error.
+    #[error("{}", failed(error, members.as_deref()))]
+    Failed {
+        /// Why. Ranks in it are the world's.
+        error: Box<OpError>,
+        /// The ranks of the group, as ranks of the world, if it is not the world.
+        members: Option<Arc<[Peer]>>,
+        /// The input, as it was; unspecified, if that was in place.
+        input: Option<Buffer>,
+    },
     /// A collective through a codec moved all its data, and somebody's could not be encoded. All ranks get the same error, and nobody's residuals have changed.
-    #[error("{source}")]
+    #[error("{error}")]
     NotEncodable {
         /// Whose, and what.
-        source: ExchangeError,
+        error: ExchangeError,
         /// The input, as it was.
         input: Option<Buffer>,
     },
     /// A collective through a codec was asked for in a way that cannot be; nothing was sent.
-    #[error(transparent)]
+    #[error("{error}")]
     Order {
         /// How so.
-        #[from]
-        source: OrderError,
+        error: OrderError,
+        /// The input, as it was.
+        input: Option<Buffer>,
     },
     /// The residuals that a codec needs cannot be had.
-    #[error(transparent)]
+    #[error("{error}")]
     Feedback {
         /// Why not.
+        error: FeedbackError,
+        /// The input, as it was.
+        input: Option<Buffer>,
+    },
+    /// The members of a new group are not as they must be.
+    #[error(transparent)]
+    Subgroup {
+        /// How so.
         #[from]
-        source: FeedbackError,
+        source: SubgroupError,
     },
     /// A communicator could not be made.
     #[error(transparent)]
@@ -115,12 +129,42 @@ pub enum Error {
         limit: usize,
     },
     /// The operating system refused something.
-    #[error("{what}: {source}")]
+    #[error("{what}: {error}")]
     System {
         /// What was attempted.
         what: &'static str,
         /// What it said.
-        source: std::io::Error,
+        error: std::io::Error,
+    },
+}
+
+fn failed(error: &OpError, members: Option<&[Peer]>) -> String {
+    members.map_or_else(|| error.to_string(), |members| error.in_group(members).to_string())
+}
+
+/// Why a group of these ranks cannot be made. Ranks are those of the group that it would be part of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum SubgroupError {
+    /// A rank that is not there.
+    #[error("rank {rank} is not in this group of {size} ranks; use 0 to {}", size - 1)]
+    NoSuchRank {
+        /// The rank.
+        rank: usize,
+        /// How many there are.
+        size: usize,
+    },
+    /// A rank that is listed twice.
+    #[error("rank {rank} is listed twice among the members of the new group; list each once")]
+    Twice {
+        /// The rank.
+        rank: usize,
+    },
+    /// The rank that asks is not listed.
+    #[error("this is rank {rank}, which is not among the members of the new group; let only them make it")]
+    NotAMember {
+        /// The rank.
+        rank: usize,
     },
 }
 
@@ -134,16 +178,72 @@ impl Error {
     /// What went wrong on the way, if that is what happened.
     pub fn fault(&self) -> Option<&Fault> {
         match self {
-            Self::Failed { source, .. } => Some(&source.fault),
+            Self::Failed { error, .. } => Some(&error.fault),
             _ => None,
         }
     }
 
-    /// The input of the failed operation, as it was; once.
+    /// The vector that the operation was given, as it was; once. If it worked [in
+    /// place](crate::Communicator::in_place) and had started, anything may be in it.
     pub fn take_input<T: Element>(&mut self) -> Option<Vec<T>> {
+        let input = self.input()?;
+        match input.take()?.into_vec() {
+            Ok(vector) => Some(vector),
+            Err(other) => {
+                *input = Some(other);
+                None
+            }
+        }
+    }
+
+    /// The memory that the operation was given, a vector or not, with its owner; once. See
+    /// [`take_input`](Self::take_input) for what is in it.
+    pub fn take_memory<T: Element>(&mut self) -> Option<Memory<T>> {
+        self.input()?.take_if(|buffer| buffer.dtype() == T::DTYPE).map(Memory::from_buffer)
+    }
+
+    fn input(&mut self) -> Option<&mut Option<Buffer>> {
         match self {
-            Self::Failed { input, .. } | Self::NotEncodable { input, .. } => input.take().and_then(T::unwrap),
+            Self::Call { input, .. }
+            | Self::Failed { input, .. }
+            | Self::NotEncodable { input, .. }
+            | Self::Order { input, .. }
+            | Self::Feedback { input, .. } => Some(input),
             _ => None,
         }
+    }
+
+    /// The same error, of a call on a group of these members.
+    pub(crate) fn in_group(mut self, group: &Option<Arc<[Peer]>>) -> Self {
+        if let Self::Failed { members, .. } = &mut self {
+            members.clone_from(group);
+        }
+        self
+    }
+
+    /// The same error, with the vector that it is to give back.
+    pub(crate) fn with_input(mut self, given: impl Into<Buffer>) -> Self {
+        if let Some(input) = self.input() {
+            *input = Some(given.into());
+        }
+        self
+    }
+}
+
+impl From<CallError> for Error {
+    fn from(error: CallError) -> Self {
+        Self::Call { error, input: None }
+    }
+}
+
+impl From<OrderError> for Error {
+    fn from(error: OrderError) -> Self {
+        Self::Order { error, input: None }
+    }
+}
+
+impl From<FeedbackError> for Error {
+    fn from(error: FeedbackError) -> Self {
+        Self::Feedback { error, input: None }
     }
 }

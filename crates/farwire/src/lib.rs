@@ -33,9 +33,11 @@ mod compressed;
 pub mod doctor;
 mod driver;
 mod error;
+mod in_place;
 mod join;
 mod link;
 mod local;
+mod memory;
 mod node;
 mod observe;
 mod pending;
@@ -45,21 +47,26 @@ mod quic;
 mod shm;
 mod token;
 
-pub use buffer::{Buffer, Element};
+pub use buffer::Element;
 pub use comm::Communicator;
 pub use compressed::{Compressor, Float};
 pub use driver::Traffic;
-pub use error::Error;
+pub use error::{Error, SubgroupError};
+pub use farwire_codec as codec;
 pub use farwire_codec::exchange::{ExchangeError, OrderError};
 pub use farwire_codec::{
-    Codec, CodecSpec, DecodeError, ErrorFeedback, FeedbackError, Place as CodedPlace, SpecError,
+    Codec, CodecSpec, Context, DecodeError, ErrorFeedback, FeedbackError, Norms, Owed, Place as CodedPlace,
+    SpecError, Transaction,
 };
 pub use farwire_proto::{
-    Algorithm, CallError, Config, DType, Fault, OpError, Options, Peer, ReduceOp, Tag, Tuning, tune,
+    Algorithm, CallError, Called, CommId, Config, DType, Epoch, Fault, Fingerprint, Kind, OpError, OpSeq,
+    OpenError, Options, Peer, Rank, ReduceOp, Tag, Tuning, UnknownName, WorldSize, tune,
 };
+pub use in_place::InPlace;
 pub use join::env::{EnvError, Place};
 pub use join::rendezvous::JoinError;
 pub use local::{local, local_with};
+pub use memory::{Buffer, Memory, MemoryError};
 pub use observe::flight;
 pub use pending::Pending;
 pub use policy::{ChoiceError, CodecChoice, CodecPolicy, PolicyError};

@@ -51,7 +51,7 @@ pub fn local(ranks: usize) -> Result<Vec<Communicator>, Error> {
 /// If `ranks` is zero or does not fit 32 bits.
 pub fn local_with(ranks: usize, config: Config) -> Result<Vec<Communicator>, Error> {
     let world = u32::try_from(ranks).ok().and_then(WorldSize::new).expect("a world has 1 to 2³² − 1 ranks");
-    let system = |source| Error::System { what: "could not get shared memory", source };
+    let system = |error| Error::System { what: "could not get shared memory", error };
     let payload = longest_payload(&config);
     let bells = (0..ranks).map(|_| Bell::new()).collect::<Result<Vec<_>, _>>().map_err(system)?;
     let mut links: Vec<Vec<Option<Box<dyn Link>>>> =
@@ -77,7 +77,7 @@ pub fn local_with(ranks: usize, config: Config) -> Result<Vec<Communicator>, Err
                 let observer = Observer::quiet(Peer(rank), world, config.epoch);
                 Node::start(Driver::new(engine, links, payload, observer), bell, ranks, None)
             }
-            .map_err(|source| Error::System { what: "could not start a thread", source })?;
+            .map_err(|error| Error::System { what: "could not start a thread", error })?;
             Communicator::of_world(node)
         })
         .collect()

@@ -5,6 +5,7 @@
 //! something is pending (async callers, work that overlaps, dropped results), the node's own *keeper* thread takes the role.
 
 use std::ops::{Deref, DerefMut};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::Waker;
@@ -87,7 +88,8 @@ impl DerefMut for DriverGuard<'_> {
 impl Drop for DriverGuard<'_> {
     fn drop(&mut self) {
         let afterwards = self.driver.take().and_then(|mut driver| driver.take_afterwards());
-        if let Some(Afterwards { wake, failure }) = afterwards {
+        if let Some(Afterwards { wake, foreign, failure }) = afterwards {
+            drop(foreign);
             wake.into_iter().for_each(Waker::wake);
             if let Some(flight) = failure {
                 flight.save();
@@ -165,7 +167,7 @@ impl Node {
         if completion.is_done() {
             return;
         }
-        self.waiting.fetch_add(1, Ordering::SeqCst);
+        let _waiting = Waiting::new(self);
         let mut taken = self.role();
         while !completion.is_done() {
             if *taken {
@@ -173,26 +175,15 @@ impl Node {
                 taken = self.role_changed.wait_timeout(taken, NAP).unwrap_or_else(PoisonError::into_inner).0;
                 continue;
             }
-            *taken = true;
-            drop(taken);
+            let role = Role::take(self, taken);
             self.drive(|| completion.is_done());
-            taken = self.give_role_back();
-        }
-        drop(taken);
-        if self.waiting.fetch_sub(1, Ordering::SeqCst) == 1 && !self.driver().is_idle() {
-            self.keeper.call();
+            drop(role);
+            taken = self.role();
         }
     }
 
     fn role(&self) -> MutexGuard<'_, bool> {
         self.role.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn give_role_back(&self) -> MutexGuard<'_, bool> {
-        let mut taken = self.role();
-        *taken = false;
-        self.role_changed.notify_all();
-        taken
     }
 
     /// Turns the driver until `done`. Only for who has the role.
@@ -228,14 +219,48 @@ impl Node {
 
     /// Takes the role, if it is free and nobody waits for a result, until nothing is pending or somebody does.
     fn keep_going(&self) {
-        let mut taken = self.role();
+        let taken = self.role();
         if *taken || self.waiting.load(Ordering::SeqCst) > 0 {
             return;
         }
-        *taken = true;
-        drop(taken);
+        let _role = Role::take(self, taken);
         self.drive(|| self.waiting.load(Ordering::SeqCst) > 0 || self.driver().is_idle());
-        drop(self.give_role_back());
+    }
+}
+
+/// A thread that waits for a result, until this is dropped: also by a panic in somebody's waker, which
+/// must not leave the others without a thread that moves their data.
+struct Waiting<'a>(&'a Node);
+
+impl<'a> Waiting<'a> {
+    fn new(node: &'a Node) -> Self {
+        node.waiting.fetch_add(1, Ordering::SeqCst);
+        Self(node)
+    }
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        if self.0.waiting.fetch_sub(1, Ordering::SeqCst) == 1 && !self.0.driver().is_idle() {
+            self.0.keeper.call();
+        }
+    }
+}
+
+/// The role of turning the driver, given back when this is dropped.
+struct Role<'a>(&'a Node);
+
+impl<'a> Role<'a> {
+    fn take(node: &'a Node, mut taken: MutexGuard<'a, bool>) -> Self {
+        *taken = true;
+        Self(node)
+    }
+}
+
+impl Drop for Role<'_> {
+    fn drop(&mut self) {
+        *self.0.role() = false;
+        self.0.role_changed.notify_all();
     }
 }
 
@@ -257,7 +282,8 @@ impl Keeper {
                 *wanted = false;
             }
             match node.upgrade() {
-                Some(node) => node.keep_going(),
+                // A waker that panics is its task's trouble; others need this thread.
+                Some(node) => drop(catch_unwind(AssertUnwindSafe(|| node.keep_going()))),
                 None => return,
             }
         }

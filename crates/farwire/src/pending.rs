@@ -7,8 +7,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, Waker};
 
-use crate::buffer::Buffer;
+use farwire_proto::Peer;
+
 use crate::error::Error;
+use crate::memory::Buffer;
 use crate::node::Membership;
 
 /// An operation in flight.
@@ -25,6 +27,8 @@ enum State<T> {
     Ready(Option<Result<T, Error>>),
     Running {
         node: Arc<Membership>,
+        /// The members of the group that was called on, if it is not the world.
+        group: Option<Arc<[Peer]>>,
         completion: Arc<Completion>,
         /// From what the operation leaves behind to what its caller gets.
         finish: fn(Buffer) -> T,
@@ -81,19 +85,21 @@ impl<T> Pending<T> {
 
     pub(crate) fn running(
         node: Arc<Membership>,
+        group: Option<Arc<[Peer]>>,
         completion: Arc<Completion>,
         finish: fn(Buffer) -> T,
     ) -> Self {
-        Self { state: State::Running { node, completion, finish } }
+        Self { state: State::Running { node, group, completion, finish } }
     }
 
     /// Blocks until the operation has ended. The calling thread moves data while it waits.
     pub fn wait(mut self) -> Result<T, Error> {
         match &mut self.state {
             State::Ready(result) => result.take().expect("a future is not polled after it was ready"),
-            State::Running { node, completion, finish } => {
+            State::Running { node, group, completion, finish } => {
                 node.drive_until(completion);
-                completion.take().expect("a result is taken once").map(*finish)
+                let result = completion.take().expect("a result is taken once");
+                result.map(*finish).map_err(|error| error.in_group(group))
             }
         }
     }
@@ -128,10 +134,13 @@ where
             State::Ready(result) => {
                 Poll::Ready(result.take().expect("a future is not polled after it was ready"))
             }
-            State::Running { node, completion, finish } => {
+            State::Running { node, group, completion, finish } => {
                 let mut shared = completion.shared.lock().unwrap_or_else(PoisonError::into_inner);
                 match shared.result.take() {
-                    Some(result) => Poll::Ready(result.map(*finish)),
+                    Some(result) => {
+                        drop(shared);
+                        Poll::Ready(result.map(*finish).map_err(|error| error.in_group(group)))
+                    }
                     None => {
                         shared.waker = Some(context.waker().clone());
                         drop(shared);

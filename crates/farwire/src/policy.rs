@@ -55,7 +55,13 @@ impl fmt::Display for CodecChoice {
 /// A text that is neither a codec nor `auto`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}; auto (bf16 or int8 where that is faster), auto:topk:0.01 (any codec, where it is faster)")]
-pub struct ChoiceError(#[from] SpecError);
+pub struct ChoiceError(SpecError);
+
+impl From<SpecError> for ChoiceError {
+    fn from(error: SpecError) -> Self {
+        Self(error)
+    }
+}
 
 impl FromStr for CodecChoice {
     type Err = ChoiceError;

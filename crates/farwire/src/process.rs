@@ -126,19 +126,19 @@ impl Builder {
         let observer = Observer::from_env(settings.place.rank, settings.place.world, settings.config.epoch)?;
         let metrics = match metrics::address()? {
             None => None,
-            Some(address) => Some(metrics::listen(address).map_err(|source| Error::System {
+            Some(address) => Some(metrics::listen(address).map_err(|error| Error::System {
                 what: "could not listen on the address in FARWIRE_METRICS",
-                source,
+                error,
             })?),
         };
         let bell =
-            Bell::new().map_err(|source| Error::System { what: "could not get shared memory", source })?;
+            Bell::new().map_err(|error| Error::System { what: "could not get shared memory", error })?;
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .thread_name("farwire-net")
             .enable_all()
             .build()
-            .map_err(|source| Error::System { what: "could not start the network thread", source })?;
+            .map_err(|error| Error::System { what: "could not start the network thread", error })?;
         // On a thread of its own, because the caller may be inside a runtime of its own.
         let joined = std::thread::scope(|scope| {
             let join = scope.spawn(|| runtime.block_on(settings.join(&bell, &runtime)));
@@ -157,7 +157,7 @@ impl Builder {
         network.runtime = Some(runtime);
         let driver = Driver::new(engine, links, longest_payload(&settings.config), observer);
         let node = Node::start(driver, bell, threads, Some(network))
-            .map_err(|source| Error::System { what: "could not start a thread", source })?;
+            .map_err(|error| Error::System { what: "could not start a thread", error })?;
         if let Some(listener) = metrics {
             handle.spawn(metrics::serve(listener, settings.place.rank.0, node.downgrade()));
         }
@@ -204,9 +204,9 @@ impl Builder {
                 (None, Some(text), _) => Some(text.parse().map_err(|source| Error::Token { source })?),
                 (None, None, Some(path)) => {
                     let token = Token::read(&PathBuf::from(path));
-                    Some(token.map_err(|source| Error::System {
+                    Some(token.map_err(|error| Error::System {
                         what: "could not read FARWIRE_TOKEN_FILE",
-                        source,
+                        error,
                     })?)
                 }
                 (None, None, None) => None,

@@ -187,7 +187,7 @@ fn what_cannot_be_is_refused_with_a_reason() {
             spoiled[3] = f32::NAN;
         }
         let mut error = comm.all_reduce_compressed("w", spoiled, ReduceOp::Sum, &top).wait().unwrap_err();
-        let Error::NotEncodable { source, .. } = &error else { panic!("{error}") };
+        let Error::NotEncodable { error: source, .. } = &error else { panic!("{error}") };
         assert_eq!(*source, ExchangeError::NotFinite { rank: 1, tensor: "w".into(), element: 3 });
         assert_eq!(error.take_input::<f32>().unwrap().len(), 100);
         assert_eq!(top.feedback().unwrap().to_bytes(), before);

@@ -7,7 +7,7 @@ mod common;
 use std::sync::Barrier;
 use std::time::Duration;
 
-use common::{every_collective, on_threads};
+use common::{every_collective, on_threads, subgroups};
 use farwire::{Fault, Options, Peer, ReduceOp};
 use half::bf16;
 
@@ -139,6 +139,94 @@ fn a_group_splits_by_color_and_orders_by_key() {
 }
 
 #[test]
+fn some_ranks_form_a_group_while_the_others_do_something_else() {
+    on_threads(5, |comm| subgroups(&comm));
+}
+
+#[test]
+fn members_alone_make_their_groups_and_the_wrong_ones_are_refused() {
+    on_threads(5, |comm| {
+        let me = comm.rank();
+        let says = |ranks: &[usize]| comm.subgroup(ranks, "wrong").unwrap_err().to_string();
+        assert!(says(&[]).contains("not among the members"), "{}", says(&[]));
+        assert!(says(&[(me + 1) % 5]).contains(&format!("this is rank {me}")));
+        assert!(says(&[me, 5]).contains("use 0 to 4"));
+        assert!(says(&[me, (me + 1) % 5, me]).contains(&format!("rank {me} is listed twice")));
+
+        // One alone; and groups of a group, whose ranks are the group's.
+        let alone = comm.subgroup(&[me], "alone").unwrap();
+        assert_eq!(alone.all_reduce(vec![7u8], ReduceOp::Sum).wait().unwrap(), [7]);
+        if me == 0 {
+            return;
+        }
+        let some = comm.subgroup(&[4, 3, 2, 1], "some").unwrap();
+        assert_eq!(some.rank(), 4 - me);
+        if some.rank() < 2 {
+            let pair = some.subgroup(&[1, 0], "pair").unwrap();
+            assert_eq!(pair.all_gather(vec![me as u32]).wait().unwrap(), [3, 4]);
+        }
+    });
+}
+
+#[test]
+fn groups_of_the_same_name_and_ranks_are_new_ones_each_time() {
+    on_threads(3, |comm| {
+        if comm.rank() == 1 {
+            return;
+        }
+        let make = || comm.subgroup(&[0, 2], "again").unwrap();
+        let (first, second) = (make(), make());
+        // Each has its own order of calls.
+        let mine = |add: u32| vec![comm.rank() as u32 + add];
+        let (a, b) = if comm.rank() == 0 {
+            let a = first.all_gather(mine(10));
+            (a, second.all_gather(mine(20)))
+        } else {
+            let b = second.all_gather(mine(20));
+            (first.all_gather(mine(10)), b)
+        };
+        assert_eq!(a.wait().unwrap(), [10, 12]);
+        assert_eq!(b.wait().unwrap(), [20, 22]);
+        drop((first, second));
+        let third = make();
+        assert_eq!(third.all_gather(mine(30)).wait().unwrap(), [30, 32]);
+        // Not the ids of children by split, nor those of another name.
+        let other = comm.subgroup(&[0, 2], "another").unwrap();
+        assert_eq!(other.split(0, 0).unwrap().size(), 2);
+    });
+}
+
+#[test]
+fn members_that_list_a_group_in_another_order_are_told_so() {
+    on_threads(2, |comm| {
+        let ranks = if comm.rank() == 0 { [0, 1] } else { [1, 0] };
+        let group = comm.subgroup(&ranks, "order").unwrap();
+        let error = group.barrier().wait().unwrap_err();
+        assert!(matches!(error.fault(), Some(Fault::Desync(..))), "{error}");
+    });
+}
+
+#[test]
+fn a_fault_in_a_group_names_ranks_of_the_group_and_of_the_world() {
+    on_threads(4, |comm| {
+        comm.barrier().wait().unwrap();
+        if comm.rank() == 0 {
+            return;
+        }
+        let group = comm.subgroup(&[3, 2, 1], "some").unwrap();
+        group.barrier().wait().unwrap();
+        if comm.rank() == 2 {
+            return;
+        }
+        for _ in 0..2 {
+            // On the way, and before it has begun.
+            let error = group.all_reduce(vec![1.0f32; 10], ReduceOp::Sum).wait().unwrap_err().to_string();
+            assert!(error.contains("rank 1 of the group (rank 2 of the world) is lost"), "{error}");
+        }
+    });
+}
+
+#[test]
 fn messages_keep_order_and_tag() {
     on_threads(2, |comm| {
         if comm.rank() == 0 {
@@ -220,19 +308,6 @@ fn a_deadline_ends_the_wait() {
         too_late.wait();
         // The other rank learns at its next call, which is out of step or comes after the news.
         assert!(comm.barrier().wait().is_err());
-    });
-}
-
-#[test]
-fn in_place_forms_leave_the_slice_alone_on_failure() {
-    on_threads(2, |comm| {
-        let mut data = vec![comm.rank() as f64 + 1.0; 10];
-        comm.all_reduce_in_place(&mut data, ReduceOp::Sum).unwrap();
-        assert_eq!(data, [3.0; 10]);
-        comm.broadcast_in_place(&mut data, 0).unwrap();
-        let len = 10 - comm.rank();
-        assert!(comm.all_reduce_in_place(&mut data[..len], ReduceOp::Sum).is_err());
-        assert_eq!(data, [3.0; 10]);
     });
 }
 

@@ -57,6 +57,42 @@ fn a_killed_rank_is_an_error_for_the_others() {
     }
 }
 
+/// A rank that dies with an in-place call under way: the memory is the caller's again once the error is there.
+#[test]
+fn a_rank_killed_during_an_in_place_call_leaves_the_others_their_memory() {
+    const TEST: &str = "a_rank_killed_during_an_in_place_call_leaves_the_others_their_memory";
+    const LEN: usize = 8 << 20;
+    for link in ["shm", "quic"] {
+        let mut children = start_processes(TEST, 3, link, |comm| {
+            comm.barrier().wait().unwrap();
+            let mut mine = vec![1.0f32; LEN];
+            if comm.rank() == VICTIM {
+                let _under_way = comm.in_place().all_reduce(mine, ReduceOp::Sum);
+                // The first of it has left; the rest never will.
+                kill_process(getpid(), Signal::KILL).unwrap();
+                unreachable!("it is dead");
+            }
+            let error = comm.all_reduce_in_place(&mut mine, ReduceOp::Sum).unwrap_err();
+            assert_eq!(error.fault(), Some(&Fault::PeerLost(Peer(VICTIM as u32))), "{error}");
+            mine.fill(5.0);
+            for len in [LEN, 10] {
+                let mut error =
+                    comm.in_place().all_reduce(vec![2.0f32; len], ReduceOp::Sum).wait().unwrap_err();
+                assert_eq!(error.take_input::<f32>(), Some(vec![2.0; len]), "it did not begin");
+            }
+            assert!(mine.iter().all(|x| *x == 5.0), "nobody else writes here");
+        });
+        if children.is_empty() {
+            continue;
+        }
+        let mut victim = children.remove(VICTIM);
+        for child in children {
+            assert_succeeds(child, &format!("a survivor over {link}"));
+        }
+        victim.wait().unwrap();
+    }
+}
+
 #[test]
 fn a_stopped_rank_is_an_error_for_the_others() {
     for link in ["shm", "quic"] {

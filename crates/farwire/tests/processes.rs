@@ -4,7 +4,7 @@
 
 mod common;
 
-use common::{assert_succeeds, every_collective, long_collectives, on_processes, start_processes};
+use common::{assert_succeeds, every_collective, long_collectives, on_processes, start_processes, subgroups};
 use farwire::ReduceOp;
 use half::bf16;
 use rand::{RngExt, SeedableRng};
@@ -28,6 +28,16 @@ fn every_collective_equals_the_oracle_over_every_link() {
                 comm.shutdown().unwrap();
             });
         }
+    }
+}
+
+#[test]
+fn some_processes_form_a_group_while_the_others_do_something_else() {
+    for link in LINKS {
+        on_processes("some_processes_form_a_group_while_the_others_do_something_else", 5, link, |comm| {
+            subgroups(&comm);
+            comm.shutdown().unwrap();
+        });
     }
 }
 

@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 
 use clap::ValueEnum;
 use farwire::{
-    Buffer, CodecChoice, CodecPolicy, CodecSpec, Communicator, Compressor, Element, Error, ErrorFeedback,
-    Float, LinkChoice, Options,
+    CodecChoice, CodecPolicy, CodecSpec, Communicator, Compressor, Element, Error, ErrorFeedback, Float,
+    LinkChoice, Options,
 };
 use farwire_codec::Context;
-use farwire_codec::exchange::{Collective, Exchange, Order, Through};
+use farwire_codec::exchange::{Collective, Exchange, Floats, Order, Through};
 use farwire_proto::{Algorithm, Call, Counts, DType, Kind, Rank, ReduceOp, UnknownName, WorldSize};
 use farwire_sim::oracle;
 use half::{bf16, f16};
@@ -422,14 +422,14 @@ impl<T: Element> Trial<'_, T> {
 
     /// [`call`](Self::call) through a codec.
     fn call_compressed(&self, data: Vec<T>, compressor: &Compressor) -> Result<Vec<T>, Error> {
-        let unwrap = |buffer| T::unwrap(buffer).expect("a result has the type of its call");
-        match T::wrap(data) {
-            Buffer::F32(data) => self.through(data, compressor).map(f32::wrap).map(unwrap),
-            Buffer::F64(data) => self.through(data, compressor).map(f64::wrap).map(unwrap),
-            Buffer::F16(data) => self.through(data, compressor).map(f16::wrap).map(unwrap),
-            Buffer::Bf16(data) => self.through(data, compressor).map(bf16::wrap).map(unwrap),
+        use bytemuck::cast_vec as same;
+        Ok(match T::DTYPE {
+            DType::F32 => same(self.through::<f32>(same(data), compressor)?),
+            DType::F64 => same(self.through::<f64>(same(data), compressor)?),
+            DType::F16 => same(self.through::<f16>(same(data), compressor)?),
+            DType::Bf16 => same(self.through::<bf16>(same(data), compressor)?),
             _ => unreachable!("only floats go through codecs"),
-        }
+        })
     }
 
     fn through<F: Float>(&self, data: Vec<F>, compressor: &Compressor) -> Result<Vec<F>, Error> {
@@ -453,10 +453,10 @@ impl<T: Element> Trial<'_, T> {
             Kind::AllReduce => comm.all_reduce(data, op).wait(),
             Kind::ReduceScatter => comm.reduce_scatter(data, op).wait(),
             Kind::AllGather => comm.all_gather_varied(data, &self.counts).wait(),
-            Kind::Broadcast => comm.broadcast(data, 0).wait(),
+            Kind::Broadcast => comm.broadcast(Some(data), count, 0).wait(),
             Kind::Reduce => Ok(comm.reduce(data, op, 0).wait()?.unwrap_or_default()),
             Kind::Gather => Ok(comm.gather(data, 0).wait()?.unwrap_or_default()),
-            Kind::Scatter => comm.scatter(data, count / ranks, 0).wait(),
+            Kind::Scatter => comm.scatter(Some(data), count / ranks, 0).wait(),
             Kind::AllToAll => comm.all_to_all(data).wait(),
             Kind::Scan => comm.scan(data, op).wait(),
             Kind::ExclusiveScan => comm.exclusive_scan(data, op).wait(),
@@ -547,11 +547,12 @@ impl<T: Element> Trial<'_, T> {
         let world = WorldSize::new(ranks as u32).expect("a communicator has a rank");
         let feedback: Vec<_> = (0..ranks).map(|_| ErrorFeedback::new()).collect();
         let order = |rank: usize| {
-            let input = match T::wrap(self.input(rank)) {
-                Buffer::F32(data) => f32::floats(data),
-                Buffer::F64(data) => f64::floats(data),
-                Buffer::F16(data) => f16::floats(data),
-                Buffer::Bf16(data) => bf16::floats(data),
+            use bytemuck::cast_vec as same;
+            let input = match T::DTYPE {
+                DType::F32 => Floats::F32(same(self.input(rank))),
+                DType::F64 => Floats::F64(same(self.input(rank))),
+                DType::F16 => Floats::F16(same(self.input(rank))),
+                DType::Bf16 => Floats::Bf16(same(self.input(rank))),
                 _ => unreachable!("only floats go through codecs"),
             };
             Order {

@@ -341,17 +341,16 @@ fn text(args: &Args, comm: &Communicator) -> Result<Vec<u8>, TrainCommandError> 
     let Some(path) = &args.data else { return Ok(embedded()) };
     let found = if comm.rank() == 0 { Some(std::fs::read(path)) } else { None };
     // A length of its own for failure, so that all ranks end alike.
-    let length = match &found {
-        Some(Ok(text)) => text.len() as u64,
-        _ => u64::MAX,
-    };
-    let length = comm.broadcast(vec![length], 0).wait()?[0];
+    let length = found.as_ref().map(|found| vec![found.as_ref().map_or(u64::MAX, |text| text.len() as u64)]);
+    let length = comm.broadcast(length, 1, 0).wait()?[0];
     let mine = match found {
-        Some(result) => result.map_err(|source| TrainCommandError::Data { path: path.clone(), source })?,
+        Some(result) => {
+            Some(result.map_err(|source| TrainCommandError::Data { path: path.clone(), source })?)
+        }
         None if length == u64::MAX => return Err(TrainCommandError::DataElsewhere(path.clone())),
-        None => vec![0; length as usize],
+        None => None,
     };
-    Ok(comm.broadcast(mine, 0).wait()?)
+    Ok(comm.broadcast(mine, length as usize, 0).wait()?)
 }
 
 /// Two signals within this time are one wish: some programs signal a process and then its group.

@@ -323,24 +323,13 @@ enum Kind {
 
 const FINE: u8 = 0;
 
-impl Exchange {
-    /// This rank's part in `order`.
-    pub fn new(order: Order) -> Result<Self, OrderError> {
-        let Order {
-            collective,
-            through,
-            rank,
-            world,
-            input,
-            dimensions,
-            tensor,
-            feedback,
-            context,
-            threads,
-            output,
-        } = order;
+impl Script {
+    /// The call to plan for `order`, and its rounds.
+    fn of(order: &Order) -> Result<(Call, Self), OrderError> {
+        let Order { collective, through, input, dimensions, .. } = order;
+        let (rank, world, context) = (order.rank, order.world, order.context);
         let (count, dtype) = (input.len(), input.dtype());
-        let (plain, ranges, op) = match collective {
+        let (plain, ranges, op) = match *collective {
             Collective::AllReduce(op) => (Call::AllReduce { count, dtype, op }, even(count, world), Some(op)),
             Collective::ReduceScatter(op) => {
                 (Call::ReduceScatter { count, dtype, op }, even(count, world), Some(op))
@@ -354,11 +343,11 @@ impl Exchange {
             }
         };
         let mean = op == Some(ReduceOp::Mean);
-        let local = matches!(&through, Through::Spec(spec) if is_local(spec));
+        let local = matches!(through, Through::Spec(spec) if is_local(spec));
         if !local && u32::try_from(count).is_err() {
             return Err(OrderError::TooLong { codec: through.name(), given: count });
         }
-        let script = match (&through, &collective) {
+        let script = match (through, collective) {
             (Through::Own(codec), Collective::AllReduce(_)) => {
                 Script::AllToAll(all_to_all::AllToAll::sum(Box::new(Opaque(codec.clone())), count, mean))
             }
@@ -367,9 +356,8 @@ impl Exchange {
             }
             (Through::Spec(spec), collective) => match spec.plan() {
                 Plan::LowRank(codec) => {
-                    let shape = Shape::of(
-                        &dimensions.filter(|d| d.iter().product::<usize>() == count).unwrap_or(vec![count]),
-                    );
+                    let fits = |d: &&[usize]| d.iter().product::<usize>() == count;
+                    let shape = Shape::of(dimensions.as_deref().filter(fits).unwrap_or(&[count]));
                     let only = matches!(collective, Collective::ReduceScatter(_))
                         .then(|| ranges[rank.index()].clone());
                     Script::LowRank(low_rank::LowRank::new(codec, shape, world, mean, only))
@@ -385,11 +373,23 @@ impl Exchange {
                 Script::TwoPhase(two_phase::TwoPhase::new(codec, count, world, false, false, mean))
             }
         };
-        let common = Common { rank, world, input, tensor, feedback, context, threads, output, trouble: None };
         // A byte for how it went, or nine if it went badly.
         let max = 9 + script.longest();
-        let codec = agreement(&through, context);
+        let codec = agreement(through, context);
         let call = Call::Coded { call: Box::new(plain), codec, rounds: script.rounds(), max };
+        Ok((call, script))
+    }
+}
+
+impl Exchange {
+    /// This rank's part in `order`; or why there can be none, and its input back.
+    pub fn new(order: Order) -> Result<Self, (OrderError, Floats)> {
+        let (call, script) = match Script::of(&order) {
+            Ok(laid_out) => laid_out,
+            Err(error) => return Err((error, order.input)),
+        };
+        let Order { rank, world, input, tensor, feedback, context, threads, output, .. } = order;
+        let common = Common { rank, world, input, tensor, feedback, context, threads, output, trouble: None };
         Ok(Self { call, script, common, made: 0, came: 0 })
     }
 

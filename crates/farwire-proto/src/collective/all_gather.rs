@@ -4,7 +4,7 @@
 
 use crate::ids::Rank;
 use crate::partition::Partition;
-use crate::schedule::{Incoming, Local, Outgoing, Schedule, Source};
+use crate::schedule::{InPlace, Incoming, Local, Outgoing, Schedule, Source};
 
 #[derive(Clone, Debug)]
 pub(crate) struct AllGather {
@@ -42,5 +42,10 @@ impl Schedule for AllGather {
     fn local(&self) -> Local {
         let to = self.blocks.block(self.me);
         Local::Copy { from: to.within(to), to }
+    }
+
+    /// Each rank's block is at its place from the start, and nobody else's is stored there.
+    fn in_place(&self) -> Option<InPlace> {
+        Some(InPlace { input: self.blocks.block(self.me).start, output: 0 })
     }
 }

@@ -6,7 +6,7 @@
 use crate::collective::tree::Tree;
 use crate::ids::Rank;
 use crate::partition::{Partition, Span};
-use crate::schedule::{Gate, Incoming, Outcome, Outgoing, Schedule, Source};
+use crate::schedule::{Gate, InPlace, Incoming, Outcome, Outgoing, Schedule, Source};
 
 #[derive(Clone, Debug)]
 pub(crate) struct Broadcast {
@@ -66,5 +66,10 @@ impl Schedule for Broadcast {
 
     fn upstream(&self) -> Option<Rank> {
         self.tree.parent()
+    }
+
+    /// A rank has either an input or an output.
+    fn in_place(&self) -> Option<InPlace> {
+        Some(InPlace::default())
     }
 }

@@ -8,7 +8,7 @@
 use crate::collective::rank_order::RankOrder;
 use crate::ids::{Rank, WorldSize};
 use crate::partition::Partition;
-use crate::schedule::{Incoming, Local, Outcome, Outgoing, Schedule, Source};
+use crate::schedule::{InPlace, Incoming, Local, Outcome, Outgoing, Schedule, Source};
 
 #[derive(Clone, Debug)]
 pub(crate) struct GatherReduce {
@@ -68,5 +68,11 @@ impl Schedule for GatherReduce {
 
     fn local(&self) -> Local {
         if self.world.get() == 1 { Local::InputIsResult } else { Local::Nothing }
+    }
+
+    /// All-reduce cannot: a segment may be complete here while this rank's frame with it still waits
+    /// for room on the way to a slow peer. The root of a reduce sends its input to nobody.
+    fn in_place(&self) -> Option<InPlace> {
+        self.root.map(|_| InPlace::default())
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::ids::Rank;
 use crate::partition::Partition;
-use crate::schedule::{Incoming, Outcome, Outgoing, Schedule, Source};
+use crate::schedule::{InPlace, Incoming, Outcome, Outgoing, Schedule, Source};
 
 /// Which end of the message this rank is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,5 +54,10 @@ impl Schedule for Message {
 
     fn recv(&self, _from: Rank, i: usize) -> Incoming {
         Incoming::store(self.body.segment(Rank(0), i))
+    }
+
+    /// A rank has either an input or an output.
+    fn in_place(&self) -> Option<InPlace> {
+        Some(InPlace::default())
     }
 }

@@ -19,7 +19,7 @@
 use crate::ids::{Rank, WorldSize};
 use crate::partition::Partition;
 use crate::schedule::{
-    Action, Emit, Fold, Gate, Incoming, Local, Outgoing, Own, Running, Schedule, Slots, Source,
+    Action, Emit, Fold, Gate, InPlace, Incoming, Local, Outgoing, Own, Running, Schedule, Slots, Source,
 };
 
 #[derive(Clone, Debug)]
@@ -130,5 +130,10 @@ impl Schedule for Ring {
 
     fn slots(&self) -> Slots {
         Slots { count: self.slot_count(), len: self.shards.longest_segment() }
+    }
+
+    /// A complete shard has passed through the right neighbour, which had this rank's part by then.
+    fn in_place(&self) -> Option<InPlace> {
+        Some(InPlace::default())
     }
 }

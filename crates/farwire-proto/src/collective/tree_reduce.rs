@@ -9,7 +9,8 @@ use crate::collective::tree::Tree;
 use crate::ids::Rank;
 use crate::partition::{Partition, Span};
 use crate::schedule::{
-    Action, Emit, Fold, Gate, Incoming, Local, Outcome, Outgoing, Own, Running, Schedule, Slots, Source,
+    Action, Emit, Fold, Gate, InPlace, Incoming, Local, Outcome, Outgoing, Own, Running, Schedule, Slots,
+    Source,
 };
 
 #[derive(Clone, Debug)]
@@ -99,5 +100,10 @@ impl Schedule for TreeReduce {
         } else {
             Slots { count: PIPELINE_SLOTS, len: self.vector.longest_segment() }
         }
+    }
+
+    /// Only the root writes, where it has folded its own elements first, and it sends nothing.
+    fn in_place(&self) -> Option<InPlace> {
+        Some(InPlace::default())
     }
 }

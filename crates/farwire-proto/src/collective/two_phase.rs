@@ -19,7 +19,7 @@
 use crate::collective::rank_order::RankOrder;
 use crate::ids::{Rank, WorldSize};
 use crate::partition::{Partition, Span};
-use crate::schedule::{Incoming, Local, Outcome, Outgoing, Schedule, Source};
+use crate::schedule::{InPlace, Incoming, Local, Outcome, Outgoing, Schedule, Source};
 
 /// Who gets the shards once they are reduced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,5 +110,11 @@ impl Schedule for TwoPhase {
 
     fn local(&self) -> Local {
         if self.world.get() == 1 { Local::InputIsResult } else { Local::Nothing }
+    }
+
+    /// A segment's result comes back only from an owner that has folded this rank's frame with it.
+    fn in_place(&self) -> Option<InPlace> {
+        let output = if self.gets_all(self.me) { 0 } else { self.shards.block(self.me).start };
+        Some(InPlace { input: 0, output })
     }
 }

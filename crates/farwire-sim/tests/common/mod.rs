@@ -23,6 +23,19 @@ pub(crate) fn every_collective() -> Vec<(Kind, Algorithm)> {
     collectives.flat_map(|kind| kind.algorithms().iter().map(move |algorithm| (kind, *algorithm))).collect()
 }
 
+/// Those that can leave their result where their input was.
+pub(crate) fn every_in_place() -> Vec<(Kind, Algorithm)> {
+    let can = |(kind, algorithm): &(Kind, Algorithm)| {
+        use Algorithm as A;
+        match kind {
+            Kind::AllReduce => matches!(algorithm, A::TwoPhase | A::Ring),
+            Kind::Reduce | Kind::ReduceScatter | Kind::AllGather | Kind::Broadcast => true,
+            _ => false,
+        }
+    };
+    every_collective().into_iter().filter(can).collect()
+}
+
 /// A collective as all ranks of a world call it.
 #[derive(Clone, Debug)]
 pub(crate) struct Case {
@@ -89,6 +102,12 @@ impl Case {
         case.inputs =
             case.plans().iter().map(|plan| random_elements(dtype, plan.input_bytes(), &mut rng)).collect();
         case
+    }
+
+    /// The same, with input and output in one memory.
+    pub(crate) fn in_place(self) -> Self {
+        let calls = self.calls.into_iter().map(|call| Call::InPlace(Box::new(call))).collect();
+        Self { calls, ..self }
     }
 
     pub(crate) fn plans(&self) -> Vec<Plan> {

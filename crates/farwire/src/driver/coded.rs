@@ -14,8 +14,8 @@ use farwire_proto::{
 };
 
 use super::{Driver, Job, Work};
-use crate::buffer::Buffer;
 use crate::error::Error;
+use crate::memory::Buffer;
 use crate::pending::Completion;
 
 /// A collective through a codec.
@@ -61,7 +61,10 @@ impl Driver {
     ) -> Result<(), Error> {
         // A segment in elements says nothing of parcels.
         let options = Options { segment: None, algorithm: None, ..*options };
-        let plan = self.engine.plan(comm, exchange.call(), &options)?;
+        let plan = match self.engine.plan(comm, exchange.call(), &options) {
+            Ok(plan) => plan,
+            Err(error) => return Err(Error::Call { error, input: Some(exchange.abandon().into()) }),
+        };
         let job = CodedJob {
             parcels: Parcels::default(),
             comm,
@@ -147,11 +150,15 @@ impl Driver {
             return;
         }
         if let Some(Job { work: Work::Coded(job), completion, ticket, span }) = self.jobs.remove(&op)
-            && let Some(Err((source, waited_for))) = job.ended
+            && let Some(Err((error, waited_for))) = job.ended
         {
             let input = job.exchange.map(|exchange| exchange.abandon().into());
-            self.observer.ended(ticket, &span, &Err((source.clone(), waited_for)));
-            self.afterwards.wake.extend(completion.complete(Err(Error::Failed { source, input })));
+            self.observer.ended(ticket, &span, &Err((error.clone(), waited_for)));
+            self.afterwards.wake.extend(completion.complete(Err(Error::Failed {
+                error,
+                members: None,
+                input,
+            })));
         }
     }
 
@@ -187,10 +194,7 @@ impl Driver {
 
     /// A buffer for results.
     pub(crate) fn take_floats(&mut self, len: usize) -> Vec<f32> {
-        match self.pool.take(DType::F32, len) {
-            Buffer::F32(floats) => floats,
-            _ => unreachable!("the pool gives what it is asked for"),
-        }
+        self.pool.take(DType::F32, len).into_vec().expect("the pool gives what it is asked for")
     }
 
     /// Keeps a buffer for the next operation.

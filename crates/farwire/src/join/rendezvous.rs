@@ -71,22 +71,22 @@ enum Answer {
 #[derive(Debug, thiserror::Error)]
 pub enum JoinError {
     /// The address of rank 0 is not one.
-    #[error("could not resolve {host}: {source}; set MASTER_ADDR to rank 0's address")]
+    #[error("could not resolve {host}: {error}; set MASTER_ADDR to rank 0's address")]
     Resolve {
         /// What was given.
         host: String,
         /// What the system said.
-        source: std::io::Error,
+        error: std::io::Error,
     },
     /// No socket.
     #[error(
-        "could not listen on UDP {address}: {source}; free the port, or set MASTER_PORT (rank 0) or FARWIRE_PORT (others) to another"
+        "could not listen on UDP {address}: {error}; free the port, or set MASTER_PORT (rank 0) or FARWIRE_PORT (others) to another"
     )]
     Listen {
         /// The address.
         address: SocketAddr,
         /// What the system said.
-        source: std::io::Error,
+        error: std::io::Error,
     },
     /// Rank 0, or a peer that it named, was not reached.
     #[error(
@@ -146,7 +146,7 @@ impl From<IdentityError> for JoinError {
 /// The address of rank 0.
 pub(crate) async fn resolve(place: &Place) -> Result<SocketAddr, JoinError> {
     let host = place.master_host.clone();
-    let failed = |source| JoinError::Resolve { host: host.clone(), source };
+    let failed = |error| JoinError::Resolve { host: host.clone(), error };
     let found = tokio::net::lookup_host((&host[..], place.master_port)).await.map_err(failed)?;
     let mut found: Vec<_> = found.collect();
     found.sort_by_key(SocketAddr::is_ipv6);
@@ -179,11 +179,11 @@ pub(crate) async fn join(
         let config = quinn::EndpointConfig::default();
         Endpoint::new(config, Some(server), socket, Arc::new(quinn::TokioRuntime))
     };
-    let mut endpoint = listen().map_err(|source| JoinError::Listen { address, source })?;
+    let mut endpoint = listen().map_err(|error| JoinError::Listen { address, error })?;
     let mut client = identity.client_config()?;
     client.transport_config(Arc::new(transport()));
     endpoint.set_default_client_config(client);
-    let port = endpoint.local_addr().map_err(|source| JoinError::Listen { address, source })?.port();
+    let port = endpoint.local_addr().map_err(|error| JoinError::Listen { address, error })?.port();
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
     let (version, host) = (VERSION, host_id());
     let hello = Hello { version, rank: me.0, world: world.get(), epoch: epoch.0, port, host, cores };

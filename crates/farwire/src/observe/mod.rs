@@ -36,9 +36,9 @@ impl Observer {
     pub(crate) fn from_env(me: Peer, world: WorldSize, epoch: Epoch) -> Result<Self, Error> {
         let trace = match std::env::var_os("FARWIRE_TRACE").filter(|path| !path.is_empty()) {
             None => None,
-            Some(path) => Some(Trace::create(&PathBuf::from(path), me).map_err(|source| Error::System {
+            Some(path) => Some(Trace::create(&PathBuf::from(path), me).map_err(|error| Error::System {
                 what: "could not write the trace that FARWIRE_TRACE asks for",
-                source,
+                error,
             })?),
         };
         let recorder = Recorder::new(me, world, epoch, flight::directory());

@@ -1,4 +1,4 @@
-//! A piece of shared memory. The only file of this crate with `unsafe` code.
+//! A piece of shared memory.
 //!
 //! # Rules of access
 //!

@@ -34,10 +34,13 @@ samples! {
     f16 => rng f16::from_f32(rng.random_range(-4.0..4.0)),
     i8 => rng rng.random(),
     i32 => rng rng.random(),
+    i64 => rng rng.random(),
+    u8 => rng rng.random(),
+    u32 => rng rng.random(),
     u64 => rng rng.random(),
 }
 
-fn samples<T: Sample>(seed: u64, rank: usize, count: usize) -> Vec<T> {
+pub(crate) fn samples<T: Sample>(seed: u64, rank: usize, count: usize) -> Vec<T> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed ^ (rank as u64) << 32);
     (0..count).map(|_| T::sample(&mut rng)).collect()
 }
@@ -115,10 +118,10 @@ fn one_collective<T: Sample>(
         Kind::AllReduce => comm.all_reduce(mine, op).wait().map(Some),
         Kind::ReduceScatter => comm.reduce_scatter(mine, op).wait().map(Some),
         Kind::AllGather => comm.all_gather_varied(mine, &counts).wait().map(Some),
-        Kind::Broadcast => comm.broadcast(mine, root).wait().map(Some),
+        Kind::Broadcast => comm.broadcast((me == root).then_some(mine), len, root).wait().map(Some),
         Kind::Reduce => comm.reduce(mine, op, root).wait(),
         Kind::Gather => comm.gather(mine, root).wait(),
-        Kind::Scatter => comm.scatter(mine, len, root).wait().map(Some),
+        Kind::Scatter => comm.scatter((me == root).then_some(mine), len, root).wait().map(Some),
         Kind::AllToAll => comm.all_to_all(mine).wait().map(Some),
         Kind::Scan => comm.scan(mine, op).wait().map(Some),
         Kind::ExclusiveScan => comm.exclusive_scan(mine, op).wait().map(Some),
@@ -128,6 +131,26 @@ fn one_collective<T: Sample>(
     let result = result.unwrap_or_else(|error| panic!("{kind} by {algorithm} on rank {me} of {n}: {error}"));
     let result = bytes(&result.unwrap_or_default());
     assert!(result == expected[me], "{kind} by {algorithm} of {len} {dtype} on rank {me} of {n} is wrong");
+}
+
+/// Three of five ranks work in a group, the other two in another way.
+pub(crate) fn subgroups(comm: &Communicator) {
+    let me = comm.rank();
+    if me % 2 == 1 {
+        let other = 4 - me;
+        let sent = comm.send(vec![me as u32], other, 0);
+        assert_eq!(comm.recv::<u32>(1, other, 0).wait().expect("it sends"), [other as u32]);
+        sent.wait().expect("it receives");
+    } else {
+        let group = comm.subgroup(&[4, 0, 2], "even").expect("this is a member");
+        assert_eq!((group.size(), group.rank()), (3, [1, 2, 0][me / 2]));
+        for len in [0, 1, 1000] {
+            every_collective::<f32>(&group, len, ReduceOp::Sum);
+        }
+        let members = group.all_gather(vec![me as u32]).wait().expect("all are here");
+        assert_eq!(members, [4, 0, 2]);
+    }
+    comm.barrier().wait().expect("the world goes on");
 }
 
 /// Runs `rank` on a thread for each of `n` in-process ranks, and panics if any of them does.
