@@ -52,7 +52,7 @@ pub use driver::Traffic;
 pub use error::Error;
 pub use farwire_codec::exchange::{ExchangeError, OrderError};
 pub use farwire_codec::{
-    Codec, CodecSpec, DecodeError, ErrorFeedback, FeedbackError, Place as CodedPlace, SpecError,
+    Codec, CodecSpec, DecodeError, ErrorFeedback, FeedbackError, Place as CodedPlace, Savepoint, SpecError,
 };
 pub use farwire_proto::{
     Algorithm, CallError, Config, DType, Fault, OpError, Options, Peer, ReduceOp, Tag, Tuning, tune,
