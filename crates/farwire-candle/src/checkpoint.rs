@@ -147,7 +147,9 @@ impl Trainer {
                 Ok((mut about, mut saved)) => {
                     let data = hex(digest::digest(&SHA256, self.batches().text()));
                     let continues = self.settings().continues(&about.settings);
-                    continues.and_then(|()| same_data(&data, &about.data)).map_err(|what| bad(&folder, what))?;
+                    continues
+                        .and_then(|()| same_data(&data, &about.data))
+                        .map_err(|what| bad(&folder, what))?;
                     // What was owed belongs to ranks: in another layout it is left behind.
                     if self.settings().layout() != about.settings.layout() {
                         saved.residuals = vec![Vec::new(); self.settings().ranks()];
@@ -350,11 +352,10 @@ fn read(folder: &Path) -> Result<(Checkpoint, Saved), String> {
         match hex(digest::digest(&SHA256, &bytes)) == **expected {
             true => Ok(bytes),
             false if bytes.is_empty() => Err(format!("{name} is empty")),
-            false => Err(format!("{name} is not what was written: its hash differs")),
+            false => Err(format!("{name} does not match its hash in {SUMS}")),
         }
     };
-    let about: Checkpoint =
-        serde_json::from_slice(&file(JOB)?).map_err(|error| format!("{JOB}: {error}"))?;
+    let about: Checkpoint = serde_json::from_slice(&file(JOB)?).map_err(|error| format!("{JOB}: {error}"))?;
     let mut tensors = BTreeMap::new();
     for name in [MODEL, OPTIMIZER] {
         let found = candle_core::safetensors::load_buffer(&file(name)?, &Device::Cpu);
@@ -382,7 +383,8 @@ fn folder_name(step: usize) -> String {
 
 /// The checkpoints in a folder by step, oldest first; none if there is no such folder.
 fn steps_in(dir: &Path) -> Result<Vec<(usize, PathBuf)>, TrainError> {
-    let step = |name: &str| name.strip_prefix("step-")?.parse().ok().filter(|step| folder_name(*step) == name);
+    let step =
+        |name: &str| name.strip_prefix("step-")?.parse().ok().filter(|step| folder_name(*step) == name);
     let mut steps: Vec<(usize, PathBuf)> =
         names_in(dir)?.into_iter().filter_map(|name| Some((step(&name)?, dir.join(name)))).collect();
     steps.sort_unstable();
@@ -408,7 +410,8 @@ fn names_in(dir: &Path) -> Result<Vec<String>, TrainError> {
 
 /// Makes a folder and those above it, so that they are still there after a power cut.
 fn create_folder(dir: &Path) -> io::Result<()> {
-    let missing: Vec<&Path> = dir.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists()).collect();
+    let missing: Vec<&Path> =
+        dir.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists()).collect();
     fs::create_dir_all(dir)?;
     missing.into_iter().filter_map(Path::parent).try_for_each(sync_folder)
 }

@@ -467,13 +467,7 @@ impl Trainer {
 
     /// Everyone learns the loss, the bytes, whether to go on, and whether all is finite: in one
     /// collective, before any weight moves.
-    fn agree(
-        &mut self,
-        flow: &Flow,
-        norm: f64,
-        wish: bool,
-        sent_before: u64,
-    ) -> Result<Agreed, TrainError> {
+    fn agree(&mut self, flow: &Flow, norm: f64, wish: bool, sent_before: u64) -> Result<Agreed, TrainError> {
         let world = self.mesh.world();
         let sent = world.traffic().bytes;
         let bytes = sent - sent_before + self.uncounted;

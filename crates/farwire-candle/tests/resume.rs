@@ -53,7 +53,8 @@ fn hash_again(folder: &Path, name: &str) {
     let hash = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, &bytes);
     let hex: String = hash.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
     let sums = std::fs::read_to_string(folder.join("SHA256SUMS")).unwrap();
-    let line = |line: &str| if line.ends_with(name) { format!("{hex}  {name}\n") } else { format!("{line}\n") };
+    let line =
+        |line: &str| if line.ends_with(name) { format!("{hex}  {name}\n") } else { format!("{line}\n") };
     std::fs::write(folder.join("SHA256SUMS"), sums.lines().map(line).collect::<String>()).unwrap();
 }
 

@@ -193,9 +193,8 @@ mod tests {
     #[test]
     fn ranks_agree_on_one_cause_and_a_gradient_goes_before_what_follows_from_it() {
         let long = "wörter.".repeat(100);
-        let gradient = |name: &str, value| {
-            Cause::Gradient(Element { parameter: name.to_owned(), index: 7, value })
-        };
+        let gradient =
+            |name: &str, value| Cause::Gradient(Element { parameter: name.to_owned(), index: 7, value });
         let mean = Cause::Mean(Element { parameter: "m".to_owned(), index: 1, value: f32::INFINITY });
         let (infinite, long) = (gradient("w", f32::INFINITY), gradient(&long, f32::NEG_INFINITY));
         std::thread::scope(|scope| {

@@ -120,9 +120,10 @@ fn table(runs: &[Run]) -> String {
             percent(outcome.hidden),
         );
         let chosen = outcome.chosen.iter().map(|chosen| format!("{} is {chosen}", outcome.codec));
-        let skipped = outcome.last_skipped.iter().map(|why| {
-            format!("{} of these steps were skipped; the last one, since {why}", outcome.skipped)
-        });
+        let skipped = outcome
+            .last_skipped
+            .iter()
+            .map(|why| format!("{} of these steps were skipped; the last one, since {why}", outcome.skipped));
         for note in chosen.chain(skipped) {
             let _ = writeln!(rows, "<tr><td colspan=\"10\" class=\"note\">{}</td></tr>", escape(&note));
         }
