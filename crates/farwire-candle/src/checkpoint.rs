@@ -70,6 +70,37 @@ const JOB: &str = "job.json";
 const SUMS: &str = "SHA256SUMS";
 
 impl Trainer {
+    /// Finds out before a run, rather than after its first hours, whether checkpoints can be kept in
+    /// `dir`: it must be possible to write there, and there must be none yet. (Those of another run
+    /// would be taken for newer, and this run's own be removed as older ones.) All ranks must call it;
+    /// rank 0 of the world looks.
+    pub fn prepare_checkpoints(&self, dir: &Path) -> Result<(), TrainError> {
+        let prepare = || match steps_in(dir)?.pop() {
+            Some((_, folder)) => Err(bad(
+                &folder,
+                "is a checkpoint of another run; resume it, or keep checkpoints in another folder".to_owned(),
+            )),
+            None => {
+                create_folder(dir).map_err(io(dir))?;
+                let probe = dir.join(".step-probe.tmp");
+                let _ = remove(&probe); // of a run that was killed
+                fs::create_dir(&probe).and_then(|()| fs::remove_dir(&probe)).map_err(io(dir))
+            }
+        };
+        let result = if self.mesh().world().rank() == 0 { prepare() } else { Ok(()) };
+        self.tell(dir, result)
+    }
+
+    /// Rank 0's result, on all ranks.
+    fn tell(&self, dir: &Path, result: Result<(), TrainError>) -> Result<(), TrainError> {
+        let told = result.as_ref().err().map(TrainError::to_string).unwrap_or_default();
+        let told = broadcast_bytes(self.mesh().world(), told.into_bytes())?;
+        if self.mesh().world().rank() > 0 && !told.is_empty() {
+            return Err(bad(dir, format!("rank 0 says: {}", String::from_utf8_lossy(&told))));
+        }
+        result
+    }
+
     /// Writes a checkpoint into `dir`, and removes all but the newest. All ranks must call it; rank 0
     /// of the world writes. If it cannot be written, all ranks get an error, and the checkpoints that
     /// were there are there still.
@@ -93,13 +124,7 @@ impl Trainer {
             self.damaged_mut().clear();
         }
         // Nobody goes on before it is there, or before it is known that it will not be.
-        let told = result.as_ref().err().map(TrainError::to_string).unwrap_or_default();
-        let told = broadcast_bytes(self.mesh().world(), told.into_bytes())?;
-        if self.mesh().world().rank() > 0 && !told.is_empty() {
-            let why = String::from_utf8_lossy(&told);
-            return Err(bad(dir, format!("rank 0 could not write a checkpoint: {why}")));
-        }
-        result
+        self.tell(dir, result)
     }
 
     /// Goes on from the newest checkpoint in `dir` that is whole. Rank 0 of the world decides which
@@ -127,7 +152,7 @@ impl Trainer {
         };
         let told: Result<Checkpoint, String> =
             serde_json::from_slice(&told).map_err(|error| bad(dir, error.to_string()))?;
-        let about = told.map_err(|why| bad(dir, format!("rank 0 could not go on from it: {why}")))?;
+        let about = told.map_err(|why| bad(dir, format!("rank 0 says: {why}")))?;
         self.restore(about.step, about.skipped, tensors)?;
         // What is owed is owed through the same codecs, and a run that goes on must not depend on today's network.
         let is_known = self.settings().layout() == about.settings.layout()
@@ -187,11 +212,6 @@ impl Trainer {
             None => Err(bad(path, "rank 0 could not read it".to_owned())),
         }
     }
-}
-
-/// The newest checkpoint in a folder, whole or not: where there is one, another run should not begin.
-pub fn newest_checkpoint(dir: &Path) -> Result<Option<PathBuf>, TrainError> {
-    Ok(steps_in(dir)?.pop().map(|(_, folder)| folder))
 }
 
 fn same_data(mine: &str, theirs: &str) -> Result<(), String> {

@@ -23,8 +23,8 @@ pub enum TrainError {
     Exchange(#[from] ExchangeError),
     /// A loss or a gradient that is not finite, the same on all ranks. No weight has moved.
     #[error(
-        "step {}: {found}; no weight has moved: lower the learning rate, or have such steps left out \
-         (`--on-nan skip`)", step + 1
+        "step {}: {found}; no weight has moved: lower the learning rate, or skip such steps \
+         (in `farwire train`: --on-nan skip)", step + 1
     )]
     NotFinite {
         /// Which step, from 0.

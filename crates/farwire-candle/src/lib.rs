@@ -28,7 +28,7 @@ mod text;
 mod trainer;
 
 pub use adamw::{AdamW, Gradient, Moments};
-pub use checkpoint::{Checkpoint, newest_checkpoint};
+pub use checkpoint::Checkpoint;
 pub use collective::Group;
 pub use corpus::{Batch, Batches, embedded};
 pub use data_parallel::DataParallel;

@@ -1,8 +1,8 @@
 //! Training over a mesh, one step at a time.
 //!
 //! ```text
-//!  batch ─▶ pipeline (forward, backward) ─▶ exchange over dp ─▶ norm over the mesh ─▶ AdamW
-//!                │ sums over tp inside         │ starts while backward runs
+//!  batch ─▶ pipeline (forward, backward) ─▶ exchange over dp ─▶ norm over the mesh ─▶ all agree ─▶ AdamW
+//!                │ sums over tp inside         │ starts while backward runs                └▶ or nothing moves
 //! ```
 //!
 //! The mesh is `pp` × `dp` × `tp`, of which `tp` runs fastest: ranks that talk most are neighbours.
@@ -433,6 +433,7 @@ impl Trainer {
             self.exchange.roll_back();
             Some(self.skip(&flow)?)
         };
+        self.uncounted = self.mesh.world().traffic().bytes - agreed.counted;
 
         let seconds = |time: Duration| time.as_secs_f64();
         // Sums over tp happen inside forward and backward; they are taken off both alike.
@@ -477,9 +478,8 @@ impl Trainer {
         let flag = |is: bool| f64::from(u8::from(is));
         let mine = vec![loss, bytes as f64, flag(wish), flag(is_bad)];
         let all = world.all_reduce(mine, ReduceOp::Sum).wait()?;
-        self.uncounted = world.traffic().bytes - sent;
         let is_finite = all[0].is_finite() && all[3] == 0.0;
-        Ok(Agreed { loss: all[0], bytes: all[1] as u64, stop: all[2] > 0.0, is_finite })
+        Ok(Agreed { loss: all[0], bytes: all[1] as u64, counted: sent, stop: all[2] > 0.0, is_finite })
     }
 
     /// Moves the weights.
@@ -781,7 +781,10 @@ impl Trainer {
 /// What all ranks know of a step before it counts.
 struct Agreed {
     loss: f64,
+    /// Bytes that all ranks sent.
     bytes: u64,
+    /// Bytes that this rank had ever sent when they were counted.
+    counted: u64,
     stop: bool,
     is_finite: bool,
 }

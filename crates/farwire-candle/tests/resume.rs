@@ -251,8 +251,10 @@ const FILES: [&str; 6] = [
     "SHA256SUMS",
 ];
 
+type Harm = fn(&Path);
+
 /// What time, cables and full disks do to files.
-const HARMS: [(&str, fn(&Path)); 5] = [
+const HARMS: [(&str, Harm); 5] = [
     ("removed", |path| std::fs::remove_file(path).unwrap()),
     ("emptied", |path| std::fs::write(path, "").unwrap()),
     ("truncated", |path| {

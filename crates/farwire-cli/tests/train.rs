@@ -236,7 +236,7 @@ fn a_damaged_checkpoint_is_named_and_the_one_before_taken() {
             format!("{job} --steps 8 --resume").replace("740992", "740993"),
             "seed 9007199254740992, not 9007199254740993",
         ),
-        (format!("{job} --steps 8"), "give --resume"),
+        (format!("{job} --steps 8"), "is a checkpoint of another run"),
     ] {
         let output = farwire(&dir.0, &arguments);
         let said = text(&output.stderr);
@@ -276,6 +276,7 @@ fn a_full_disk_is_an_error_and_the_older_checkpoint_stays() {
 #[test]
 fn wrong_flags_are_refused_with_what_to_use() {
     let dir = Folder::new("wrong");
+    std::fs::write(dir.0.join("a-file"), "not a folder").unwrap();
     for (arguments, says) in [
         ("--ranks 4 --dp 3", "is not 4 ranks"),
         ("--ranks 4 --tp 3", "does not divide 4 ranks"),
@@ -292,6 +293,9 @@ fn wrong_flags_are_refused_with_what_to_use() {
         ("--ranks 1 --checkpoint none-here --resume --report r.html", "start without resuming"),
         ("--ranks 1 --steps 1 --report /no/such/folder/r.html", "could not write"),
         ("--ranks 1 --init /no/such/file", "/no/such/file"),
+        ("--ranks 2 --checkpoint a-file", "a-file: Not a directory"),
+        ("--ranks 2 --checkpoint a-file/below", "Not a directory"),
+        ("--ranks 2 --checkpoint a-file --resume", "a-file: Not a directory"),
     ] {
         let output = farwire(&dir.0, arguments);
         let said = text(&output.stderr);

@@ -202,8 +202,14 @@ pub enum ExchangeError {
     )]
     Missing(String),
     /// A NaN or an infinity. All replicas get the same error, and can go on with the next step.
-    #[error("{0}; nothing is owed or lost for this step")]
+    #[error("{0}; nothing has changed: skip this step on all ranks, or stop")]
     NotFinite(NotFinite),
+    /// A NaN or an infinity, and then ranks could not tell each other whose.
+    #[error("a gradient is not finite, and ranks could not find out whose: {source}")]
+    NotFound {
+        /// Why not.
+        source: Error,
+    },
     /// The reduction failed.
     #[error("bucket `{bucket}`: {source}")]
     Reduce {
@@ -359,7 +365,7 @@ impl<R: Reducer> Exchange<R> {
         self.roll_back();
         match NotFinite::find(self.reducer.group(), self.cause.as_ref()) {
             Ok(found) => Err(ExchangeError::NotFinite(found)),
-            Err(source) => Err(ExchangeError::Reduce { bucket: "none".to_owned(), source }),
+            Err(source) => Err(ExchangeError::NotFound { source }),
         }
     }
 

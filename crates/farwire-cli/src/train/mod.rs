@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use farwire::{CodecChoice, Communicator, EnvError, Place};
 use farwire_candle::gpt::{Config, Writer};
-use farwire_candle::{OnNan, Settings, StepReport, TrainError, Trainer, embedded, newest_checkpoint};
+use farwire_candle::{OnNan, Settings, StepReport, TrainError, Trainer, embedded};
 use farwire_train::{PhaseIn, Schedule};
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -163,10 +163,6 @@ pub(crate) enum TrainCommandError {
     Report { path: PathBuf, source: std::io::Error },
     #[error("rank 0 could not read {0}")]
     DataElsewhere(PathBuf),
-    #[error(
-        "{0} holds checkpoints already; give --resume to go on from them, or another folder to start anew"
-    )]
-    Checkpoints(PathBuf),
     #[error("the checkpoint's notes are not the steps of a run: {0}; start without --resume")]
     Notes(serde_json::Error),
     #[error("could not write the result: {0}")]
@@ -311,7 +307,7 @@ fn train(
     }
     let before = match &args.checkpoint {
         Some(dir) if args.resume => go_on(&mut trainer, dir)?,
-        Some(dir) => refuse_used(comm, dir).map(|()| Vec::new())?,
+        Some(dir) => trainer.prepare_checkpoints(dir).map(|()| Vec::new())?,
         None => Vec::new(),
     };
     let mut run = Run { steps: before, ..Run::new(&trainer) };
@@ -356,16 +352,6 @@ fn go_on(trainer: &mut Trainer, dir: &Path) -> Result<Vec<StepReport>, TrainComm
         return Ok(Vec::new()); // of a program that keeps no notes
     }
     serde_json::from_value(about.notes).map_err(TrainCommandError::Notes)
-}
-
-/// A new run beside an old one's checkpoints would have its own taken for old, and be resumed from
-/// the other's.
-fn refuse_used(comm: &Communicator, dir: &Path) -> Result<(), TrainCommandError> {
-    let found = if comm.rank() == 0 { newest_checkpoint(dir) } else { Ok(None) };
-    let is_used = u8::from(!matches!(found, Ok(None)));
-    let is_used = comm.broadcast(vec![is_used], 0).wait()? != [0];
-    found?;
-    if is_used { Err(TrainCommandError::Checkpoints(dir.to_owned())) } else { Ok(()) }
 }
 
 fn save(trainer: &mut Trainer, dir: &Path, run: &Run) -> Result<(), TrainCommandError> {
