@@ -1,78 +1,197 @@
 //! Saving a run, and going on from it.
 //!
-//! A checkpoint is a directory `step-00000100` with the whole model (`model.safetensors`), the optimizer's moments (`optimizer.safetensors`) and the job's settings
-//! (`job.json`), the codecs that were chosen by measuring, and what error feedback owes on each rank (`residuals.rank0.safetensors`, …). It holds whole tensors, so a run can go on in another layout; in the same layout it goes on bit for bit. It appears under its name
-//! only when it is complete. Only rank 0 writes and reads: no file system has to be shared.
+//! A checkpoint is a folder:
+//!
+//! ```text
+//!  step-00000100/
+//!    model.safetensors             the whole model
+//!    optimizer.safetensors         the optimizer's moments
+//!    residuals.rank0.safetensors   what error feedback owes on each rank
+//!    job.json                      settings, codecs that were chosen by measuring, notes
+//!    SHA256SUMS                    a hash of each of these; `sha256sum -c` reads it
+//! ```
+//!
+//! It holds whole tensors, so a run can go on in another layout; in the same layout it goes on bit
+//! for bit. Only rank 0 writes and reads: no file system has to be shared.
+//!
+//! It appears under its name only when all of it is on the disk: files are written to a hidden folder
+//! beside it and synced, then the folder is renamed, and the name synced. What still goes wrong
+//! afterwards shows in the hashes, and a run goes on from the newest checkpoint that is whole.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
+use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
+use aws_lc_rs::digest::{self, SHA256};
 use candle_core::{Device, Tensor};
 use farwire::{CodecChoice, CodecPolicy, Communicator};
 use serde::{Deserialize, Serialize};
 
 use crate::error::TrainError;
-use crate::trainer::{Settings, Trainer, text};
+use crate::text;
+use crate::trainer::{Settings, Trainer};
 
 /// What is known of a checkpoint beside its tensors.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Checkpoint {
     /// Steps done.
     pub step: usize,
+    /// How many of these were left out, since something was not finite.
+    pub skipped: usize,
     /// The job's settings.
     pub settings: Settings,
+    /// The SHA-256 of the text that is learned from.
+    pub data: String,
     /// Which codecs were chosen, where the settings leave that to measuring.
-    #[serde(default, with = "text")]
+    #[serde(with = "text")]
     pub codec: CodecPolicy,
     /// Whatever else the job wants to keep.
     pub notes: serde_json::Value,
+    /// Newer checkpoints beside this one, which were passed over, and what is wrong with each: as in
+    /// `step-00000020 is damaged: job.json is empty`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub damaged: Vec<String>,
+}
+
+impl Checkpoint {
+    /// Its folder's name.
+    pub fn name(&self) -> String {
+        folder_name(self.step)
+    }
 }
 
 /// Checkpoints that are kept; older ones are removed.
 const KEPT: usize = 2;
 
+const MODEL: &str = "model.safetensors";
+const OPTIMIZER: &str = "optimizer.safetensors";
+const JOB: &str = "job.json";
+const SUMS: &str = "SHA256SUMS";
+
 impl Trainer {
-    /// Writes a checkpoint into `dir`, and removes all but the newest. All ranks must call it; rank 0 of the world writes.
-    pub fn save(&self, dir: &Path, notes: serde_json::Value) -> Result<(), TrainError> {
+    /// Finds out before a run, rather than after its first hours, whether checkpoints can be kept in
+    /// `dir`: it must be possible to write there, and there must be none yet. (Those of another run
+    /// would be taken for newer, and this run's own be removed as older ones.) All ranks must call it;
+    /// rank 0 of the world looks.
+    pub fn prepare_checkpoints(&self, dir: &Path) -> Result<(), TrainError> {
+        let prepare = || match steps_in(dir)?.pop() {
+            Some((_, folder)) => Err(bad(
+                &folder,
+                "is a checkpoint of another run; resume it, or keep checkpoints in another folder".to_owned(),
+            )),
+            None => {
+                create_folder(dir).map_err(io(dir))?;
+                let probe = dir.join(".step-probe.tmp");
+                let _ = remove(&probe); // of a run that was killed
+                fs::create_dir(&probe).and_then(|()| fs::remove_dir(&probe)).map_err(io(dir))
+            }
+        };
+        let result = if self.mesh().world().rank() == 0 { prepare() } else { Ok(()) };
+        self.tell(dir, result)
+    }
+
+    /// Rank 0's result, on all ranks.
+    fn tell(&self, dir: &Path, result: Result<(), TrainError>) -> Result<(), TrainError> {
+        let told = result.as_ref().err().map(TrainError::to_string).unwrap_or_default();
+        let world = self.mesh().world();
+        let told = broadcast_bytes(world, (world.rank() == 0).then(|| told.into_bytes()))?;
+        if world.rank() > 0 && !told.is_empty() {
+            return Err(bad(dir, format!("rank 0 says: {}", String::from_utf8_lossy(&told))));
+        }
+        result
+    }
+
+    /// Writes a checkpoint into `dir`, and removes all but the newest. All ranks must call it; rank 0
+    /// of the world writes. If it cannot be written, all ranks get an error, and the checkpoints that
+    /// were there are there still.
+    pub fn save(&mut self, dir: &Path, notes: serde_json::Value) -> Result<(), TrainError> {
         let (weights, moments) = (self.gathered_weights()?, self.gathered_moments()?);
         let residuals = self.gathered_residuals()?;
         let mut result = Ok(());
         if let (Some(weights), Some(moments), Some(residuals)) = (weights, moments, residuals) {
-            let (settings, codec) = (self.settings().clone(), self.codec().clone());
-            let about = Checkpoint { step: self.steps_done(), settings, codec, notes };
-            result = write(dir, &about, &weights, &moments, &residuals);
+            let about = Checkpoint {
+                step: self.steps_done(),
+                skipped: self.steps_skipped(),
+                settings: self.settings().clone(),
+                data: hex(digest::digest(&SHA256, self.batches().text())),
+                codec: self.codec().clone(),
+                notes,
+                damaged: Vec::new(),
+            };
+            result = write(dir, &about, &weights, &moments, &residuals, self.damaged_mut());
         }
-        // Nobody goes on before it is there; and if it could not be written, rank 0 says why.
-        self.mesh().world().barrier().wait()?;
-        result
+        if result.is_ok() {
+            self.damaged_mut().clear();
+        }
+        // Nobody goes on before it is there, or before it is known that it will not be.
+        self.tell(dir, result)
     }
 
-    /// Goes on from the newest checkpoint in `dir`, on which rank 0 of the world looks. All ranks must call it, and all get what was saved beside the tensors.
+    /// Goes on from the newest checkpoint in `dir` that is whole. Rank 0 of the world decides which
+    /// one and reads it. All ranks must call it, and all get what was saved beside the tensors, and
+    /// [why newer ones were passed over](Checkpoint::damaged).
+    ///
+    /// A checkpoint of another model, seed or text, or of other settings that change the result, is an
+    /// error.
     pub fn resume(&mut self, dir: &Path) -> Result<Checkpoint, TrainError> {
-        let found = if self.mesh().world().rank() == 0 { Some(read(dir, self.settings())) } else { None };
+        let found = (self.mesh().world().rank() == 0).then(|| self.read_newest(dir));
         // Everyone learns what it is, or that there is none.
-        let text = match &found {
-            Some(Ok((about, _))) => serde_json::to_vec(about).map_err(|error| bad(dir, error.to_string()))?,
-            _ => Vec::new(),
+        let told: Result<&Checkpoint, String> = match &found {
+            Some(Ok((about, _))) => Ok(about),
+            Some(Err(error)) => Err(error.to_string()),
+            None => Err(String::new()),
         };
-        let text = broadcast_bytes(self.mesh().world(), text)?;
+        let told = serde_json::to_vec(&told).map_err(|error| bad(dir, error.to_string()))?;
+        let world = self.mesh().world();
+        let told = broadcast_bytes(world, (world.rank() == 0).then_some(told))?;
         let (tensors, residuals) = match found {
             Some(result) => {
                 let (_, Saved { tensors, residuals }) = result?;
                 (Some(tensors), Some(residuals))
             }
-            None if text.is_empty() => return Err(bad(dir, "rank 0 could not read it".to_owned())),
             None => (None, None),
         };
-        let about: Checkpoint = serde_json::from_slice(&text).map_err(|error| bad(dir, error.to_string()))?;
-        self.restore(about.step, tensors)?;
+        let told: Result<Checkpoint, String> =
+            serde_json::from_slice(&told).map_err(|error| bad(dir, error.to_string()))?;
+        let about = told.map_err(|why| bad(dir, format!("rank 0 says: {why}")))?;
+        self.restore(about.step, about.skipped, tensors)?;
         // What is owed is owed through the same codecs, and a run that goes on must not depend on today's network.
         let is_known = self.settings().layout() == about.settings.layout()
             && !matches!(about.settings.codec, CodecChoice::Given(_));
         self.restore_codec(&about.settings, is_known.then(|| about.codec.clone()));
         self.restore_residuals(residuals)?;
         Ok(about)
+    }
+
+    /// The newest checkpoint that is whole, if it is one of this run.
+    fn read_newest(&mut self, dir: &Path) -> Result<(Checkpoint, Saved), TrainError> {
+        let mut damaged = Vec::new();
+        for (_, folder) in steps_in(dir)?.into_iter().rev() {
+            let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            match read(&folder) {
+                Err(why) => damaged.push((folder, format!("{name} is damaged: {why}"))),
+                Ok((mut about, mut saved)) => {
+                    let data = hex(digest::digest(&SHA256, self.batches().text()));
+                    let continues = self.settings().continues(&about.settings);
+                    continues
+                        .and_then(|()| same_data(&data, &about.data))
+                        .map_err(|what| bad(&folder, what))?;
+                    // What was owed belongs to ranks: in another layout it is left behind.
+                    if self.settings().layout() != about.settings.layout() {
+                        saved.residuals = vec![Vec::new(); self.settings().ranks()];
+                    }
+                    (*self.damaged_mut(), about.damaged) = damaged.into_iter().unzip();
+                    return Ok((about, saved));
+                }
+            }
+        }
+        let whys: Vec<String> = damaged.into_iter().map(|(_, why)| why).collect();
+        let what = match &whys[..] {
+            [] => "there is no checkpoint here; start without resuming".to_owned(),
+            whys => format!("no checkpoint here is whole: {}; start without resuming", whys.join("; ")),
+        };
+        Err(bad(dir, what))
     }
 
     /// Starts from a safetensors file of whole weights, which rank 0 of the world reads. All ranks must call it.
@@ -90,12 +209,22 @@ impl Trainer {
         match found {
             Some(result) => {
                 let tensors = result.map_err(|error| bad(path, error.to_string()))?;
-                self.restore(0, Some(tensors))
+                self.restore(0, 0, Some(tensors))
             }
-            None if good == [1] => self.restore(0, None),
+            None if good == [1] => self.restore(0, 0, None),
             None => Err(bad(path, "rank 0 could not read it".to_owned())),
         }
     }
+}
+
+fn same_data(mine: &str, theirs: &str) -> Result<(), String> {
+    if mine == theirs {
+        return Ok(());
+    }
+    Err(format!(
+        "it has learned from another text, of SHA-256 {theirs}, not {mine}; give the same (--data), or \
+         start without resuming"
+    ))
 }
 
 fn write(
@@ -104,89 +233,242 @@ fn write(
     weights: &BTreeMap<String, Tensor>,
     moments: &BTreeMap<String, Tensor>,
     residuals: &[Vec<u8>],
+    damaged: &[PathBuf],
 ) -> Result<(), TrainError> {
-    let io = |path: &Path| {
-        let path = path.display().to_string();
-        move |error| TrainError::Checkpoint { path, error }
-    };
-    fs::create_dir_all(dir).map_err(io(dir))?;
-    let name = format!("step-{:08}", about.step);
-    let (draft, place) = (dir.join(format!(".{name}.tmp")), dir.join(&name));
-    let _ = fs::remove_dir_all(&draft); // of a run that was killed
-    fs::create_dir(&draft).map_err(io(&draft))?;
-    for (file, tensors) in [("model.safetensors", weights), ("optimizer.safetensors", moments)] {
+    // Nothing good may give way to what cannot be trained further.
+    for (name, tensor) in weights.iter().chain(moments) {
+        if tensor.flatten_all()?.to_vec1::<f32>()?.iter().any(|x| !x.is_finite()) {
+            let what = format!("`{name}` holds a NaN or an infinity after step {}", about.step);
+            return Err(bad(dir, format!("{what}; no checkpoint is written, older ones are kept")));
+        }
+    }
+    create_folder(dir).map_err(io(dir))?;
+    // On a file system that has no locks it is done without.
+    let turn = File::open(dir).map_err(io(dir))?;
+    if let Err(fs::TryLockError::WouldBlock) = turn.try_lock() {
+        let what = "another job is writing a checkpoint here; give each job a folder of its own";
+        return Err(bad(dir, what.to_owned()));
+    }
+    for stale in drafts_in(dir)? {
+        remove(&stale).map_err(io(&stale))?; // of a run that was killed
+    }
+    let mut draft = Draft::new(dir, &about.name())?;
+    for (file, tensors) in [(MODEL, weights), (OPTIMIZER, moments)] {
         let tensors = tensors.iter().map(|(name, tensor)| (name.clone(), tensor.clone())).collect();
-        let path = draft.join(file);
-        candle_core::safetensors::save(&tensors, &path)?;
-        File::open(&path).and_then(|file| file.sync_all()).map_err(io(&path))?;
+        draft.add(file, |path| {
+            candle_core::safetensors::save(&tensors, path).map_err(|error| bad(path, error.to_string()))
+        })?;
     }
     for (rank, bytes) in residuals.iter().enumerate() {
-        let path = draft.join(residuals_of(rank));
-        fs::write(&path, bytes).map_err(io(&path))?;
+        draft.add(&residuals_of(rank), |path| fs::write(path, bytes).map_err(io(path)))?;
     }
-    let path = draft.join("job.json");
-    let text = serde_json::to_vec_pretty(about).map_err(|error| bad(&path, error.to_string()))?;
-    fs::write(&path, text).map_err(io(&path))?;
-    if place.exists() {
-        fs::remove_dir_all(&place).map_err(io(&place))?;
-    }
-    fs::rename(&draft, &place).map_err(io(&place))?;
-    let steps = steps_in(dir);
-    for old in &steps[..steps.len().saturating_sub(KEPT)] {
-        fs::remove_dir_all(old).map_err(io(old))?;
+    let text = serde_json::to_vec_pretty(about).map_err(|error| bad(dir, error.to_string()))?;
+    draft.add(JOB, |path| fs::write(path, text).map_err(io(path)))?;
+    let place = draft.finish()?;
+
+    let steps = steps_in(dir)?.into_iter().map(|(_, folder)| folder);
+    // Those of later steps are of another run, unless they were found damaged.
+    let (useless, mut kept): (Vec<_>, Vec<_>) =
+        steps.partition(|folder| damaged.contains(folder) && *folder != place);
+    kept.truncate(kept.iter().position(|folder| *folder == place).map_or(0, |at| at + 1));
+    kept.truncate(kept.len().saturating_sub(KEPT));
+    for old in useless.iter().chain(&kept) {
+        remove(old).map_err(io(old))?;
     }
     Ok(())
 }
 
-/// What error feedback owes on a rank.
-fn residuals_of(rank: usize) -> String {
-    format!("residuals.rank{rank}.safetensors")
+/// A checkpoint that is being written, under a hidden name. Dropped, it is removed.
+struct Draft {
+    dir: PathBuf,
+    path: PathBuf,
+    place: PathBuf,
+    /// A line per file: its hash and its name.
+    sums: String,
+    is_finished: bool,
+}
+
+impl Draft {
+    fn new(dir: &Path, name: &str) -> Result<Self, TrainError> {
+        let (path, place) = (dir.join(format!(".{name}.tmp")), dir.join(name));
+        fs::create_dir(&path).map_err(io(&path))?;
+        Ok(Self { dir: dir.to_owned(), path, place, sums: String::new(), is_finished: false })
+    }
+
+    /// Adds a file, which `write` writes.
+    fn add(
+        &mut self,
+        name: &str,
+        write: impl FnOnce(&Path) -> Result<(), TrainError>,
+    ) -> Result<(), TrainError> {
+        let path = self.path.join(name);
+        write(&path)?;
+        let sum = sync_and_hash(&path).map_err(io(&path))?;
+        self.sums += &format!("{sum}  {name}\n");
+        Ok(())
+    }
+
+    /// Gives it its name, once all of it is on the disk.
+    fn finish(mut self) -> Result<PathBuf, TrainError> {
+        let path = self.path.join(SUMS);
+        let write = || {
+            let mut file = File::create(&path)?;
+            file.write_all(self.sums.as_bytes())?;
+            file.sync_all()
+        };
+        write().map_err(io(&path))?;
+        sync_folder(&self.path).map_err(io(&self.path))?;
+        // One of that name, from before a run went back to an older one, gives way.
+        let aside = self.path.with_extension("old.tmp");
+        match fs::rename(&self.place, &aside) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(io(&self.place)(error)),
+            _ => {}
+        }
+        if let Err(error) = fs::rename(&self.path, &self.place) {
+            let _ = fs::rename(&aside, &self.place);
+            return Err(io(&self.place)(error));
+        }
+        self.is_finished = true;
+        sync_folder(&self.dir).map_err(io(&self.dir))?;
+        if fs::symlink_metadata(&aside).is_ok() {
+            remove(&aside).map_err(io(&aside))?;
+        }
+        Ok(self.place.clone())
+    }
+}
+
+impl Drop for Draft {
+    fn drop(&mut self) {
+        if !self.is_finished {
+            let _ = remove(&self.path); // the error that led here says more; the next save tries again
+        }
+    }
 }
 
 /// What a checkpoint holds.
 struct Saved {
     tensors: BTreeMap<String, Tensor>,
-    /// By rank; empty if the run goes on in another layout.
+    /// By rank.
     residuals: Vec<Vec<u8>>,
 }
 
-fn read(dir: &Path, settings: &Settings) -> Result<(Checkpoint, Saved), TrainError> {
-    let newest = steps_in(dir).pop();
-    let newest =
-        newest.ok_or_else(|| bad(dir, "there is no checkpoint here; start without resuming".to_owned()))?;
-    let path = newest.join("job.json");
-    let text = fs::read(&path)
-        .map_err(|error| TrainError::Checkpoint { path: path.display().to_string(), error })?;
-    let about: Checkpoint = serde_json::from_slice(&text).map_err(|error| bad(&path, error.to_string()))?;
-    settings.continues(&about.settings).map_err(|what| bad(&newest, what))?;
-    let mut tensors = BTreeMap::new();
-    for file in ["model.safetensors", "optimizer.safetensors"] {
-        let path = newest.join(file);
-        let found = candle_core::safetensors::load(&path, &Device::Cpu);
-        tensors.extend(found.map_err(|error| bad(&path, error.to_string()))?);
-    }
-    let mut residuals = vec![Vec::new(); settings.ranks()];
-    // What was owed belongs to ranks: in another layout it is left behind.
-    if settings.layout() == about.settings.layout() {
-        for (rank, residuals) in residuals.iter_mut().enumerate() {
-            let path = newest.join(residuals_of(rank));
-            *residuals = fs::read(&path)
-                .map_err(|error| TrainError::Checkpoint { path: path.display().to_string(), error })?;
+/// Reads a checkpoint if it is whole, and says what is wrong with it otherwise.
+fn read(folder: &Path) -> Result<(Checkpoint, Saved), String> {
+    let sums = match fs::read_to_string(folder.join(SUMS)) {
+        Ok(sums) => sums,
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            return Err(format!("it has no {SUMS}, or was written by a version that made none"));
         }
+        Err(error) => return Err(format!("{SUMS}: {error}")),
+    };
+    let sums: BTreeMap<&str, &str> = sums
+        .lines()
+        .map(|line| line.split_once("  ").map(|(sum, name)| (name, sum)))
+        .collect::<Option<_>>()
+        .ok_or_else(|| format!("{SUMS} is not a list of hashes"))?;
+    let file = |name: &str| -> Result<Vec<u8>, String> {
+        let expected = sums.get(name).ok_or_else(|| format!("{SUMS} does not name {name}"))?;
+        let bytes = fs::read(folder.join(name)).map_err(|error| match error.kind() {
+            io::ErrorKind::NotFound => format!("{name} is missing"),
+            _ => format!("{name}: {error}"),
+        })?;
+        match hex(digest::digest(&SHA256, &bytes)) == **expected {
+            true => Ok(bytes),
+            false if bytes.is_empty() => Err(format!("{name} is empty")),
+            false => Err(format!("{name} does not match its hash in {SUMS}")),
+        }
+    };
+    let about: Checkpoint = serde_json::from_slice(&file(JOB)?).map_err(|error| format!("{JOB}: {error}"))?;
+    let mut tensors = BTreeMap::new();
+    for name in [MODEL, OPTIMIZER] {
+        let found = candle_core::safetensors::load_buffer(&file(name)?, &Device::Cpu);
+        tensors.extend(found.map_err(|error| format!("{name}: {error}"))?);
     }
+    let owed = sums.keys().filter(|name| name.starts_with(RESIDUALS)).count();
+    let [dp, tp, pp, _] = about.settings.layout();
+    if [dp, tp, pp].into_iter().try_fold(1usize, usize::checked_mul) != Some(owed) {
+        return Err(format!("{SUMS} names residuals of {owed} ranks, not of {dp} × {tp} × {pp}"));
+    }
+    let residuals = (0..owed).map(|rank| file(&residuals_of(rank))).collect::<Result<_, _>>()?;
     Ok((about, Saved { tensors, residuals }))
 }
 
-/// The complete checkpoints, oldest first.
-fn steps_in(dir: &Path) -> Vec<PathBuf> {
-    let entries = fs::read_dir(dir).into_iter().flatten().flatten();
-    let named = |path: &PathBuf| {
-        let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-        name.strip_prefix("step-").is_some_and(|digits| digits.parse::<u64>().is_ok())
-    };
-    let mut steps: Vec<PathBuf> = entries.map(|entry| entry.path()).filter(named).collect();
+const RESIDUALS: &str = "residuals.rank";
+
+/// The file of what error feedback owes on a rank.
+fn residuals_of(rank: usize) -> String {
+    format!("{RESIDUALS}{rank}.safetensors")
+}
+
+fn folder_name(step: usize) -> String {
+    format!("step-{step:08}")
+}
+
+/// The checkpoints in a folder by step, oldest first; none if there is no such folder.
+fn steps_in(dir: &Path) -> Result<Vec<(usize, PathBuf)>, TrainError> {
+    let step =
+        |name: &str| name.strip_prefix("step-")?.parse().ok().filter(|step| folder_name(*step) == name);
+    let mut steps: Vec<(usize, PathBuf)> =
+        names_in(dir)?.into_iter().filter_map(|name| Some((step(&name)?, dir.join(name)))).collect();
     steps.sort_unstable();
-    steps
+    Ok(steps)
+}
+
+/// What saves left that did not come to their end.
+fn drafts_in(dir: &Path) -> Result<Vec<PathBuf>, TrainError> {
+    let is_draft = |name: &String| name.starts_with(".step-") && name.ends_with(".tmp");
+    Ok(names_in(dir)?.into_iter().filter(is_draft).map(|name| dir.join(name)).collect())
+}
+
+fn names_in(dir: &Path) -> Result<Vec<String>, TrainError> {
+    match fs::read_dir(dir) {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+        Err(error) => Err(io(dir)(error)),
+        Ok(entries) => entries
+            .map(|entry| Ok(entry?.file_name().to_string_lossy().into_owned()))
+            .collect::<io::Result<_>>()
+            .map_err(io(dir)),
+    }
+}
+
+/// Makes a folder and those above it, so that they are still there after a power cut.
+fn create_folder(dir: &Path) -> io::Result<()> {
+    let missing: Vec<&Path> =
+        dir.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists()).collect();
+    fs::create_dir_all(dir)?;
+    missing.into_iter().filter_map(Path::parent).try_for_each(sync_folder)
+}
+
+fn sync_folder(path: &Path) -> io::Result<()> {
+    let here = if path.as_os_str().is_empty() { Path::new(".") } else { path };
+    File::open(here)?.sync_all()
+}
+
+/// Removes a folder with all that is in it, a file, or a link (not what it leads to).
+fn remove(path: &Path) -> io::Result<()> {
+    if fs::symlink_metadata(path)?.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }
+}
+
+/// The hash of a file that is on the disk then.
+fn sync_and_hash(path: &Path) -> io::Result<String> {
+    let mut file = File::open(path)?;
+    file.sync_all()?;
+    let (mut hash, mut buffer) = (digest::Context::new(&SHA256), vec![0; 1 << 20]);
+    loop {
+        match file.read(&mut buffer)? {
+            0 => return Ok(hex(hash.finish())),
+            count => hash.update(&buffer[..count]),
+        }
+    }
+}
+
+fn hex(digest: digest::Digest) -> String {
+    digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+fn io(path: &Path) -> impl FnOnce(io::Error) -> TrainError {
+    let path = path.display().to_string();
+    move |error| TrainError::Checkpoint { path, error }
 }
 
 fn bad(path: &Path, what: String) -> TrainError {

@@ -76,6 +76,11 @@ impl Batches {
         Ok(Self { text, seed, context, batch })
     }
 
+    /// The whole text.
+    pub fn text(&self) -> &[u8] {
+        &self.text
+    }
+
     /// Some of the sequences of a step's batch.
     pub fn at(&self, step: usize, sequences: Range<usize>) -> Batch {
         let places = (self.text.len() - self.context) as u64;

@@ -3,7 +3,9 @@
 use candle_core::backprop::GradStore;
 use candle_core::{Device, Result, Tensor, Var};
 use farwire::{CodecChoice, CodecPolicy, CodecSpec, Communicator, DType};
-use farwire_train::{Compressed, DENSE, DENSE_BELOW, Entry, Exchange, PhaseIn, Plan, Rules, Summary};
+use farwire_train::{
+    Compressed, DENSE, DENSE_BELOW, Entry, Exchange, ExchangeError, PhaseIn, Plan, Rules, Summary,
+};
 
 use crate::error::TrainError;
 
@@ -47,15 +49,27 @@ impl DataParallel {
     }
 
     /// Makes every variable's gradient the mean over all ranks. A variable without one is an error.
+    ///
+    /// If a gradient of any rank holds a NaN or an infinity, or their sum overflows, all ranks get the
+    /// same [`TrainError::NotFinite`], which says where it came from. Gradients are then as they were,
+    /// and so is what error feedback owes: all ranks can leave this step out and go on with the next.
     pub fn average(&mut self, gradients: &mut GradStore) -> std::result::Result<Summary, TrainError> {
-        farwire_train::Reducer::at_step(self.exchange.reducer_mut(), self.steps);
+        // Before anything is sent: what one rank lacks must not leave a step half done.
+        if let Some((name, _)) = self.vars.iter().find(|(_, var)| gradients.get(var).is_none()) {
+            return Err(TrainError::NoGradient(name.clone()));
+        }
+        let step = self.steps;
+        farwire_train::Reducer::at_step(self.exchange.reducer_mut(), step);
         self.steps += 1;
         self.exchange.begin(1);
         for (name, var) in &self.vars {
             let gradient = gradients.get(var).ok_or_else(|| TrainError::NoGradient(name.clone()))?;
             self.exchange.add(name, &gradient.flatten_all()?.to_vec1::<f32>()?)?;
         }
-        let summary = self.exchange.finish()?;
+        let summary = self.exchange.finish().map_err(|error| match error {
+            ExchangeError::NotFinite(found) => TrainError::NotFinite { step: step as usize, found },
+            error => error.into(),
+        })?;
         let means = self.exchange.gradients().map(|(name, mean)| {
             let at = self.vars.binary_search_by(|(other, _)| other[..].cmp(name));
             (at.expect("the exchange was made of these variables"), mean)

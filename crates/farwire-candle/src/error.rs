@@ -1,6 +1,6 @@
 //! Why training stopped, or did not start.
 
-use farwire_train::{ExchangeError, MeshError, PlanError, ScheduleError};
+use farwire_train::{ExchangeError, MeshError, NotFinite, PlanError, ScheduleError};
 
 /// Why training stopped, or did not start.
 #[derive(Debug, thiserror::Error)]
@@ -21,6 +21,30 @@ pub enum TrainError {
     /// Gradients were not exchanged.
     #[error(transparent)]
     Exchange(#[from] ExchangeError),
+    /// A loss or a gradient that is not finite, the same on all ranks. No weight has moved.
+    #[error(
+        "step {}: {found}; no weight has moved: lower the learning rate, or skip such steps \
+         (in `farwire train`: --on-nan skip)", step + 1
+    )]
+    NotFinite {
+        /// Which step, from 0.
+        step: usize,
+        /// What, and where.
+        found: NotFinite,
+    },
+    /// Every step is left out.
+    #[error(
+        "{steps} steps in a row were left out, up to step {}, since {found}; lower the learning rate, or \
+         go on from an older checkpoint", step + 1
+    )]
+    TooManySkipped {
+        /// How many.
+        steps: usize,
+        /// The last of them, from 0.
+        step: usize,
+        /// What was not finite in that one, and where.
+        found: NotFinite,
+    },
     /// An operation between ranks failed.
     #[error(transparent)]
     Farwire(#[from] farwire::Error),

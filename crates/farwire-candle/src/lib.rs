@@ -24,6 +24,7 @@ mod parallel;
 mod params;
 mod pipeline;
 mod stage;
+mod text;
 mod trainer;
 
 pub use adamw::{AdamW, Gradient, Moments};
@@ -36,4 +37,4 @@ pub use parallel::{ColumnParallelLinear, ParallelEmbedding, RowParallelLinear};
 pub use params::{Cut, Init, Param, Params};
 pub use pipeline::{Flow, Pipeline};
 pub use stage::{Loss, Segment, Stage};
-pub use trainer::{Settings, StepReport, Times, Trainer};
+pub use trainer::{OnNan, Settings, StepReport, Times, Trainer};

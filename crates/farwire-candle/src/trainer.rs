@@ -1,20 +1,24 @@
 //! Training over a mesh, one step at a time.
 //!
 //! ```text
-//!  batch ─▶ pipeline (forward, backward) ─▶ exchange over dp ─▶ norm over the mesh ─▶ AdamW
-//!                │ sums over tp inside         │ starts while backward runs
+//!  batch ─▶ pipeline (forward, backward) ─▶ exchange over dp ─▶ norm over the mesh ─▶ all agree ─▶ AdamW
+//!                │ sums over tp inside         │ starts while backward runs                └▶ or nothing moves
 //! ```
 //!
 //! The mesh is `pp` × `dp` × `tp`, of which `tp` runs fastest: ranks that talk most are neighbours.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::ops::Range;
+use std::path::PathBuf;
+use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 use candle_core::{Device, Tensor};
 use farwire::{CodecChoice, CodecPolicy, Communicator, ErrorFeedback, ReduceOp};
 use farwire_train::{
-    Compressed, Entry, Exchange, Mesh, PhaseIn, Plan, Reducer, Rules, Schedule, Span, Squares, global_norm,
+    Cause, Compressed, Entry, Exchange, Mesh, NotFinite, PhaseIn, Plan, Reducer, Rules, Schedule, Span,
+    Squares, Summary, global_norm,
 };
 use serde::{Deserialize, Serialize};
 
@@ -27,6 +31,7 @@ use crate::gpt::{self, Config};
 use crate::params::{Param, Params, join_shares};
 use crate::pipeline::{Flow, Pipeline};
 use crate::stage::Stage;
+use crate::text;
 
 /// What to train, and how.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -72,7 +77,46 @@ pub struct Settings {
     /// Steps after those in which a sparse codec's density falls from a quarter to its own.
     #[serde(default)]
     pub falling_steps: usize,
+    /// What to do about a loss or a gradient that is not finite.
+    #[serde(default, with = "text")]
+    pub on_nan: OnNan,
 }
+
+/// What to do about a loss or a gradient that is a NaN or an infinity. Either way it is found before
+/// any weight moves, on all ranks at the same step.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum OnNan {
+    /// Stop with an error that says where it came from.
+    #[default]
+    Stop,
+    /// Leave the step out: no weight, moment or residual moves on any rank. Too many in a row are an
+    /// error.
+    Skip,
+}
+
+impl fmt::Display for OnNan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Stop => "stop",
+            Self::Skip => "skip",
+        })
+    }
+}
+
+impl FromStr for OnNan {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "stop" => Ok(Self::Stop),
+            "skip" => Ok(Self::Skip),
+            _ => Err(format!("`{text}` is neither stop nor skip")),
+        }
+    }
+}
+
+/// A run that leaves out so many steps in a row will not recover.
+pub(crate) const MAX_SKIPPED_IN_A_ROW: usize = 100;
 
 impl Default for Settings {
     fn default() -> Self {
@@ -95,27 +139,8 @@ impl Default for Settings {
             codec: CodecChoice::default(),
             dense_steps: 0,
             falling_steps: 0,
+            on_nan: OnNan::default(),
         }
-    }
-}
-
-/// Settings that are written as text.
-pub(crate) mod text {
-    use std::fmt::Display;
-    use std::str::FromStr;
-
-    use serde::{Deserialize, Deserializer, Serializer, de};
-
-    pub(crate) fn serialize<T: Display, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
-        serializer.collect_str(value)
-    }
-
-    pub(crate) fn deserialize<'de, T, D>(deserializer: D) -> Result<T, D::Error>
-    where
-        T: FromStr<Err: Display>,
-        D: Deserializer<'de>,
-    {
-        String::deserialize(deserializer)?.parse().map_err(de::Error::custom)
     }
 }
 
@@ -183,9 +208,12 @@ impl Settings {
         if self.model != other.model {
             return differs("a model of", &self.model, &other.model);
         }
+        // As a float, a seed would lose its last bits.
+        if self.seed != other.seed {
+            return differs("seed", &self.seed, &other.seed);
+        }
         for (name, mine, theirs) in [
             ("batch", self.batch as f64, other.batch as f64),
-            ("seed", self.seed as f64, other.seed as f64),
             ("learning rate", self.learning_rate, other.learning_rate),
             ("weight decay", self.decay, other.decay),
             ("clip", self.clip, other.clip),
@@ -209,12 +237,18 @@ pub struct StepReport {
     /// Which step, from 0.
     pub step: usize,
     /// The mean loss over the batch, before the update.
+    #[serde(with = "text::number")]
     pub loss: f64,
     /// The gradient's length, before it was cut.
+    #[serde(with = "text::number")]
     pub norm: f64,
+    /// Why this step was left out, if it was: see [`OnNan::Skip`].
+    #[serde(default)]
+    pub skipped: Option<String>,
     /// Tokens learned from, over all ranks.
     pub tokens: usize,
-    /// Bytes that all ranks sent in this step, as their links counted them.
+    /// Bytes that all ranks sent in this step, as their links counted them. Updates of a sharded
+    /// optimizer count with the next step: they are sent when this is counted already.
     pub wire_bytes: u64,
     /// Bytes that a dense exchange of the gradients sends: what a ratio is taken against.
     pub dense_bytes: u64,
@@ -262,9 +296,14 @@ pub struct Trainer {
     adam: AdamW,
     batches: Batches,
     step: usize,
+    /// Steps left out so far, and without one in between that counted.
+    skipped: usize,
+    skipped_in_a_row: usize,
     /// Bytes of the last step that were sent after they had been counted.
     uncounted: u64,
     trace: Vec<Span>,
+    /// Checkpoints that were passed over when this run went on: a new one replaces them.
+    damaged: Vec<PathBuf>,
 }
 
 impl Trainer {
@@ -299,7 +338,7 @@ impl Trainer {
         let decay = Rules::new(settings.decay).on("*.bias", 0.0).on("*norm*", 0.0).on("embedding.*", 0.0);
         let batches = Batches::new(text, settings.seed, settings.model.context, settings.batch)?;
         let adam = AdamW::new(decay);
-        let (step, uncounted, trace) = (0, 0, Vec::new());
+        let (step, skipped, skipped_in_a_row, uncounted, trace) = (0, 0, 0, 0, Vec::new());
         Ok(Self {
             settings,
             mesh,
@@ -313,8 +352,11 @@ impl Trainer {
             adam,
             batches,
             step,
+            skipped,
+            skipped_in_a_row,
             uncounted,
             trace,
+            damaged: Vec::new(),
         })
     }
 
@@ -338,6 +380,20 @@ impl Trainer {
         self.step
     }
 
+    /// Steps of these that were left out, since something was not finite.
+    pub fn steps_skipped(&self) -> usize {
+        self.skipped
+    }
+
+    pub(crate) fn damaged_mut(&mut self) -> &mut Vec<PathBuf> {
+        &mut self.damaged
+    }
+
+    /// What is learned from.
+    pub(crate) fn batches(&self) -> &Batches {
+        &self.batches
+    }
+
     /// Elements that this rank keeps optimizer state for.
     pub fn optimizer_elements(&self) -> usize {
         let mine = self.params.iter().filter(|(name, _)| owns(&self.owners, &self.mesh, name));
@@ -355,38 +411,29 @@ impl Trainer {
     }
 
     /// One step. If any rank has a `wish` to stop, every rank's report says so.
+    ///
+    /// A loss or a gradient that is not finite is found before any weight moves. All ranks then stop
+    /// with the same error, or leave the step out: see [`OnNan`].
     pub fn step(&mut self, wish: bool) -> Result<StepReport, TrainError> {
         let begun = Instant::now();
-        let sent_before = self.mesh.world().traffic().bytes;
         let tensor_before = self.tensor.spent();
+        let sent_before = self.mesh.world().traffic().bytes;
         let (flow, summary) = self.gradients()?;
         let in_layers = (self.tensor.spent() - tensor_before).as_secs_f64();
 
         let update = Instant::now();
         let norm = self.norm()?;
-        let scale = (self.settings.clip / (norm + 1e-6)).min(1.0);
-        let rate = self.settings.rate(self.step);
-        self.adam.begin();
-        for (name, data) in self.exchange.gradients() {
-            if owns(&self.owners, &self.mesh, name) {
-                let param = &self.params[name];
-                let mut weights = values(&param.var)?;
-                let gradient = Gradient { data, scale, rate, density: self.exchange.density(name) };
-                self.adam.update(name, &mut weights, gradient);
-                set(&param.var, &weights)?;
-            }
-        }
-        self.share_updates()?;
-
-        // Everyone learns the loss, the bytes, and whether to go on.
-        let world = self.mesh.world();
-        let sent = world.traffic().bytes;
-        let shares = self.settings.dp * self.settings.tp * self.settings.micro_batches;
-        let loss: f64 = flow.losses.iter().map(|loss| f64::from(*loss)).sum::<f64>() / shares as f64;
-        let bytes = sent - sent_before + self.uncounted;
-        let all =
-            world.all_reduce(vec![loss, bytes as f64, f64::from(u8::from(wish))], ReduceOp::Sum).wait()?;
-        self.uncounted = world.traffic().bytes - sent;
+        let agreed = self.agree(&flow, norm, wish, sent_before)?;
+        let skipped = if agreed.is_finite {
+            self.exchange.commit();
+            self.update(norm)?;
+            self.skipped_in_a_row = 0;
+            None
+        } else {
+            self.exchange.roll_back();
+            Some(self.skip(&flow)?)
+        };
+        self.uncounted = self.mesh.world().traffic().bytes - agreed.counted;
 
         let seconds = |time: Duration| time.as_secs_f64();
         // Sums over tp happen inside forward and backward; they are taken off both alike.
@@ -405,25 +452,84 @@ impl Trainer {
         };
         let report = StepReport {
             step: self.step,
-            loss: all[0],
+            loss: agreed.loss,
             norm,
+            skipped: skipped.map(|found| found.to_string()),
             tokens: self.settings.batch * self.settings.model.context,
-            wire_bytes: all[1] as u64,
+            wire_bytes: agreed.bytes,
             dense_bytes: self.dense_bytes(),
             hidden: if self.settings.dp > 1 { summary.hidden() } else { 1.0 },
             times,
-            stop: all[2] > 0.0,
+            stop: agreed.stop,
         };
         self.step += 1;
         Ok(report)
     }
 
-    /// Computes and exchanges the gradients of the next step, without the update. They are then in [`gathered_gradients`](Self::gathered_gradients).
-    pub fn compute_gradients(&mut self) -> Result<(), TrainError> {
-        self.gradients().map(|_| ())
+    /// Everyone learns the loss, the bytes, whether to go on, and whether all is finite: in one
+    /// collective, before any weight moves.
+    fn agree(&mut self, flow: &Flow, norm: f64, wish: bool, sent_before: u64) -> Result<Agreed, TrainError> {
+        let world = self.mesh.world();
+        let sent = world.traffic().bytes;
+        let bytes = sent - sent_before + self.uncounted;
+        let shares = self.settings.dp * self.settings.tp * self.settings.micro_batches;
+        let loss = flow.losses.iter().map(|loss| f64::from(*loss)).sum::<f64>() / shares as f64;
+        let is_bad = !(norm.is_finite() && self.exchange.is_finite());
+        let flag = |is: bool| f64::from(u8::from(is));
+        let mine = vec![loss, bytes as f64, flag(wish), flag(is_bad)];
+        let all = world.all_reduce(mine, ReduceOp::Sum).wait()?;
+        let is_finite = all[0].is_finite() && all[3] == 0.0;
+        Ok(Agreed { loss: all[0], bytes: all[1] as u64, counted: sent, stop: all[2] > 0.0, is_finite })
     }
 
-    fn gradients(&mut self) -> Result<(Flow, farwire_train::Summary), TrainError> {
+    /// Moves the weights.
+    fn update(&mut self, norm: f64) -> Result<(), TrainError> {
+        let scale = (self.settings.clip / (norm + 1e-6)).min(1.0);
+        let rate = self.settings.rate(self.step);
+        self.adam.begin();
+        for (name, data) in self.exchange.gradients() {
+            if owns(&self.owners, &self.mesh, name) {
+                let param = &self.params[name];
+                let mut weights = values(&param.var)?;
+                let gradient = Gradient { data, scale, rate, density: self.exchange.density(name) };
+                self.adam.update(name, &mut weights, gradient);
+                set(&param.var, &weights)?;
+            }
+        }
+        self.share_updates()
+    }
+
+    /// Finds out, with all ranks, why this step is left out; an error if the run is to stop.
+    fn skip(&mut self, flow: &Flow) -> Result<NotFinite, TrainError> {
+        let loss = flow.losses.iter().find(|loss| !loss.is_finite()).map(|loss| Cause::Loss(*loss));
+        let found = NotFinite::find(self.mesh.world(), self.exchange.cause().or(loss.as_ref()))?;
+        let step = self.step;
+        if self.settings.on_nan == OnNan::Stop {
+            return Err(TrainError::NotFinite { step, found });
+        }
+        self.skipped += 1;
+        self.skipped_in_a_row += 1;
+        match self.skipped_in_a_row {
+            MAX_SKIPPED_IN_A_ROW => {
+                Err(TrainError::TooManySkipped { steps: MAX_SKIPPED_IN_A_ROW, step, found })
+            }
+            _ => Ok(found),
+        }
+    }
+
+    /// Computes and exchanges the gradients of the next step, without the update. They are then in [`gathered_gradients`](Self::gathered_gradients), finite or not.
+    pub fn compute_gradients(&mut self) -> Result<(), TrainError> {
+        self.gradients()?;
+        if self.exchange.is_finite() {
+            self.exchange.commit();
+        } else {
+            self.exchange.roll_back();
+        }
+        Ok(())
+    }
+
+    /// Gradients of the next step, which does not count yet.
+    fn gradients(&mut self) -> Result<(Flow, Summary), TrainError> {
         let Settings { micro_batches, batch, dp, model, .. } = self.settings;
         let sequences = batch / dp / micro_batches;
         let first = self.mesh.coordinate("dp") * micro_batches * sequences;
@@ -445,7 +551,7 @@ impl Trainer {
         let flow = self.pipeline.run(&inputs, &loss, &mut |param, gradient| {
             Ok(exchange.add(&param.name, &gradient.flatten_all()?.to_vec1::<f32>()?)?)
         })?;
-        let summary = exchange.finish()?;
+        let summary = exchange.wait()?;
         let since = |at: Instant| at.saturating_duration_since(exchange.begun());
         self.trace = self
             .pipeline
@@ -623,6 +729,7 @@ impl Trainer {
     pub(crate) fn restore(
         &mut self,
         step: usize,
+        skipped: usize,
         tensors: Option<BTreeMap<String, Tensor>>,
     ) -> Result<(), TrainError> {
         let mut moments: BTreeMap<String, Moments> = BTreeMap::new();
@@ -665,10 +772,21 @@ impl Trainer {
                 "the weights lack {missing} of this model's parameters"
             )));
         }
-        self.adam.restore(step as u32, moments);
-        self.step = step;
+        self.adam.restore(step.saturating_sub(skipped) as u32, moments);
+        (self.step, self.skipped, self.skipped_in_a_row) = (step, skipped, 0);
         Ok(())
     }
+}
+
+/// What all ranks know of a step before it counts.
+struct Agreed {
+    loss: f64,
+    /// Bytes that all ranks sent.
+    bytes: u64,
+    /// Bytes that this rank had ever sent when they were counted.
+    counted: u64,
+    stop: bool,
+    is_finite: bool,
 }
 
 /// An exchange over dp.
@@ -702,5 +820,39 @@ impl std::fmt::Debug for Trainer {
             .field("settings", &self.settings)
             .field("step", &self.step)
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A loss can overflow where gradients do not: those of a softmax are at most 1.
+    #[test]
+    fn a_loss_that_is_not_finite_is_found_on_all_ranks() {
+        let text = b"some text to learn from, again and again".repeat(9);
+        let model = Config { layers: 1, heads: 1, width: 8, context: 4 };
+        std::thread::scope(|scope| {
+            for comm in farwire::local(2).unwrap() {
+                let (text, settings) = (&text, Settings { model, dp: 2, ..Settings::default() });
+                scope.spawn(move || {
+                    let mut trainer = Trainer::new(&comm, settings, text).unwrap();
+                    for (value, is_finite) in [(1.0, true), (f32::NAN, false), (f32::INFINITY, false)] {
+                        let (mut flow, _) = trainer.gradients().unwrap();
+                        if comm.rank() == 1 {
+                            flow.losses[0] = value;
+                        }
+                        let norm = trainer.norm().unwrap();
+                        let agreed = trainer.agree(&flow, norm, false, 0).unwrap();
+                        assert_eq!(agreed.is_finite, is_finite);
+                        if !is_finite {
+                            let error = trainer.skip(&flow).unwrap_err().to_string();
+                            let says = format!("the loss on rank 1 is {value}");
+                            assert!(error.contains(&says), "{error}");
+                        }
+                    }
+                });
+            }
+        });
     }
 }

@@ -47,6 +47,17 @@ fn write_losses(comm: &Communicator, path: &Path, losses: &[f64]) {
     }
 }
 
+/// After a file of a checkpoint was changed on purpose.
+fn hash_again(folder: &Path, name: &str) {
+    let bytes = std::fs::read(folder.join(name)).unwrap();
+    let hash = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, &bytes);
+    let hex: String = hash.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+    let sums = std::fs::read_to_string(folder.join("SHA256SUMS")).unwrap();
+    let line =
+        |line: &str| if line.ends_with(name) { format!("{hex}  {name}\n") } else { format!("{line}\n") };
+    std::fs::write(folder.join("SHA256SUMS"), sums.lines().map(line).collect::<String>()).unwrap();
+}
+
 #[test]
 fn a_killed_run_goes_on_bit_for_bit() {
     const TEST: &str = "a_killed_run_goes_on_bit_for_bit";
@@ -115,7 +126,7 @@ fn a_run_with_a_measured_codec_goes_on_with_the_same() {
                 };
                 let given = losses(&mut Trainer::new(&comm, settings("int8"), &text).unwrap(), 6);
                 // Whatever was chosen here, the checkpoint shall say that it was int8.
-                let start = Trainer::new(&comm, settings("auto"), &text).unwrap();
+                let mut start = Trainer::new(&comm, settings("auto"), &text).unwrap();
                 start.save(dir, serde_json::Value::Null).unwrap();
                 if comm.rank() == 0 {
                     let path = dir.join("step-00000000").join("job.json");
@@ -124,6 +135,7 @@ fn a_run_with_a_measured_codec_goes_on_with_the_same() {
                     assert_eq!(about["codec"], start.codec().to_string());
                     about["codec"] = "int8 from 4 KiB (2.5×)".into();
                     std::fs::write(&path, about.to_string()).unwrap();
+                    hash_again(&dir.join("step-00000000"), "job.json");
                 }
                 comm.barrier().wait().unwrap();
                 let mut trainer = Trainer::new(&comm, settings("auto"), &text).unwrap();
@@ -183,9 +195,11 @@ fn a_run_goes_on_in_another_layout() {
 /// In one process, for what needs no more.
 #[test]
 fn checkpoints_are_refused_where_they_do_not_fit_and_old_ones_removed() {
+    // As a 64-bit float it is the same as the next.
+    const SEED: u64 = 1 << 53;
     let dir = directory("refused");
     let comm = farwire::local(1).unwrap().remove(0);
-    let alone = Settings { dp: 1, tp: 1, shard_optimizer: false, ..settings() };
+    let alone = Settings { dp: 1, tp: 1, shard_optimizer: false, seed: SEED, ..settings() };
     let text = text();
     let mut trainer = Trainer::new(&comm, alone.clone(), &text).unwrap();
     let none = trainer.resume(&dir).unwrap_err().to_string();
@@ -201,7 +215,7 @@ fn checkpoints_are_refused_where_they_do_not_fit_and_old_ones_removed() {
     kept.sort();
     assert_eq!(kept, ["step-00000003", "step-00000004"]);
     for (other, says) in [
-        (Settings { seed: 2, ..alone.clone() }, "seed"),
+        (Settings { seed: SEED + 1, ..alone.clone() }, "seed"),
         (Settings { learning_rate: 1.0, ..alone.clone() }, "learning rate"),
         (Settings { model: gpt::Config { width: 32, ..alone.model }, ..alone.clone() }, "model"),
     ] {
@@ -209,6 +223,12 @@ fn checkpoints_are_refused_where_they_do_not_fit_and_old_ones_removed() {
         let error = other.resume(&dir).unwrap_err().to_string();
         assert!(error.contains(says) && error.contains("give the same"), "{error}");
     }
+    // Another text, of the same length.
+    let mut altered = text.clone();
+    altered[500] ^= 1;
+    let mut other = Trainer::new(&comm, alone.clone(), &altered).unwrap();
+    let error = other.resume(&dir).unwrap_err().to_string();
+    assert!(error.contains("another text") && error.contains("--data"), "{error}");
     // A whole model's file is a start for any layout.
     let file = dir.join("step-00000004").join("model.safetensors");
     let mut other = Trainer::new(&comm, Settings { seed: 7, ..alone }, &text).unwrap();
@@ -218,5 +238,183 @@ fn checkpoints_are_refused_where_they_do_not_fit_and_old_ones_removed() {
     };
     assert_eq!(values(&trainer), values(&other));
     assert!(other.load_weights(Path::new("/no/such/file")).is_err());
+    std::fs::remove_dir_all(dir).unwrap();
+}
+
+/// The files of a checkpoint of two ranks.
+const FILES: [&str; 6] = [
+    "job.json",
+    "model.safetensors",
+    "optimizer.safetensors",
+    "residuals.rank0.safetensors",
+    "residuals.rank1.safetensors",
+    "SHA256SUMS",
+];
+
+type Harm = fn(&Path);
+
+/// What time, cables and full disks do to files.
+const HARMS: [(&str, Harm); 5] = [
+    ("removed", |path| std::fs::remove_file(path).unwrap()),
+    ("emptied", |path| std::fs::write(path, "").unwrap()),
+    ("truncated", |path| {
+        let bytes = std::fs::read(path).unwrap();
+        std::fs::write(path, &bytes[..bytes.len() / 2]).unwrap();
+    }),
+    ("flipped", |path| {
+        let mut bytes = std::fs::read(path).unwrap();
+        let at = bytes.len() / 2;
+        bytes[at] ^= 1;
+        std::fs::write(path, bytes).unwrap();
+    }),
+    ("a folder", |path| {
+        std::fs::remove_file(path).unwrap();
+        std::fs::create_dir(path).unwrap();
+    }),
+];
+
+/// Every kind of damage to every file, on two ranks of which only rank 0 sees the checkpoints.
+#[test]
+fn a_damaged_checkpoint_is_passed_over_for_the_one_before() {
+    let dir = directory("damaged");
+    let text = text();
+    let settings = Settings { tp: 1, shard_optimizer: false, ..settings() };
+    std::thread::scope(|scope| {
+        for comm in farwire::local(2).unwrap() {
+            let (dir, text, settings) = (&dir, &text, &settings);
+            scope.spawn(move || {
+                let rank = comm.rank();
+                let seen = if rank == 0 { dir.clone() } else { PathBuf::from("/no/such/folder") };
+                let whole = |trainer: &mut Trainer| {
+                    trainer.step(false).unwrap();
+                    trainer.save(dir, serde_json::Value::Null).unwrap();
+                };
+                let mut trainer = Trainer::new(&comm, settings.clone(), text).unwrap();
+                whole(&mut trainer);
+                whole(&mut trainer);
+                let newest = dir.join("step-00000002");
+                for name in FILES {
+                    for (harm, act) in HARMS {
+                        let path = newest.join(name);
+                        let good = std::fs::read(&path).unwrap();
+                        comm.barrier().wait().unwrap();
+                        if rank == 0 {
+                            act(&path);
+                        }
+                        let mut resumed = Trainer::new(&comm, settings.clone(), text).unwrap();
+                        let about = resumed.resume(&seen).unwrap();
+                        assert_eq!(about.step, 1, "{name} {harm}");
+                        assert_eq!(resumed.steps_done(), 1);
+                        let [why] = &about.damaged[..] else { panic!("{name} {harm}: {about:?}") };
+                        assert!(why.starts_with("step-00000002 is damaged: "), "{why}");
+                        assert!(why.contains(name) || why.contains("SHA256SUMS"), "{name} {harm}: {why}");
+                        if (name, harm) == ("job.json", "emptied") {
+                            assert_eq!(why, "step-00000002 is damaged: job.json is empty");
+                        }
+                        comm.barrier().wait().unwrap();
+                        if rank == 0 {
+                            if path.is_dir() {
+                                std::fs::remove_dir(&path).unwrap();
+                            }
+                            std::fs::write(&path, good).unwrap();
+                        }
+                        comm.barrier().wait().unwrap();
+                    }
+                }
+                let mut resumed = Trainer::new(&comm, settings.clone(), text).unwrap();
+                assert_eq!(resumed.resume(&seen).unwrap().damaged, [""; 0], "all is well again");
+                // A run that went back writes the step again, and what was damaged is not kept for good.
+                comm.barrier().wait().unwrap();
+                if rank == 0 {
+                    std::fs::write(newest.join("job.json"), "").unwrap();
+                }
+                resumed.resume(&seen).unwrap();
+                whole(&mut resumed);
+                let mut again = Trainer::new(&comm, settings.clone(), text).unwrap();
+                let about = again.resume(&seen).unwrap();
+                assert_eq!((about.step, about.damaged.len()), (2, 0));
+                // None is whole.
+                comm.barrier().wait().unwrap();
+                if rank == 0 {
+                    for step in ["step-00000001", "step-00000002"] {
+                        std::fs::remove_file(dir.join(step).join("SHA256SUMS")).unwrap();
+                    }
+                }
+                let error = again.resume(&seen).unwrap_err().to_string();
+                for says in ["step-00000001 is damaged", "step-00000002 is damaged", "no SHA256SUMS"] {
+                    assert!(error.contains(says), "{error}");
+                }
+            });
+        }
+    });
+    std::fs::remove_dir_all(dir).unwrap();
+}
+
+/// What is in the way of a checkpoint, or was left by a run that was killed while it wrote one.
+#[test]
+fn a_checkpoint_that_cannot_be_written_is_an_error_and_the_older_ones_stay() {
+    let dir = directory("obstacles");
+    let text = text();
+    let settings = Settings { tp: 1, ..settings() };
+    std::thread::scope(|scope| {
+        for comm in farwire::local(2).unwrap() {
+            let (dir, text, settings) = (&dir, &text, &settings);
+            scope.spawn(move || {
+                let only_first = |act: &dyn Fn()| {
+                    comm.barrier().wait().unwrap();
+                    if comm.rank() == 0 {
+                        act();
+                    }
+                    comm.barrier().wait().unwrap();
+                };
+                let mut trainer = Trainer::new(&comm, settings.clone(), text).unwrap();
+                trainer.save(dir, serde_json::Value::Null).unwrap();
+                trainer.step(false).unwrap();
+                // Half a checkpoint, links, and a file with a checkpoint's name.
+                let half = dir.join(".step-00000001.tmp");
+                let elsewhere = dir.join("elsewhere");
+                only_first(&|| {
+                    std::fs::create_dir(&half).unwrap();
+                    std::fs::write(half.join("model.safetensors"), "half").unwrap();
+                    std::fs::create_dir(&elsewhere).unwrap();
+                    std::fs::write(elsewhere.join("precious"), "kept").unwrap();
+                    std::os::unix::fs::symlink(&elsewhere, dir.join(".step-00000007.tmp")).unwrap();
+                    std::fs::write(dir.join("step-00000001"), "a file").unwrap();
+                });
+                let mut fresh = Trainer::new(&comm, settings.clone(), text).unwrap();
+                let about = fresh.resume(dir).unwrap();
+                assert_eq!((about.step, about.damaged.len()), (0, 1), "{about:?}");
+                trainer.save(dir, serde_json::Value::Null).unwrap();
+                assert_eq!(fresh.resume(dir).unwrap().step, 1);
+                let mut left: Vec<String> = std::fs::read_dir(dir)
+                    .unwrap()
+                    .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+                    .collect();
+                left.sort();
+                assert_eq!(left, ["elsewhere", "step-00000000", "step-00000001"]);
+                assert_eq!(std::fs::read(elsewhere.join("precious")).unwrap(), b"kept");
+                // A file where the folder should be: an error on all ranks.
+                let file = dir.join("elsewhere/precious");
+                let error = trainer.save(&file, serde_json::Value::Null).unwrap_err().to_string();
+                assert!(error.contains("precious"), "{error}");
+                let error = fresh.resume(&file).unwrap_err().to_string();
+                assert!(error.contains("precious"), "{error}");
+                // Another job that writes here.
+                let lock = std::fs::File::open(dir).unwrap();
+                only_first(&|| lock.lock().unwrap());
+                trainer.step(false).unwrap();
+                let error = trainer.save(dir, serde_json::Value::Null).unwrap_err().to_string();
+                assert!(error.contains("another job"), "{error}");
+                only_first(&|| lock.unlock().unwrap());
+                // Weights that cannot be trained further do not take the place of those that can.
+                let param = trainer.params().next().unwrap();
+                let broken = param.var.affine(f64::INFINITY, 0.0).unwrap();
+                param.var.set(&broken).unwrap();
+                let error = trainer.save(dir, serde_json::Value::Null).unwrap_err().to_string();
+                assert!(error.contains("NaN or an infinity"), "{error}");
+                assert_eq!(fresh.resume(dir).unwrap().step, 1);
+            });
+        }
+    });
     std::fs::remove_dir_all(dir).unwrap();
 }

@@ -9,7 +9,7 @@ use common::text;
 use farwire::CodecChoice;
 use farwire::Communicator;
 use farwire_candle::{
-    DataParallel, Group, Init, Params, Pipeline, Segment, Settings, Stage, TrainError, Trainer, gpt,
+    DataParallel, Group, Init, OnNan, Params, Pipeline, Segment, Settings, Stage, TrainError, Trainer, gpt,
 };
 use farwire_train::{PlanError, Schedule};
 
@@ -217,4 +217,181 @@ fn a_sparse_codec_is_phased_in() {
         assert!(!falls(&sent[6..8]) && !falls(&sent[7..9]), "then the codec's own: {sent:?}");
         assert!(trainer.replicas_agree().unwrap());
     });
+}
+
+/// Small, and with matrices that are worth a codec.
+fn small() -> Settings {
+    let model = gpt::Config { layers: 2, heads: 2, width: 32, context: 8 };
+    Settings { model, bucket_bytes: 4 << 10, warm_up: 0, ..settings() }
+}
+
+/// Layouts and codecs in which a NaN may turn up on one rank.
+fn places() -> Vec<Settings> {
+    let codec = |text: &str| text.parse::<CodecChoice>().unwrap();
+    let small = small();
+    vec![
+        Settings { dp: 2, ..small.clone() },
+        Settings { dp: 2, codec: codec("int8"), ..small.clone() },
+        Settings { dp: 2, codec: codec("topk:0.1"), shard_optimizer: true, ..small.clone() },
+        Settings { dp: 2, codec: codec("powersgd:2"), micro_batches: 2, ..small.clone() },
+        Settings { tp: 2, ..small.clone() },
+        Settings { pp: 2, micro_batches: 2, ..small.clone() },
+        Settings { dp: 2, tp: 2, codec: codec("topk:0.1"), shard_optimizer: true, ..small.clone() },
+        Settings { dp: 2, pp: 2, codec: codec("randk:0.1"), ..small },
+    ]
+}
+
+fn weights(trainer: &Trainer) -> Vec<Vec<u32>> {
+    let bits = |tensor: &Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    let of = |var: &Var| bits(var.as_tensor()).into_iter().map(f32::to_bits).collect();
+    trainer.params().map(|param| of(&param.var)).collect()
+}
+
+/// Puts a value into some parameter of this rank; what it held before.
+fn spoil(trainer: &Trainer, value: f32) -> (Var, Tensor) {
+    let param = trainer.params().find(|param| param.name.ends_with("weight")).unwrap();
+    let before = param.var.as_tensor().copy().unwrap();
+    let mut data = before.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+    data.fill(value);
+    param.var.set(&Tensor::from_vec(data, before.shape(), &Device::Cpu).unwrap()).unwrap();
+    (param.var.clone(), before)
+}
+
+#[test]
+fn a_nan_on_one_rank_stops_all_ranks_before_any_weight_moves() {
+    let text = text();
+    for settings in places() {
+        for value in [f32::NAN, f32::INFINITY] {
+            on_threads(settings.ranks(), |comm| {
+                let mut trainer = Trainer::new(&comm, settings.clone(), &text).unwrap();
+                trainer.step(false).unwrap();
+                if comm.rank() + 1 == comm.size() {
+                    spoil(&trainer, value);
+                }
+                let before = weights(&trainer);
+                let error = trainer.step(false).unwrap_err();
+                assert!(matches!(error, TrainError::NotFinite { step: 1, .. }), "{error}");
+                let error = error.to_string();
+                assert!(error.contains("step 2: the gradient of `") && error.contains("on rank "), "{error}");
+                let said: Vec<u64> = error.bytes().map(u64::from).collect();
+                assert!(comm.is_in_sync(&said).unwrap(), "ranks say different things: {error}");
+                assert!(before == weights(&trainer), "{settings:?}");
+            });
+        }
+    }
+}
+
+#[test]
+fn a_skipped_step_moves_nothing_on_any_rank() {
+    let text = text();
+    for (index, settings) in places().into_iter().enumerate() {
+        let settings = Settings { on_nan: OnNan::Skip, ..settings };
+        let dir = |when: &str| {
+            std::env::temp_dir().join(format!("farwire-skip-{index}-{when}-{}", std::process::id()))
+        };
+        on_threads(settings.ranks(), |comm| {
+            let mut trainer = Trainer::new(&comm, settings.clone(), &text).unwrap();
+            for _ in 0..2 {
+                assert_eq!(trainer.step(false).unwrap().skipped, None);
+            }
+            trainer.save(&dir("before"), serde_json::Value::Null).unwrap();
+            let spoiled = (comm.rank() + 1 == comm.size()).then(|| spoil(&trainer, f32::NAN));
+            let report = trainer.step(false).unwrap();
+            assert!(report.skipped.unwrap().contains("the gradient of `"), "{settings:?}");
+            if let Some((var, before)) = spoiled {
+                var.set(&before).unwrap();
+            }
+            assert_eq!((trainer.steps_done(), trainer.steps_skipped()), (3, 1));
+            trainer.save(&dir("after"), serde_json::Value::Null).unwrap();
+            assert!(trainer.replicas_agree().unwrap());
+            let report = trainer.step(false).unwrap();
+            assert!(report.skipped.is_none() && report.loss.is_finite());
+            assert!(trainer.replicas_agree().unwrap());
+        });
+        let names = (0..settings.ranks()).map(|rank| format!("residuals.rank{rank}.safetensors"));
+        for name in names.chain(["model.safetensors".to_owned(), "optimizer.safetensors".to_owned()]) {
+            let read = |when: &str, step: &str| std::fs::read(dir(when).join(step).join(&name)).unwrap();
+            assert!(read("before", "step-00000002") == read("after", "step-00000003"), "{name} {settings:?}");
+        }
+        ["before", "after"].iter().for_each(|when| std::fs::remove_dir_all(dir(when)).unwrap());
+    }
+}
+
+/// A skipped step is not one of the optimizer's, and a run that goes on knows.
+#[test]
+fn a_run_with_a_skipped_step_goes_on_bit_for_bit() {
+    let text = text();
+    let settings = Settings { on_nan: OnNan::Skip, ..small() };
+    let dir = std::env::temp_dir().join(format!("farwire-skipped-{}", std::process::id()));
+    let comm = farwire::local(1).unwrap().remove(0);
+    let mut trainer = Trainer::new(&comm, settings.clone(), &text).unwrap();
+    trainer.step(false).unwrap();
+    let (var, before) = spoil(&trainer, f32::NAN);
+    let report = trainer.step(false).unwrap();
+    var.set(&before).unwrap();
+    trainer.step(false).unwrap();
+    // NaNs in what is kept beside the tensors come back as such.
+    assert!(report.norm.is_nan());
+    trainer.save(&dir, serde_json::to_value(vec![report]).unwrap()).unwrap();
+    let mut resumed = Trainer::new(&comm, settings, &text).unwrap();
+    let about = resumed.resume(&dir).unwrap();
+    assert_eq!((about.step, about.skipped, resumed.steps_skipped()), (3, 1, 1));
+    let reports: Vec<farwire_candle::StepReport> = serde_json::from_value(about.notes).unwrap();
+    assert!(reports[0].norm.is_nan() && reports[0].skipped.is_some());
+    for _ in 0..3 {
+        let (one, other) = (trainer.step(false).unwrap(), resumed.step(false).unwrap());
+        assert_eq!(one.loss.to_bits(), other.loss.to_bits());
+    }
+    assert!(weights(&trainer) == weights(&resumed));
+    std::fs::remove_dir_all(dir).unwrap();
+}
+
+#[test]
+fn a_run_that_only_skips_ends_with_an_error() {
+    let text = text();
+    let model = gpt::Config { layers: 1, heads: 1, width: 8, context: 4 };
+    let settings = Settings { model, dp: 2, on_nan: OnNan::Skip, ..settings() };
+    on_threads(2, |comm| {
+        let mut trainer = Trainer::new(&comm, settings.clone(), &text).unwrap();
+        if comm.rank() == 1 {
+            spoil(&trainer, f32::NAN);
+        }
+        for _ in 0..99 {
+            assert!(trainer.step(false).unwrap().skipped.is_some());
+        }
+        let error = trainer.step(false).unwrap_err().to_string();
+        assert!(error.contains("100 steps in a row") && error.contains("on rank 1"), "{error}");
+    });
+}
+
+/// For models of one's own: all replicas get the error, nothing has changed, and the next step works.
+#[test]
+fn replicas_of_a_plain_model_are_told_of_a_nan_and_go_on() {
+    for codec in ["none", "topk:0.1"] {
+        on_threads(2, |comm| {
+            let var = |name: &str| {
+                let ones = Tensor::ones(2048, candle_core::DType::F32, &Device::Cpu).unwrap();
+                (name.to_owned(), Var::from_tensor(&ones).unwrap())
+            };
+            let vars = [var("a"), var("b")];
+            let mut replicas = DataParallel::new(&comm, vars.clone(), codec.parse().unwrap()).unwrap();
+            let mut average = |factor: f32| {
+                let factor = Tensor::full(factor, 2048, &Device::Cpu).unwrap();
+                let loss = (vars[0].1.as_tensor() + (vars[1].1.as_tensor() * factor).unwrap()).unwrap();
+                let mut gradients = loss.sum_all().unwrap().backward().unwrap();
+                let result = replicas.average(&mut gradients).map(|_| ());
+                (result, gradients.get(&vars[0].1).unwrap().to_vec1::<f32>().unwrap())
+            };
+            average(1.0).0.unwrap();
+            let (result, gradient) = average(if comm.rank() == 0 { f32::NAN } else { 1.0 });
+            let error = result.unwrap_err().to_string();
+            assert!(error.contains("step 2: the gradient of `b` on rank 0 is NaN"), "{error}");
+            assert_eq!(gradient, [1.0; 2048], "as it was");
+            average(1.0).0.unwrap();
+            // Finite, all of them; but not their sum.
+            let error = average(f32::MAX).0.unwrap_err().to_string();
+            assert!(error.contains("`b`"), "{error}");
+            average(1.0).0.unwrap();
+        });
+    }
 }

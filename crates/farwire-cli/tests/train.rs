@@ -38,6 +38,14 @@ fn losses(lines: &[Value]) -> Vec<(u64, f64)> {
     steps.map(|line| (line["step"].as_u64().unwrap(), line["loss"].as_f64().unwrap())).collect()
 }
 
+/// The folders and files in a folder, hidden ones too.
+fn names(dir: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(dir).unwrap();
+    let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    names.sort();
+    names
+}
+
 struct Folder(PathBuf);
 
 impl Folder {
@@ -161,9 +169,114 @@ fn an_interrupted_run_leaves_a_checkpoint_and_goes_on() {
     assert_eq!(lines.last().unwrap()["steps"], 60, "the report has the whole run");
 }
 
+/// With a learning rate that no model survives: the first update ruins it, the second step shows it.
+#[test]
+fn a_run_that_diverges_stops_with_an_error_and_keeps_its_good_checkpoints() {
+    let dir = Folder::new("diverges");
+    for layout in ["--codec none", "--codec int8", "--codec topk:0.1 --shard-optimizer", "--tp 2", "--pp 2"] {
+        let job = format!("--ranks 2 {layout} --lr 1e9 --steps 30 --checkpoint kept --checkpoint-every 1");
+        let output = farwire(&dir.0, &job);
+        let said = text(&output.stderr);
+        assert!(!output.status.success(), "{layout}: {}", text(&output.stdout));
+        for says in ["step 2: the gradient of `", "on rank ", "no weight has moved"] {
+            assert!(said.contains(says), "{layout}: {said}");
+        }
+        assert!(!said.contains("panicked"), "{said}");
+        assert_eq!(names(&dir.0.join("kept")), ["step-00000001"], "{layout}");
+        std::fs::remove_dir_all(dir.0.join("kept")).unwrap();
+    }
+}
+
+/// A run's history has NaNs then, for which JSON has no number; they must not cost the rest of it.
+#[test]
+fn skipped_steps_are_counted_and_a_run_with_some_can_be_resumed() {
+    let dir = Folder::new("skips");
+    let job = "--ranks 4 --tp 2 --codec topk:0.1 --shard-optimizer --lr 1e9 --on-nan skip --checkpoint kept";
+    let lines = json(&dir.0, &format!("{job} --steps 6"));
+    let skipped: Vec<bool> = lines[..6].iter().map(|line| line["skipped"].is_string()).collect();
+    assert_eq!(skipped, [false, true, true, true, true, true]);
+    assert_eq!(lines[6]["skipped"], 5);
+    assert!(lines[5]["norm"].is_string(), "not a number in JSON: {}", lines[5]);
+    let weights =
+        |step: &str| std::fs::read(dir.0.join("kept").join(step).join("model.safetensors")).unwrap();
+    let before = weights("step-00000006");
+    let output = farwire(&dir.0, &format!("{job} --steps 8 --resume"));
+    let said = text(&output.stdout);
+    assert!(output.status.success(), "{said}{}", text(&output.stderr));
+    assert!(said.contains("step 8/8 loss") && said.contains("  skipped 7\n"), "{said}");
+    assert!(said.contains("skipped 7 of these steps; the last one, since the gradient of `"), "{said}");
+    assert!(before == weights("step-00000008"), "nothing moves");
+    let page = std::fs::read_to_string(dir.0.join("report.html")).unwrap();
+    assert!(page.contains("7 of these steps were skipped"), "the report says so");
+    assert!(!page.contains("NaN,") && !page.contains(",NaN"), "all places are numbers");
+    let lines = json(&dir.0, &format!("{job} --steps 9 --resume"));
+    assert_eq!(lines.last().unwrap()["steps"], 9, "the whole history");
+}
+
+#[test]
+fn a_damaged_checkpoint_is_named_and_the_one_before_taken() {
+    let dir = Folder::new("damaged");
+    let job = "--ranks 2 --seed 9007199254740992 --checkpoint kept --checkpoint-every 2";
+    let whole = losses(&json(&dir.0, &format!("{job} --steps 6")));
+    std::fs::write(dir.0.join("kept/step-00000006/job.json"), "").unwrap();
+    let output = farwire(&dir.0, &format!("{job} --steps 6 --resume --json"));
+    let said = text(&output.stderr);
+    assert!(output.status.success(), "{said}");
+    let says = "checkpoint step-00000006 is damaged: job.json is empty; resuming from step-00000004";
+    assert_eq!(said.matches(says).count(), 1, "once: {said}");
+    let stdout = text(&output.stdout);
+    let lines: Vec<Value> = stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(losses(&lines), whole[4..]);
+    assert_eq!(names(&dir.0.join("kept")), ["step-00000004", "step-00000006"]);
+    // Another text, another seed (by its last bit), and a new run in a used folder.
+    std::fs::write(dir.0.join("data.txt"), "a text of one's own, again and again. ".repeat(50)).unwrap();
+    for (arguments, says) in [
+        (format!("{job} --steps 8 --resume --data data.txt"), "another text"),
+        (
+            format!("{job} --steps 8 --resume").replace("740992", "740993"),
+            "seed 9007199254740992, not 9007199254740993",
+        ),
+        (format!("{job} --steps 8"), "is a checkpoint of another run"),
+    ] {
+        let output = farwire(&dir.0, &arguments);
+        let said = text(&output.stderr);
+        assert!(!output.status.success() && said.contains(says), "`{arguments}`: {said}");
+    }
+    assert_eq!(names(&dir.0.join("kept")), ["step-00000004", "step-00000006"], "nothing was touched");
+}
+
+/// As on a full disk: a limit on a file's length stands in for it, which stops the larger of the files.
+#[test]
+fn a_full_disk_is_an_error_and_the_older_checkpoint_stays() {
+    let dir = Folder::new("full");
+    let job = "--ranks 1 --checkpoint kept --checkpoint-every 2";
+    let lines = json(&dir.0, &format!("{job} --steps 2"));
+    assert_eq!(lines.len(), 3);
+    let longest = std::fs::metadata(dir.0.join("kept/step-00000002/optimizer.safetensors")).unwrap().len();
+    let limited = format!(
+        "trap '' XFSZ; ulimit -f {}; exec \"$0\" \"$@\"",
+        longest / 512 - 8 // in blocks of 512 bytes
+    );
+    let plain = command(&dir.0, &format!("{job} --steps 4 --resume"));
+    let output = Command::new("sh")
+        .current_dir(&dir.0)
+        .args(["-c", &limited])
+        .arg(plain.get_program())
+        .args(plain.get_args())
+        .output()
+        .unwrap();
+    let said = text(&output.stderr);
+    assert!(!output.status.success() && said.contains("optimizer.safetensors"), "{said}");
+    assert!(said.contains("File too large") && !said.contains("panicked"), "{said}");
+    assert_eq!(names(&dir.0.join("kept")), ["step-00000002"], "no half of one");
+    let lines = json(&dir.0, &format!("{job} --steps 4 --resume"));
+    assert_eq!(losses(&lines).len(), 2);
+}
+
 #[test]
 fn wrong_flags_are_refused_with_what_to_use() {
     let dir = Folder::new("wrong");
+    std::fs::write(dir.0.join("a-file"), "not a folder").unwrap();
     for (arguments, says) in [
         ("--ranks 4 --dp 3", "is not 4 ranks"),
         ("--ranks 4 --tp 3", "does not divide 4 ranks"),
@@ -175,10 +288,14 @@ fn wrong_flags_are_refused_with_what_to_use() {
         ("--ranks 2 --pp 2 --schedule interleaved --micro-batches 2", "use a multiple of 4 layers"),
         ("--lr 0", "use a number above 0"),
         ("--resume", "--checkpoint"),
+        ("--on-nan ignore", "neither stop nor skip"),
         ("--data /no/such/file", "could not read /no/such/file"),
         ("--ranks 1 --checkpoint none-here --resume --report r.html", "start without resuming"),
         ("--ranks 1 --steps 1 --report /no/such/folder/r.html", "could not write"),
         ("--ranks 1 --init /no/such/file", "/no/such/file"),
+        ("--ranks 2 --checkpoint a-file", "a-file: Not a directory"),
+        ("--ranks 2 --checkpoint a-file/below", "Not a directory"),
+        ("--ranks 2 --checkpoint a-file --resume", "a-file: Not a directory"),
     ] {
         let output = farwire(&dir.0, arguments);
         let said = text(&output.stderr);

@@ -45,6 +45,9 @@ use safetensors::{Dtype, SafeTensors};
 
 use crate::job::Residual;
 
+mod savepoint;
+pub use savepoint::Savepoint;
+
 /// The residuals of all tensors of one rank.
 #[derive(Debug, Default)]
 pub struct ErrorFeedback {

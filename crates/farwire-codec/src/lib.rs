@@ -91,7 +91,7 @@ pub use block::{BlockQuantiser, Format, Rounding};
 pub use cast::Cast;
 pub use custom::{Codec, Opaque};
 pub use error::{DecodeError, EncodeError};
-pub use feedback::{ErrorFeedback, FeedbackError, Norms, Owed, Transaction};
+pub use feedback::{ErrorFeedback, FeedbackError, Norms, Owed, Savepoint, Transaction};
 pub use identity::Identity;
 pub use job::{Context, Encoded, Job, Partitioned, Place, Residual, Role, Values};
 pub use kept::ValueCoding;

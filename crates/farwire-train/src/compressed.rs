@@ -43,6 +43,10 @@ impl Compressed {
 }
 
 impl Reducer for Compressed {
+    fn group(&self) -> &Communicator {
+        &self.group
+    }
+
     fn at_step(&mut self, step: u64) {
         self.step = step;
     }

@@ -11,6 +11,9 @@
 //! ```
 //!
 //! Buckets start in the same order on every rank, whatever order gradients come in.
+//!
+//! A step counts as a whole or not at all: if one bucket fails, or holds a NaN, then what error
+//! feedback owes for all the others is what it was before the step, and the next step can begin.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -20,13 +23,19 @@ use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
-use farwire::{Communicator, Error, ErrorFeedback, Pending, ReduceOp};
+use farwire::{
+    Communicator, Error, ErrorFeedback, ExchangeError as CodecError, Pending, ReduceOp, Savepoint,
+};
 
+use crate::finite::{self, Cause, Element, NotFinite};
 use crate::plan::Plan;
 use crate::rules::Rules;
 
 /// How a bucket becomes its mean over all replicas: the one place where compression comes in.
 pub trait Reducer {
+    /// The ranks between which buckets are reduced.
+    fn group(&self) -> &Communicator;
+
     /// Starts the reduction of a bucket. All ranks start the same buckets in the same order.
     fn start(&mut self, bucket: &Bucket, data: Vec<f32>) -> Pending<Vec<f32>>;
 
@@ -48,6 +57,10 @@ pub trait Reducer {
 }
 
 impl<R: Reducer + ?Sized> Reducer for Box<R> {
+    fn group(&self) -> &Communicator {
+        (**self).group()
+    }
+
     fn start(&mut self, bucket: &Bucket, data: Vec<f32>) -> Pending<Vec<f32>> {
         (**self).start(bucket, data)
     }
@@ -78,6 +91,10 @@ pub const DENSE: &str = "none";
 pub struct Dense(pub Communicator);
 
 impl Reducer for Dense {
+    fn group(&self) -> &Communicator {
+        &self.0
+    }
+
     fn start(&mut self, _: &Bucket, data: Vec<f32>) -> Pending<Vec<f32>> {
         self.0.all_reduce(data, ReduceOp::Mean)
     }
@@ -120,6 +137,9 @@ impl Bucket {
 /// Collects gradients and exchanges them.
 ///
 /// One step: [`begin`](Self::begin), [`add`](Self::add) every gradient, [`finish`](Self::finish), read [`gradients`](Self::gradients).
+///
+/// Where more ranks than the replicas have to agree whether a step counts, [`wait`](Self::wait) takes
+/// the place of `finish`, and [`commit`](Self::commit) or [`roll_back`](Self::roll_back) follows.
 #[derive(Debug)]
 pub struct Exchange<R> {
     reducer: R,
@@ -132,6 +152,12 @@ pub struct Exchange<R> {
     /// How often each parameter may still come, in this step.
     rounds: usize,
     running: Vec<Running>,
+    /// What was owed before the step, until the step counts.
+    before: Option<Savepoint>,
+    /// Whether every mean of this step is finite.
+    is_finite: bool,
+    /// What this rank knows to be not finite, first of all.
+    cause: Option<Cause>,
     /// Spent in starting reductions, in this step.
     handing_over: Duration,
     begun: Instant,
@@ -175,6 +201,15 @@ pub enum ExchangeError {
         "parameter `{0}` got no gradient in this step; check that the loss depends on it and that every operation between has a backward"
     )]
     Missing(String),
+    /// A NaN or an infinity. All replicas get the same error, and can go on with the next step.
+    #[error("{0}; nothing has changed: skip this step on all ranks, or stop")]
+    NotFinite(NotFinite),
+    /// A NaN or an infinity, and then ranks could not tell each other whose.
+    #[error("a gradient is not finite, and ranks could not find out whose: {error}")]
+    NotFound {
+        /// Why not.
+        error: Error,
+    },
     /// The reduction failed.
     #[error("bucket `{bucket}`: {error}")]
     Reduce {
@@ -255,6 +290,9 @@ impl<R: Reducer> Exchange<R> {
             missing,
             rounds: 0,
             running: Vec::new(),
+            before: None,
+            is_finite: true,
+            cause: None,
             handing_over: Duration::ZERO,
             begun,
         }
@@ -275,10 +313,12 @@ impl<R: Reducer> Exchange<R> {
         &self.buckets
     }
 
-    /// Begins a step in which each parameter gets `rounds` gradients, one per micro-batch, which are added up.
+    /// Begins a step in which each parameter gets `rounds` gradients, one per micro-batch, which are added up. A step before it that was not finished is rolled back.
     pub fn begin(&mut self, rounds: usize) {
+        self.roll_back();
+        self.before = self.reducer.feedback().map(ErrorFeedback::savepoint);
+        (self.is_finite, self.cause) = (true, None);
         self.rounds = rounds;
-        self.running.clear();
         self.handing_over = Duration::ZERO;
         self.places.values_mut().for_each(|place| place.come = 0);
         for (bucket, (data, missing)) in self.buckets.iter().zip(self.data.iter_mut().zip(&mut self.missing))
@@ -303,31 +343,119 @@ impl<R: Reducer> Exchange<R> {
         }
         place.come += 1;
         let sum = &mut self.data[place.bucket][range.clone()];
-        sum.iter_mut().zip(gradient).for_each(|(sum, x)| *sum += x);
+        if !finite::add(sum, gradient) && self.cause.is_none() {
+            self.cause = Element::first(name, sum).map(Cause::Gradient);
+        }
         self.missing[place.bucket] -= 1;
         self.send_full_ones();
         Ok(())
     }
 
     /// Waits until every bucket is the mean over all replicas.
+    ///
+    /// The step counts only if it succeeds. If it fails, all that is owed is as it was before the
+    /// step, of every bucket. A NaN or an infinity is an error, the same one on all replicas, and the
+    /// next step can begin.
     pub fn finish(&mut self) -> Result<Summary, ExchangeError> {
+        let summary = self.wait()?;
+        if self.is_finite {
+            self.commit();
+            return Ok(summary);
+        }
+        self.roll_back();
+        match NotFinite::find(self.reducer.group(), self.cause.as_ref()) {
+            Ok(found) => Err(ExchangeError::NotFinite(found)),
+            Err(error) => Err(ExchangeError::NotFound { error }),
+        }
+    }
+
+    /// Waits for every bucket, without a decision whether the step counts: that is for
+    /// [`commit`](Self::commit) and [`roll_back`](Self::roll_back). Gradients may not be finite; see
+    /// [`is_finite`](Self::is_finite).
+    pub fn wait(&mut self) -> Result<Summary, ExchangeError> {
         if let Some(late) = self.missing.iter().position(|missing| *missing > 0) {
             let parts = self.buckets[late].parts.iter();
             let name = parts.map(|part| &part.name).find(|name| self.places[*name].come < self.rounds);
-            return Err(ExchangeError::Missing(name.cloned().unwrap_or_default()));
+            let error = ExchangeError::Missing(name.cloned().unwrap_or_default());
+            self.roll_back();
+            return Err(error);
         }
         let waited = Instant::now();
         let mut summary = Summary::default();
+        let mut failed = None;
+        // Every one is waited for, also after an error: the next step starts where all have ended.
         for (index, running) in std::mem::take(&mut self.running).into_iter().enumerate() {
-            let name = self.buckets[index].name.clone();
+            let bucket = &self.buckets[index];
             let (started, result, ended) = running.wait();
-            self.data[index] =
-                result.map_err(|error| ExchangeError::Reduce { bucket: name.clone(), error })?;
+            self.data[index] = match result {
+                Ok(mean) => mean,
+                Err(error) => {
+                    match self.not_finite(&error) {
+                        Some(cause) => self.cause = self.cause.take().or(Some(cause)),
+                        None => failed = failed.or(Some((index, error))),
+                    }
+                    vec![f32::NAN; bucket.len()]
+                }
+            };
             let (start, end) = (started - self.begun, ended.saturating_duration_since(self.begun));
-            summary.buckets.push(Span { name, start, end });
+            summary.buckets.push(Span { name: bucket.name.clone(), start, end });
+        }
+        if let Some((index, error)) = failed {
+            self.roll_back();
+            return Err(ExchangeError::Reduce { bucket: self.buckets[index].name.clone(), error });
+        }
+        self.is_finite = self.data.iter().all(|mean| finite::is_finite(mean));
+        if !self.is_finite && self.cause.is_none() {
+            let first = self.gradients().find_map(|(name, mean)| Element::first(name, mean));
+            self.cause = first.map(Cause::Mean);
         }
         (summary.handing_over, summary.waiting) = (self.handing_over, waited.elapsed());
         Ok(summary)
+    }
+
+    /// Whether all gradients of the step that was waited for are finite: the same on all replicas.
+    pub fn is_finite(&self) -> bool {
+        self.is_finite
+    }
+
+    /// What this rank knows to be not finite in this step: see [`NotFinite::find`].
+    pub fn cause(&self) -> Option<&Cause> {
+        self.cause.as_ref()
+    }
+
+    /// The step counts: what codecs left out of it is owed from now on.
+    pub fn commit(&mut self) {
+        self.before.take().into_iter().for_each(Savepoint::release);
+    }
+
+    /// The step does not count: what was owed before it is owed again. Waits for what is under way.
+    pub fn roll_back(&mut self) {
+        // What ends later would still change what is owed.
+        std::mem::take(&mut self.running).into_iter().for_each(|running| drop(running.wait()));
+        drop(self.before.take());
+    }
+
+    /// What a codec refused because it is not finite; none if it failed for another reason.
+    fn not_finite(&self, error: &Error) -> Option<Cause> {
+        let Error::NotEncodable { error: source, .. } = error else { return None };
+        let element = |parameter: &str, index: u64| Element {
+            parameter: parameter.to_owned(),
+            index,
+            value: f32::INFINITY,
+        };
+        match source {
+            // Its own gradient was found to be finite: with what it owed, it is not.
+            CodecError::NotFinite { rank, tensor, element: index }
+                if *rank == self.reducer.group().rank() =>
+            {
+                Some(Cause::Gradient(element(tensor, *index)))
+            }
+            CodecError::NotFinite { tensor, element: index, .. }
+            | CodecError::Overflow { tensor, element: index, .. } => {
+                Some(Cause::Mean(element(tensor, *index)))
+            }
+            _ => None,
+        }
     }
 
     /// The gradients of the step that has finished.
@@ -428,7 +556,9 @@ impl Running {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::compressed::Compressed;
     use crate::plan::Entry;
+    use farwire::CodecSpec;
     use proptest::prelude::*;
 
     fn plan(sizes: &[(&str, usize)]) -> Plan {
@@ -492,6 +622,162 @@ mod tests {
             Err(ExchangeError::Missing(name)) => assert_eq!(name, "a"),
             other => panic!("{other:?}"),
         }
+    }
+
+    const LENGTH: usize = 1500;
+    const NAMES: [&str; 5] = ["a", "b", "c", "d", "e"];
+
+    /// Five parameters of a bucket each, through a codec that leaves much out.
+    fn five(comm: &Communicator, codec: &str) -> Exchange<Compressed> {
+        let codec: CodecSpec = codec.parse().unwrap();
+        let group = Rules::new(codec.to_string());
+        let reducer = Compressed::new(comm, codec.into());
+        Exchange::new(reducer, &plan(&NAMES.map(|name| (name, LENGTH))), 0, &group)
+    }
+
+    fn step(
+        exchange: &mut Exchange<Compressed>,
+        gradient: impl Fn(&str, usize) -> f32,
+    ) -> Result<Vec<Vec<f64>>, ExchangeError> {
+        exchange.begin(1);
+        for name in NAMES {
+            let gradient: Vec<f32> = (0..LENGTH).map(|index| gradient(name, index)).collect();
+            exchange.add(name, &gradient)?;
+        }
+        exchange.finish()?;
+        let wide = |mean: &[f32]| mean.iter().map(|x| f64::from(*x)).collect();
+        Ok(exchange.gradients().map(|(_, mean)| wide(mean)).collect())
+    }
+
+    fn owed(exchange: &Exchange<Compressed>) -> Vec<u8> {
+        exchange.reducer().feedback().unwrap().to_bytes()
+    }
+
+    /// Every other bucket had committed what it left out of a mean that nobody got.
+    #[test]
+    fn one_failed_bucket_loses_no_gradient_of_the_others() {
+        const RANKS: usize = 3;
+        std::thread::scope(|scope| {
+            for comm in farwire::local(RANKS).unwrap() {
+                scope.spawn(move || {
+                    let mut exchange = five(&comm, "topk:0.1,values=f32");
+                    let rank = comm.rank();
+                    let good = |turn: usize| {
+                        move |name: &str, index: usize| {
+                            let seed = name.len() * 31 + name.as_bytes()[0] as usize;
+                            ((index * 7919 + seed * 104_729 + turn * 31 + rank * 17) % 1000) as f32 / 64.0
+                        }
+                    };
+                    let mut came = vec![vec![0.0; LENGTH]; NAMES.len()];
+                    let mut take = |means: Vec<Vec<f64>>| {
+                        let all = came.iter_mut().flatten().zip(means.into_iter().flatten());
+                        all.for_each(|(sum, mean)| *sum += mean);
+                    };
+                    take(step(&mut exchange, good(0)).unwrap());
+                    let before = owed(&exchange);
+                    for value in [f32::NAN, f32::INFINITY] {
+                        let spoiled = |name: &str, index: usize| {
+                            let spoils = rank == 1 && name == "d" && index == 40;
+                            if spoils { value } else { good(9)(name, index) }
+                        };
+                        let error = step(&mut exchange, spoiled).unwrap_err().to_string();
+                        let says = format!("the gradient of `d` on rank 1 is {value} at element 40");
+                        assert!(error.contains(&says), "{error}");
+                        assert!(owed(&exchange) == before, "rank {rank} owes something else");
+                    }
+                    take(step(&mut exchange, good(1)).unwrap());
+                    // Until nothing is owed any more.
+                    let settled = |exchange: &Exchange<Compressed>| {
+                        let feedback = exchange.reducer().feedback().unwrap();
+                        let owes = |name: &str| {
+                            let norms = feedback.norms(name).unwrap();
+                            norms.worker + norms.owner
+                        };
+                        let mine = NAMES.map(owes).iter().sum::<f64>();
+                        comm.all_reduce(vec![mine], ReduceOp::Sum).wait().unwrap()[0] == 0.0
+                    };
+                    for turn in 0.. {
+                        if settled(&exchange) {
+                            break;
+                        }
+                        assert!(turn < 100, "what is owed never comes");
+                        take(step(&mut exchange, |_, _| 0.0).unwrap());
+                    }
+                    let mine = NAMES.iter().flat_map(|name| {
+                        (0..LENGTH).map(|index| good(0)(name, index) + good(1)(name, index))
+                    });
+                    let all = comm.all_reduce(mine.collect::<Vec<f32>>(), ReduceOp::Sum).wait().unwrap();
+                    for (came, given) in came.iter().flatten().zip(all) {
+                        let (came, given) = (came * RANKS as f64, f64::from(given));
+                        assert!((came - given).abs() <= given.abs() / f64::from(1 << 20), "{came} {given}");
+                    }
+                });
+            }
+        });
+    }
+
+    /// Found in the means, which all replicas have: also of finite gradients whose sum is not.
+    #[test]
+    fn a_mean_that_is_not_finite_is_an_error_that_names_rank_and_parameter() {
+        for codec in ["none", "int8", "topk:0.1", "randk:0.1", "sign", "powersgd:2", "bf16"] {
+            std::thread::scope(|scope| {
+                for comm in farwire::local(2).unwrap() {
+                    scope.spawn(move || {
+                        let mut exchange = five(&comm, codec);
+                        let before = owed(&exchange);
+                        let rank = comm.rank();
+                        let nan = |name: &str, index: usize| match (rank, name, index) {
+                            (1, "b", 7) => f32::NAN,
+                            _ => 1.0,
+                        };
+                        let error = step(&mut exchange, nan).unwrap_err();
+                        assert!(matches!(error, ExchangeError::NotFinite(_)), "{codec}: {error}");
+                        let says = "the gradient of `b` on rank 1 is NaN at element 7";
+                        assert!(error.to_string().contains(says), "{codec}: {error}");
+                        assert!(owed(&exchange) == before, "{codec}");
+                        let large = |name: &str, _| if name == "c" { f32::MAX } else { 1.0 };
+                        match step(&mut exchange, large) {
+                            Err(error) => {
+                                assert!(matches!(error, ExchangeError::NotFinite(_)), "{codec}: {error}");
+                                assert!(error.to_string().contains("of `c`"), "{codec}: {error}");
+                                assert!(owed(&exchange) == before, "{codec}");
+                            }
+                            // A codec may hold back what is too large.
+                            Ok(means) => {
+                                assert!(codec != "none" && means.iter().flatten().all(|x| x.is_finite()));
+                                return;
+                            }
+                        }
+                        step(&mut exchange, |_, _| 1.0).unwrap();
+                    });
+                }
+            });
+        }
+    }
+
+    /// What was begun and given up holds residuals, and its messages, until it has ended.
+    #[test]
+    fn a_step_that_was_given_up_half_way_leaves_nothing_behind() {
+        std::thread::scope(|scope| {
+            for comm in farwire::local(2).unwrap() {
+                scope.spawn(move || {
+                    let mut exchange = five(&comm, "topk:0.1");
+                    step(&mut exchange, |_, index| index as f32).unwrap();
+                    let before = owed(&exchange);
+                    exchange.begin(1);
+                    exchange.add("a", &[1.0; LENGTH]).unwrap();
+                    exchange.add("b", &[1.0; LENGTH]).unwrap();
+                    assert!(matches!(exchange.finish(), Err(ExchangeError::Missing(name)) if name == "c"));
+                    assert!(owed(&exchange) == before);
+                    exchange.begin(1);
+                    exchange.add("a", &[1.0; LENGTH]).unwrap();
+                    exchange.roll_back();
+                    assert!(owed(&exchange) == before);
+                    step(&mut exchange, |_, _| 1.0).unwrap();
+                    assert!(owed(&exchange) != before);
+                });
+            }
+        });
     }
 
     #[test]

@@ -5,6 +5,7 @@
 //! - [`Mesh`]: named axes over a communicator, such as `dp` × `tp` × `pp`.
 //! - [`Plan`]: which parameters there are, compared between ranks at the start.
 //! - [`Exchange`]: gradients become buckets, and buckets are reduced while backward still runs. [`Reducer`] is the one place that knows how, [`Compressed`] does it through a codec, which [`PhaseIn`] lets begin gently.
+//! - [`NotFinite`]: which rank had a NaN, and in which gradient.
 //! - [`global_norm`]: one number for a gradient that lies on many ranks.
 //! - [`Schedule`]: which micro-batch a pipeline stage works on when, as a list of actions; [`simulate()`] runs such lists in virtual time.
 //! - [`Rules`]: settings by parameter name (`*.bias`).
@@ -13,6 +14,7 @@
 
 mod compressed;
 mod exchange;
+mod finite;
 mod mesh;
 mod norm;
 mod phase_in;
@@ -23,6 +25,7 @@ mod simulate;
 
 pub use compressed::{Compressed, DENSE_BELOW};
 pub use exchange::{Bucket, DENSE, Dense, Exchange, ExchangeError, Part, Reducer, Span, Summary};
+pub use finite::{Cause, Element, NotFinite};
 pub use mesh::{Mesh, MeshError};
 pub use norm::{Squares, global_norm};
 pub use phase_in::PhaseIn;

@@ -56,7 +56,7 @@ pub use farwire_codec as codec;
 pub use farwire_codec::exchange::{ExchangeError, OrderError};
 pub use farwire_codec::{
     Codec, CodecSpec, Context, DecodeError, ErrorFeedback, FeedbackError, Norms, Owed, Place as CodedPlace,
-    SpecError, Transaction,
+    Savepoint, SpecError, Transaction,
 };
 pub use farwire_proto::{
     Algorithm, CallError, Called, CommId, Config, DType, Epoch, Fault, Fingerprint, Kind, OpError, OpSeq,

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use farwire::{CodecChoice, Communicator, EnvError, Place};
 use farwire_candle::gpt::{Config, Writer};
-use farwire_candle::{Settings, StepReport, TrainError, Trainer, embedded};
+use farwire_candle::{OnNan, Settings, StepReport, TrainError, Trainer, embedded};
 use farwire_train::{PhaseIn, Schedule};
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -105,16 +105,19 @@ pub(crate) struct Args {
     /// Keep the optimizer's state of each parameter on one replica only (ZeRO-1).
     #[arg(long)]
     shard_optimizer: bool,
+    /// What to do about a loss or gradient that is a NaN or an infinity: stop, or skip the step on all ranks, so that nothing moves (100 in a row are an error). No weight moves either way.
+    #[arg(long, value_name = "stop|skip", default_value_t)]
+    on_nan: OnNan,
     /// Start from these weights: a safetensors file of the whole model, on rank 0's machine.
     #[arg(long, value_name = "FILE", conflicts_with = "resume")]
     init: Option<PathBuf>,
-    /// Keep checkpoints here, on rank 0's machine.
+    /// Keep checkpoints here, on rank 0's machine: the newest two. A new run needs a folder without any.
     #[arg(long, value_name = "DIR")]
     checkpoint: Option<PathBuf>,
     /// Steps between checkpoints; there is always one at the end.
     #[arg(long, default_value = "100", value_parser = clap::value_parser!(u32).range(1..), requires = "checkpoint")]
     checkpoint_every: u32,
-    /// Go on from the newest checkpoint.
+    /// Go on from the newest checkpoint that is whole, with the same data, seed and settings.
     #[arg(long, requires = "checkpoint")]
     resume: bool,
     /// Where the report goes.
@@ -160,6 +163,8 @@ pub(crate) enum TrainCommandError {
     Report { path: PathBuf, source: std::io::Error },
     #[error("rank 0 could not read {0}")]
     DataElsewhere(PathBuf),
+    #[error("the checkpoint's notes are not the steps of a run: {0}; start without --resume")]
+    Notes(serde_json::Error),
     #[error("could not write the result: {0}")]
     Output(#[from] std::io::Error),
     #[error(transparent)]
@@ -225,6 +230,7 @@ impl Args {
             dense_steps: self.dense_steps.map_or(dense as usize, |steps| steps as usize),
             falling_steps: self.falling_steps.map_or(falling as usize, |steps| steps as usize),
             shard_optimizer: self.shard_optimizer,
+            on_nan: self.on_nan,
             ..Settings::default()
         })
     }
@@ -299,16 +305,18 @@ fn train(
     if let Some(path) = &args.init {
         trainer.load_weights(path)?;
     }
-    let before = match (args.resume, &args.checkpoint) {
-        (true, Some(dir)) => serde_json::from_value::<Vec<StepReport>>(trainer.resume(dir)?.notes),
-        _ => Ok(Vec::new()),
+    let before = match &args.checkpoint {
+        Some(dir) if args.resume => go_on(&mut trainer, dir)?,
+        Some(dir) => trainer.prepare_checkpoints(dir).map(|()| Vec::new())?,
+        None => Vec::new(),
     };
-    let mut run = Run { steps: before.unwrap_or_default(), ..Run::new(&trainer) };
+    let mut run = Run { steps: before, ..Run::new(&trainer) };
     view.begin(&run, &trainer)?;
     while trainer.steps_done() < steps && !run.stopped {
         let report = trainer.step(stop.load(Ordering::Relaxed))?;
         run.stopped = report.stop;
         run.seconds += report.times.total;
+        run.skipped = trainer.steps_skipped();
         view.step(&run, &report)?;
         run.steps.push(report);
         let done = trainer.steps_done();
@@ -316,7 +324,7 @@ fn train(
         if let Some(dir) = &args.checkpoint
             && (last || done.is_multiple_of(args.checkpoint_every as usize))
         {
-            save(&trainer, dir, &run)?;
+            save(&mut trainer, dir, &run)?;
         }
     }
     run.trace = trainer.trace().to_vec();
@@ -331,7 +339,22 @@ fn train(
     Ok(run)
 }
 
-fn save(trainer: &Trainer, dir: &Path, run: &Run) -> Result<(), TrainCommandError> {
+/// Goes on from a checkpoint; its steps so far.
+fn go_on(trainer: &mut Trainer, dir: &Path) -> Result<Vec<StepReport>, TrainCommandError> {
+    let about = trainer.resume(dir)?;
+    if trainer.mesh().world().rank() == 0 {
+        let name = about.name();
+        for damaged in &about.damaged {
+            eprintln!("checkpoint {damaged}; resuming from {name}");
+        }
+    }
+    if about.notes.is_null() {
+        return Ok(Vec::new()); // of a program that keeps no notes
+    }
+    serde_json::from_value(about.notes).map_err(TrainCommandError::Notes)
+}
+
+fn save(trainer: &mut Trainer, dir: &Path, run: &Run) -> Result<(), TrainCommandError> {
     let notes = serde_json::to_value(&run.steps).unwrap_or_default();
     Ok(trainer.save(dir, notes)?)
 }

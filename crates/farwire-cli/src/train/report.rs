@@ -119,9 +119,13 @@ fn table(runs: &[Run]) -> String {
             times(outcome.final_ratio),
             percent(outcome.hidden),
         );
-        if let Some(chosen) = &outcome.chosen {
-            let note = format!("{} is {chosen}", outcome.codec);
-            let _ = writeln!(rows, "<tr><td colspan=\"9\" class=\"note\">{}</td></tr>", escape(&note));
+        let chosen = outcome.chosen.iter().map(|chosen| format!("{} is {chosen}", outcome.codec));
+        let skipped = outcome
+            .last_skipped
+            .iter()
+            .map(|why| format!("{} of these steps were skipped; the last one, since {why}", outcome.skipped));
+        for note in chosen.chain(skipped) {
+            let _ = writeln!(rows, "<tr><td colspan=\"10\" class=\"note\">{}</td></tr>", escape(&note));
         }
         if let (Some(_), Some(_)) = (outcome.bubble, outcome.bubble_formula) {
             let _ = writeln!(
@@ -155,7 +159,8 @@ impl Line {
             sent += step.wire_bytes as f64;
             (x(step, sent), step.loss)
         });
-        Self { name: run.name(), points: points.collect() }
+        // A loss that is not finite has no place.
+        Self { name: run.name(), points: points.filter(|(_, loss)| loss.is_finite()).collect() }
     }
 
     /// The same, each point the mean of those around it, which shows where it goes.

@@ -23,6 +23,8 @@ pub(crate) struct Run {
     /// What a codec that was left to measuring came to.
     pub(crate) chosen: Option<String>,
     pub(crate) steps: Vec<StepReport>,
+    /// How many of them were left out since something was not finite.
+    pub(crate) skipped: usize,
     /// Of this process; steps before a checkpoint it went on from are not in it.
     pub(crate) seconds: f64,
     pub(crate) trace: Vec<Span>,
@@ -37,6 +39,9 @@ pub(crate) struct Outcome {
     /// What `auto` came to; none where the codec was given.
     pub(crate) chosen: Option<String>,
     pub(crate) steps: usize,
+    /// Of these, left out since something was not finite; and what that was, the last time.
+    pub(crate) skipped: usize,
+    pub(crate) last_skipped: Option<String>,
     pub(crate) first_loss: f64,
     /// The mean of the last steps, for single ones are noisy.
     pub(crate) final_loss: f64,
@@ -65,6 +70,7 @@ impl Run {
             layout: layout(trainer.settings()),
             chosen: (!is_given).then(|| trainer.codec().to_string()),
             steps: Vec::new(),
+            skipped: trainer.steps_skipped(),
             seconds: 0.0,
             trace: Vec::new(),
             sample: String::new(),
@@ -79,6 +85,11 @@ impl Run {
     pub(crate) fn outcome(&self) -> Outcome {
         let Settings { dp, pp, schedule, micro_batches, .. } = self.settings;
         let last = &self.steps[self.steps.len().saturating_sub(10)..];
+        // Steps that were left out have no loss to speak of.
+        let losses = |steps: &[StepReport]| -> Vec<f64> {
+            steps.iter().filter(|step| step.skipped.is_none()).map(|step| step.loss).collect()
+        };
+        let last_losses = losses(last);
         let total = |of: fn(&StepReport) -> f64| self.steps.iter().map(of).sum::<f64>();
         let count = self.steps.len().max(1) as f64;
         let seconds = total(|step| step.times.total).max(1e-9);
@@ -93,8 +104,10 @@ impl Run {
             codec: self.name(),
             chosen: self.chosen.clone(),
             steps: self.steps.len(),
-            first_loss: self.steps.first().map_or(f64::NAN, |step| step.loss),
-            final_loss: last.iter().map(|step| step.loss).sum::<f64>() / last.len().max(1) as f64,
+            skipped: self.skipped,
+            last_skipped: self.steps.iter().rev().find_map(|step| step.skipped.clone()),
+            first_loss: losses(&self.steps).first().copied().unwrap_or(f64::NAN),
+            final_loss: last_losses.iter().sum::<f64>() / last_losses.len() as f64,
             seconds,
             tokens_per_second: total(|step| step.tokens as f64) / seconds,
             wire_bytes: sent as u64,
@@ -168,7 +181,7 @@ impl View {
             line["tokens_per_second"] = (report.tokens as f64 / report.times.total).into();
             return writeln!(std::io::stdout(), "{line}");
         }
-        let line = line(&run.settings, report);
+        let line = line(&run.settings, report, run.skipped);
         if let Some(bar) = &self.bar {
             bar.set_message(line);
             bar.set_position(report.step as u64 + 1);
@@ -228,6 +241,9 @@ impl View {
                 times(outcome.final_ratio),
                 outcome.hidden.map_or("-".to_owned(), percent),
             )?;
+            if let Some(why) = outcome.last_skipped {
+                writeln!(out, "  skipped {} of these steps; the last one, since {why}", outcome.skipped)?;
+            }
             if let Some(chosen) = outcome.chosen {
                 writeln!(out, "  {} is {chosen}", outcome.codec)?;
             }
@@ -270,12 +286,13 @@ fn only_exchange(settings: &Settings) -> bool {
 }
 
 /// A step in one line.
-fn line(settings: &Settings, report: &StepReport) -> String {
+fn line(settings: &Settings, report: &StepReport, skipped: usize) -> String {
     let StepReport { loss, tokens, wire_bytes, dense_bytes, hidden, times, .. } = report;
     let speed = *tokens as f64 / times.total.max(1e-9);
     let bytes = show_bytes(*wire_bytes as f64);
     let ratio = *dense_bytes as f64 / (*wire_bytes).max(1) as f64;
     let ratio = if only_exchange(settings) { format!("  ratio {ratio:.1}×") } else { String::new() };
     let hidden = if settings.dp > 1 { format!("  hidden {:.0} %", 100.0 * hidden) } else { String::new() };
-    format!("loss {loss:.3}  {speed:.0} tok/s  {bytes}/step{ratio}{hidden}")
+    let skipped = if skipped > 0 { format!("  skipped {skipped}") } else { String::new() };
+    format!("loss {loss:.3}  {speed:.0} tok/s  {bytes}/step{ratio}{hidden}{skipped}")
 }
