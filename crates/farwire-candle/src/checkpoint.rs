@@ -53,8 +53,11 @@ impl Trainer {
         let found = if self.mesh().world().rank() == 0 { Some(read(dir, self.settings())) } else { None };
         // Everyone learns what it is, or that there is none.
         let text = match &found {
-            Some(Ok((about, _))) => serde_json::to_vec(about).map_err(|error| bad(dir, error.to_string()))?,
-            _ => Vec::new(),
+            Some(Ok((about, _))) => {
+                Some(serde_json::to_vec(about).map_err(|error| bad(dir, error.to_string()))?)
+            }
+            Some(Err(_)) => Some(Vec::new()),
+            None => None,
         };
         let text = broadcast_bytes(self.mesh().world(), text)?;
         let (tensors, residuals) = match found {

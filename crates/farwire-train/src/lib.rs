@@ -21,6 +21,9 @@ mod rules;
 mod schedule;
 mod simulate;
 
+// What signatures here name.
+pub use farwire;
+
 pub use compressed::{Compressed, DENSE_BELOW};
 pub use exchange::{Bucket, DENSE, Dense, Exchange, ExchangeError, Part, Reducer, Span, Summary};
 pub use mesh::{Mesh, MeshError};
