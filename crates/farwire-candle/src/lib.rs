@@ -27,6 +27,9 @@ mod stage;
 mod text;
 mod trainer;
 
+// What signatures here name.
+pub use {candle_core, farwire, farwire_train};
+
 pub use adamw::{AdamW, Gradient, Moments};
 pub use checkpoint::Checkpoint;
 pub use collective::Group;

@@ -23,6 +23,9 @@ mod rules;
 mod schedule;
 mod simulate;
 
+// What signatures here name.
+pub use farwire;
+
 pub use compressed::{Compressed, DENSE_BELOW};
 pub use exchange::{Bucket, DENSE, Dense, Exchange, ExchangeError, Part, Reducer, Span, Summary};
 pub use finite::{Cause, Element, NotFinite};

@@ -105,7 +105,7 @@ fn make(node: &Node, op: OpId, exchange: &mut Exchange, alone: bool) -> Result<(
 
 fn finish(node: &Node, exchange: Exchange, completion: &Arc<Completion>) {
     let result = match exchange.finish() {
-        Err((error, input)) => Err(Error::NotEncodable { error, input: Some(input.into()) }),
+        Err((error, input)) => Err(Error::NotEncodable { error, input: Some(Box::new(input.into())) }),
         Ok(Finished { output, input }) => {
             let in_type = match &input {
                 Floats::F32(_) => None,

@@ -276,7 +276,7 @@ impl Driver {
         });
         let plan = match checked {
             Ok(plan) => plan,
-            Err(error) => return Err(Error::Call { error, input: Some(input) }),
+            Err(error) => return Err(Error::Call { error, input: Some(Box::new(input)) }),
         };
         let mut work = Workspace::new(&plan);
         let work = if plan.in_place().is_some() {
@@ -338,7 +338,7 @@ impl Driver {
                 self.jobs.insert(op, Job { work, completion, ticket, span });
                 Ok(op)
             }
-            Err(error) => Err(Error::Failed { error, members: None, input: work.into_input() }),
+            Err(error) => Err(Error::Failed { error, members: None, input: work.into_input().map(Box::new) }),
         }
     }
 
@@ -564,9 +564,11 @@ impl Driver {
             (_, Work::Coded(_)) => unreachable!("those end on the coding thread"),
             (Err((error, _)), Work::Laid { input, output, .. }) => {
                 self.pool.give(output);
-                Err(Error::Failed { error, members: None, input: Some(input) })
+                Err(Error::Failed { error, members: None, input: Some(Box::new(input)) })
             }
-            (Err((error, _)), work) => Err(Error::Failed { error, members: None, input: work.into_input() }),
+            (Err((error, _)), work) => {
+                Err(Error::Failed { error, members: None, input: work.into_input().map(Box::new) })
+            }
             (Ok(()), Work::Laid { input, output, outcome, .. }) => {
                 let (result, spare) = match outcome {
                     Outcome::Output => (output, input),

@@ -26,7 +26,7 @@ pub enum Error {
         /// How.
         error: CallError,
         /// The input, as it was.
-        input: Option<Buffer>,
+        input: Option<Box<Buffer>>,
     },
     /// The operation failed on its way. All ranks get an error.
     #[error("{}", failed(error, members.as_deref()))]
@@ -36,7 +36,7 @@ pub enum Error {
         /// The ranks of the group, as ranks of the world, if it is not the world.
         members: Option<Arc<[Peer]>>,
         /// The input, as it was; unspecified, if that was in place.
-        input: Option<Buffer>,
+        input: Option<Box<Buffer>>,
     },
     /// A collective through a codec moved all its data, and somebody's could not be encoded. All ranks get the same error, and nobody's residuals have changed.
     #[error("{error}")]
@@ -44,7 +44,7 @@ pub enum Error {
         /// Whose, and what.
         error: ExchangeError,
         /// The input, as it was.
-        input: Option<Buffer>,
+        input: Option<Box<Buffer>>,
     },
     /// A collective through a codec was asked for in a way that cannot be; nothing was sent.
     #[error("{error}")]
@@ -52,7 +52,7 @@ pub enum Error {
         /// How so.
         error: OrderError,
         /// The input, as it was.
-        input: Option<Buffer>,
+        input: Option<Box<Buffer>>,
     },
     /// The residuals that a codec needs cannot be had.
     #[error("{error}")]
@@ -60,7 +60,7 @@ pub enum Error {
         /// Why not.
         error: FeedbackError,
         /// The input, as it was.
-        input: Option<Buffer>,
+        input: Option<Box<Buffer>>,
     },
     /// The members of a new group are not as they must be.
     #[error(transparent)]
@@ -190,7 +190,7 @@ impl Error {
         match input.take()?.into_vec() {
             Ok(vector) => Some(vector),
             Err(other) => {
-                *input = Some(other);
+                *input = Some(Box::new(other));
                 None
             }
         }
@@ -199,10 +199,10 @@ impl Error {
     /// The memory that the operation was given, a vector or not, with its owner; once. See
     /// [`take_input`](Self::take_input) for what is in it.
     pub fn take_memory<T: Element>(&mut self) -> Option<Memory<T>> {
-        self.input()?.take_if(|buffer| buffer.dtype() == T::DTYPE).map(Memory::from_buffer)
+        self.input()?.take_if(|buffer| buffer.dtype() == T::DTYPE).map(|buffer| Memory::from_buffer(*buffer))
     }
 
-    fn input(&mut self) -> Option<&mut Option<Buffer>> {
+    fn input(&mut self) -> Option<&mut Option<Box<Buffer>>> {
         match self {
             Self::Call { input, .. }
             | Self::Failed { input, .. }
@@ -224,7 +224,7 @@ impl Error {
     /// The same error, with the vector that it is to give back.
     pub(crate) fn with_input(mut self, given: impl Into<Buffer>) -> Self {
         if let Some(input) = self.input() {
-            *input = Some(given.into());
+            *input = Some(Box::new(given.into()));
         }
         self
     }

@@ -63,7 +63,7 @@ impl Driver {
         let options = Options { segment: None, algorithm: None, ..*options };
         let plan = match self.engine.plan(comm, exchange.call(), &options) {
             Ok(plan) => plan,
-            Err(error) => return Err(Error::Call { error, input: Some(exchange.abandon().into()) }),
+            Err(error) => return Err(Error::from(error).with_input(exchange.abandon())),
         };
         let job = CodedJob {
             parcels: Parcels::default(),
@@ -152,7 +152,7 @@ impl Driver {
         if let Some(Job { work: Work::Coded(job), completion, ticket, span }) = self.jobs.remove(&op)
             && let Some(Err((error, waited_for))) = job.ended
         {
-            let input = job.exchange.map(|exchange| exchange.abandon().into());
+            let input = job.exchange.map(|exchange| Box::new(exchange.abandon().into()));
             self.observer.ended(ticket, &span, &Err((error.clone(), waited_for)));
             self.afterwards.wake.extend(completion.complete(Err(Error::Failed {
                 error,
