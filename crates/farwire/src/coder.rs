@@ -5,8 +5,8 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use farwire_codec::DecodeError;
 use farwire_codec::exchange::{Exchange, Finished, Floats, Nonsense};
+use farwire_codec::{DecodeError, Transaction};
 use farwire_proto::OpId;
 use half::{bf16, f16};
 
@@ -21,6 +21,42 @@ pub(crate) const SHORT: usize = 1 << 15;
 
 /// How often the thread looks whether its node is still there.
 const LOOK: Duration = Duration::from_millis(500);
+
+/// What a call without a codec takes along of what calls through one have left out.
+#[derive(Debug)]
+pub(crate) struct Debt {
+    /// Owes nothing any more, once it is committed.
+    pub(crate) paid: Transaction,
+    /// What the caller gave, without the debt.
+    pub(crate) input: Buffer,
+}
+
+impl Debt {
+    /// The call has ended. A result that is not finite will not be used, so what is owed is still owed
+    /// then. All ranks have the same result and decide alike; after a reduce-scatter each knows of its own
+    /// block only, and one that sees no NaN has paid.
+    pub(crate) fn settle(self, result: Result<Buffer, Error>) -> Result<Buffer, Error> {
+        match result {
+            Ok(result) => {
+                let finite = match &result {
+                    Buffer::F32(values) => values.iter().all(|value| value.is_finite()),
+                    Buffer::F64(values) => values.iter().all(|value| value.is_finite()),
+                    Buffer::F16(values) => values.iter().all(|value| value.is_finite()),
+                    Buffer::Bf16(values) => values.iter().all(|value| value.is_finite()),
+                    _ => true,
+                };
+                if finite {
+                    self.paid.commit();
+                }
+                Ok(result)
+            }
+            Err(mut error) => {
+                error.put_input(self.input);
+                Err(error)
+            }
+        }
+    }
+}
 
 /// Starts the thread, if it does not run yet.
 pub(crate) fn ensure(node: &Node, weak: Weak<Node>) -> std::io::Result<()> {

@@ -139,6 +139,13 @@ impl Error {
         }
     }
 
+    /// Says what the input was, where the operation worked on another.
+    pub(crate) fn put_input(&mut self, was: crate::buffer::Buffer) {
+        if let Self::Failed { input, .. } = self {
+            *input = Some(was);
+        }
+    }
+
     /// The input of the failed operation, as it was; once.
     pub fn take_input<T: Element>(&mut self) -> Option<Vec<T>> {
         match self {
