@@ -13,7 +13,7 @@
 use std::ops::Range;
 
 use crate::error::{DecodeError, EncodeError};
-use crate::job::{Encoded, Fused, Job, Place};
+use crate::job::{Encoded, Fused, Job, Place, Role};
 use crate::rng::{Counter, Purpose};
 use crate::simd::{Level, Stream};
 use crate::threads;
@@ -42,7 +42,8 @@ pub(crate) trait Tiles: Send + Sync {
 /// The random numbers of one tile.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Noise {
-    /// For rounding: different on each rank.
+    /// For rounding: different on each rank, and in each of its two roles. An owner rounds a sum that holds its own rounded values; with the same
+    /// numbers the second error would follow the first.
     pub(crate) rounding: Counter,
     /// For rotation: the same on each rank.
     pub(crate) rotation: Counter,
@@ -51,9 +52,10 @@ pub(crate) struct Noise {
 }
 
 impl Noise {
-    fn new(place: &Place, rank: u32, start: usize) -> Self {
+    fn new(place: &Place, role: Role, rank: u32, start: usize) -> Self {
+        let stream = u64::from(rank) << 1 | u64::from(role == Role::Owner);
         Self {
-            rounding: Counter::new(place.context, Purpose::Rounding).split(u64::from(rank)),
+            rounding: Counter::new(place.context, Purpose::Rounding).split(stream),
             rotation: Counter::new(place.context, Purpose::Rotation),
             start,
         }
@@ -89,7 +91,7 @@ pub(crate) fn encode(codec: &impl Tiles, job: &Job<'_>, out: &mut Encoded) -> Re
             bytes = rest;
             stream.write(own, |values| {
                 fused.read(start - first, values)?;
-                codec.encode(level, &Noise::new(&job.place, job.rank, start), values, coded);
+                codec.encode(level, &Noise::new(&job.place, job.role, job.rank, start), values, coded);
                 Ok(())
             })?;
         }
@@ -135,7 +137,8 @@ fn add_to(
         let (coded, rest) = bytes.split_at(codec.coded_len(acc.len()));
         bytes = rest;
         prepare(acc);
-        let noise = Noise::new(place, 0, place.range.start + k * codec.tile());
+        // Decoding rounds nothing, so it does not matter whose message this is.
+        let noise = Noise::new(place, Role::Worker, 0, place.range.start + k * codec.tile());
         codec.add_decoded(level, &noise, coded, acc)?;
     }
     Ok(())

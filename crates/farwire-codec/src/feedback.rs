@@ -12,6 +12,8 @@
 //!                                └────────▶ the state as it was, to the bit
 //! ```
 //!
+//! What is owed is owed whatever codec comes next, or none: see [`Transaction::own`] and [`Transaction::pay`].
+//!
 //! An operation takes a [`Transaction`] with it. Only [`commit`](Transaction::commit) changes anything, so an operation that fails, or a
 //! step that is skipped, loses no gradient. Residuals are f32: smaller types would lose what is smallest.
 //!
@@ -43,6 +45,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 
+use crate::exchange::Floats;
 use crate::job::Residual;
 
 mod savepoint;
@@ -68,6 +71,30 @@ struct State {
     worker: Pieces,
     owner: Pieces,
     warm: Option<Arc<Vec<f32>>>,
+}
+
+impl State {
+    /// Moves the owner residual of all elements outside `ranges`, which ascend, into the worker residual.
+    fn own(&mut self, ranges: &[Range<usize>]) {
+        for (start, owed) in self.owner.clone().0 {
+            let end = start + owed.len();
+            let mut next = start;
+            for kept in ranges.iter().cloned().chain(std::iter::once(end..end)) {
+                let part = next..kept.start.clamp(next, end);
+                next = kept.end.clamp(next, end);
+                if part.is_empty() {
+                    continue;
+                }
+                let owed = &owed[part.start - start..part.end - start];
+                let sum = match self.worker.get(part.clone()) {
+                    Some(own) => own.iter().zip(owed).map(|(own, owed)| own + owed).collect(),
+                    None => owed.to_vec(),
+                };
+                self.worker.set(part.start, sum);
+                self.owner.cut(&part);
+            }
+        }
+    }
 }
 
 /// How much a tensor's residuals are: their Euclidean norms.
@@ -102,6 +129,14 @@ impl ErrorFeedback {
         lock(&self.tensors).keys().cloned().collect()
     }
 
+    /// Whether anything is owed for a tensor, as last committed: an element that is not zero.
+    pub fn owes(&self, tensor: &str) -> bool {
+        let state = |entry: &Entry| entry.state.clone();
+        let state = lock(&self.tensors).get(tensor).map(state).unwrap_or_default();
+        let pieces = state.worker.0.values().chain(state.owner.0.values());
+        pieces.flat_map(|values| values.iter()).any(|value| *value != 0.0)
+    }
+
     /// How much is owed for a tensor, as last committed.
     pub fn norms(&self, tensor: &str) -> Option<Norms> {
         let tensors = lock(&self.tensors);
@@ -120,14 +155,7 @@ impl ErrorFeedback {
             return Err(FeedbackError::Open { tensor: tensor.clone() });
         }
         for Entry { state, .. } in tensors.values_mut() {
-            for (start, owed) in std::mem::take(&mut state.owner).0 {
-                let range = start..start + owed.len();
-                let sum = match state.worker.get(range) {
-                    Some(own) => own.iter().zip(&*owed).map(|(own, owed)| own + owed).collect(),
-                    None => owed.to_vec(),
-                };
-                state.worker.set(start, sum);
-            }
+            state.own(&[]);
             state.warm = None;
         }
         Ok(())
@@ -200,6 +228,9 @@ impl ErrorFeedback {
                 }
                 _ => return Err(refuse("KIND is none of worker, owner, warm")),
             };
+            if values.is_empty() {
+                return Err(refuse("it has no elements"));
+            }
             if pieces.overlaps(&(start..start + values.len())) {
                 return Err(refuse("it overlaps another piece"));
             }
@@ -269,6 +300,37 @@ impl Transaction {
     /// Where PowerSGD starts.
     pub fn warm(&self) -> Option<&[f32]> {
         self.old.warm.as_deref().map(Vec::as_slice)
+    }
+
+    /// In this transaction the rank sends on the sums of these elements, in ascending ranges, and of no others: what it owes as the owner of others
+    /// becomes part of what it owes as a worker, and goes to whoever owns them now. Call it first.
+    ///
+    /// Codecs differ in who owns what: some cut a long vector in chunks first, some have no owners at all.
+    pub fn own(&mut self, ranges: &[Range<usize>]) {
+        self.old.own(ranges);
+        self.new = self.old.clone();
+    }
+
+    /// Adds all that is owed to a vector that will travel as it is, without a codec; what does not fit its element type stays owed. `false`, and nothing is
+    /// changed, if that gives a NaN or an infinity.
+    ///
+    /// In a sum, whoever owns an element does not matter; a vector of which ranks keep their own copies has no owners, and only what the worker owes is
+    /// paid.
+    pub fn pay(&mut self, vector: &mut Floats, sum: bool) -> bool {
+        let mut state = self.old.clone();
+        if sum {
+            state.own(&[]);
+        }
+        let all = 0..vector.len();
+        if let Some(owed) = state.worker.get(all.clone()) {
+            let Some(left) = vector.add(&owed) else { return false };
+            state.worker.cut(&all);
+            if left.iter().any(|value| *value != 0.0) {
+                state.worker.set(0, left);
+            }
+        }
+        self.new = state;
+        true
     }
 
     /// What the worker owes from now on for the elements from `start` on.
@@ -379,9 +441,16 @@ impl Pieces {
 
     /// Replaces the residual of `start..start + values.len()` and of nothing else.
     fn set(&mut self, start: usize, values: Vec<f32>) {
-        let range = start..start + values.len();
+        self.cut(&(start..start + values.len()));
+        if !values.is_empty() {
+            self.0.insert(start, Arc::new(values));
+        }
+    }
+
+    /// Forgets the residual of `range`.
+    fn cut(&mut self, range: &Range<usize>) {
         let overlapping: Vec<_> =
-            self.overlapping(&range).map(|(start, values)| (start, values.clone())).collect();
+            self.overlapping(range).map(|(start, values)| (start, values.clone())).collect();
         for (at, old) in overlapping {
             self.0.remove(&at);
             let end = at + old.len();
@@ -391,9 +460,6 @@ impl Pieces {
             if end > range.end {
                 self.0.insert(range.end, Arc::new(old[range.end - at..].to_vec()));
             }
-        }
-        if !range.is_empty() {
-            self.0.insert(start, Arc::new(values));
         }
     }
 
@@ -519,6 +585,77 @@ mod tests {
     }
 
     #[test]
+    fn what_an_owner_owes_for_elements_of_others_goes_to_the_worker() {
+        let feedback = with(&[1.0, 2.0, 3.0], &[10.0, 20.0, 30.0, 40.0]);
+        let before = state(&feedback);
+        let mut transaction = feedback.begin("w").unwrap();
+        transaction.own(&[0..1, 3..4, 9..12]);
+        assert!(matches!(
+            transaction.worker(0..6).residual(),
+            Residual::Owed([1.0, 2.0, 13.0, 0.0, 30.0, 40.0])
+        ));
+        assert!(matches!(
+            transaction.owner(0..6).residual(),
+            Residual::Owed([0.0, 0.0, 0.0, 20.0, 0.0, 0.0])
+        ));
+        drop(transaction);
+        assert_eq!(state(&feedback), before, "only a commit moves it");
+        let mut transaction = feedback.begin("w").unwrap();
+        transaction.own(&[2..4, 4..6]);
+        transaction.commit();
+        assert_eq!(state(&feedback), before, "what is owned stays");
+    }
+
+    #[test]
+    fn a_vector_without_a_codec_pays_what_is_owed() {
+        let feedback = with(&[1.0, 2.0, 3.0], &[10.0, 20.0]);
+        let mut vector = Floats::F32(vec![0.5; 4]);
+        let mut transaction = feedback.begin("w").unwrap();
+        assert!(transaction.pay(&mut vector, true));
+        assert_eq!(vector, Floats::F32(vec![1.5, 2.5, 13.5, 20.5]));
+        assert!(feedback.owes("w"), "until the commit");
+        transaction.commit();
+        assert!(!feedback.owes("w"));
+
+        // Each keeps its own copy: nobody sums, and nobody owns.
+        let feedback = with(&[1.0], &[10.0]);
+        let mut vector = Floats::F64(vec![0.5; 4]);
+        let mut transaction = feedback.begin("w").unwrap();
+        assert!(transaction.pay(&mut vector, false));
+        transaction.commit();
+        assert_eq!(vector, Floats::F64(vec![1.5, 0.5, 0.5, 0.5]));
+        assert_eq!(feedback.norms("w"), Some(Norms { worker: 0.0, owner: 10.0 }));
+    }
+
+    #[test]
+    fn what_does_not_fit_a_short_float_stays_owed() {
+        let feedback = with(&[1.0 / 4096.0, 1e6], &[]);
+        let mut vector = Floats::F16(vec![half::f16::ONE; 2]);
+        let mut transaction = feedback.begin("w").unwrap();
+        assert!(transaction.pay(&mut vector, true));
+        transaction.commit();
+        assert_eq!(vector, Floats::F16(vec![half::f16::ONE, half::f16::MAX]));
+        let transaction = feedback.begin("w").unwrap();
+        assert!(
+            matches!(transaction.worker(0..2).residual(), Residual::Owed([a, b]) if (*a, *b) == (1.0 / 4096.0, 1_000_001.0 - 65_504.0))
+        );
+    }
+
+    #[test]
+    fn nothing_is_paid_with_a_vector_that_is_not_finite() {
+        for bad in [f32::NAN, f32::INFINITY, f32::MAX] {
+            let feedback = with(&[1.0, f32::MAX], &[]);
+            let before = state(&feedback);
+            let mut vector = Floats::F32(vec![0.5, bad]);
+            let mut transaction = feedback.begin("w").unwrap();
+            assert!(!transaction.pay(&mut vector, true));
+            transaction.commit();
+            assert_eq!(state(&feedback), before);
+            assert!(matches!(vector, Floats::F32(values) if values[0] == 0.5));
+        }
+    }
+
+    #[test]
     fn what_is_saved_is_restored() {
         let feedback = with(&[1.0, -2.5, 1e-40], &[4.0]);
         let mut transaction = feedback.begin("a:b/c").unwrap();
@@ -552,6 +689,8 @@ mod tests {
             file("worker:0:w", Dtype::F32, vec![1, 1], &[1.0]),
             file("worker:0:w", Dtype::I32, vec![1], &[1.0]),
             file("worker:18446744073709551615:w", Dtype::F32, vec![1], &[1.0]),
+            file("owner:3:w", Dtype::F32, vec![0], &[]),
+            file("warm:0:w", Dtype::F32, vec![1], &[f32::INFINITY]),
         ] {
             ErrorFeedback::from_bytes(&bytes).unwrap_err();
         }

@@ -564,7 +564,7 @@ mod tests {
                     let close = acc.iter().zip(want).all(|(acc, want)| (acc - want).abs() <= want.abs() * 1e-6);
                     prop_assert!(close, "{level:?} {values:?}");
                     let mut portable = vec![1.0; len];
-                    decode(Level::Portable, values, &out.messages[0], &mut portable, false).unwrap();
+                    decode(Level::PORTABLE, values, &out.messages[0], &mut portable, false).unwrap();
                     prop_assert!(acc.iter().zip(&portable).all(|(a, b)| a.to_bits() == b.to_bits()));
                     let (mut zeros, mut dirty) = (vec![0.0; len], vec![f32::NAN; len]);
                     decode(level, values, &out.messages[0], &mut zeros, false).unwrap();

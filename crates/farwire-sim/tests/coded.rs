@@ -509,20 +509,85 @@ fn nothing_is_lost_when_ranks_die_half_way() {
             }
         }
         assert!(failures >= 9, "{codec}: {failures} steps failed");
-        let mut owed = vec![0f64; len];
-        for feedback in &feedback {
-            let transaction = feedback.begin("w").unwrap();
-            for part in [transaction.worker(0..len), transaction.owner(0..len)] {
-                if let Residual::Owed(values) = part.residual() {
-                    owed.iter_mut().zip(values).for_each(|(owed, value)| *owed += f64::from(*value));
-                }
-            }
-        }
+        let owed = owed(&feedback, len);
         let worst =
             balance.iter().zip(&owed).map(|(balance, owed)| (balance - owed).abs()).fold(0.0, f64::max);
         let relative = worst / (scale * steps as f64);
         assert!(relative < 2f64.powi(-20), "{codec}: {relative:e}");
     }
+}
+
+/// What all ranks together owe for each element.
+fn owed(feedback: &[ErrorFeedback], len: usize) -> Vec<f64> {
+    let mut owed = vec![0f64; len];
+    for feedback in feedback {
+        let transaction = feedback.begin("w").unwrap();
+        for part in [transaction.worker(0..len), transaction.owner(0..len)] {
+            if let Residual::Owed(values) = part.residual() {
+                owed.iter_mut().zip(values).for_each(|(owed, value)| *owed += f64::from(*value));
+            }
+        }
+    }
+    owed
+}
+
+/// One all-reduce with error feedback, whose result all ranks share.
+fn all_reduce(codec: &str, feedback: &[ErrorFeedback], gradients: &[Vec<f32>], step: u64) -> Vec<f32> {
+    let sum = Collective::AllReduce(ReduceOp::Sum);
+    let ranks = gradients.len();
+    let orders = gradients.iter().zip(feedback).enumerate().map(|(rank, (gradient, feedback))| Order {
+        feedback: Some(feedback.begin("w").unwrap()),
+        ..order(sum.clone(), spec(codec), rank, ranks, gradient.clone(), step)
+    });
+    let mut results = results(&simulate(orders.collect(), 1 << 16, network(ranks, step)));
+    assert!(results.windows(2).all(|pair| bits(&pair[0]) == bits(&pair[1])), "{codec}: ranks differ");
+    results.swap_remove(0)
+}
+
+/// What one codec leaves out, the next one sends: as a worker or as an owner, and whoever is the owner then.
+#[test]
+fn nothing_is_lost_when_the_codec_changes() {
+    let len = 500;
+    for ranks in [1, 2, 3, 5] {
+        let feedback: Vec<_> = (0..ranks).map(|_| ErrorFeedback::new()).collect();
+        let (mut balance, mut scale, mut step) = (vec![0f64; len], 0f64, 0);
+        for codec in ["topk:0.05", "none", "int8", "powersgd:2", "randk:0.1", "topk:0.02,mode=union", "none"]
+        {
+            for _ in 0..5 {
+                step += 1;
+                let gradients = gradients(step, ranks, len);
+                let result = all_reduce(codec, &feedback, &gradients, step);
+                for (i, balance) in balance.iter_mut().enumerate() {
+                    let input: f64 = gradients.iter().map(|gradient| f64::from(gradient[i])).sum();
+                    scale = scale.max(input.abs());
+                    *balance += input - f64::from(result[i]);
+                }
+                if codec.starts_with("powersgd") {
+                    let owner = |feedback: &ErrorFeedback| feedback.norms("w").unwrap().owner;
+                    assert!(
+                        feedback.iter().all(|rank| owner(rank) == 0.0),
+                        "nobody is an owner: nobody would send it"
+                    );
+                }
+            }
+            let owed = owed(&feedback, len);
+            let worst = balance.iter().zip(&owed).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+            let relative = worst / (scale * step as f64);
+            assert!(relative < 2f64.powi(-20), "{ranks} ranks, after {codec}: {relative:e}");
+            assert!(codec != "none" || owed.iter().all(|owed| *owed == 0.0), "{ranks} ranks: still owed");
+        }
+    }
+}
+
+/// Top-k cuts a vector into one shard for each rank; codecs without it cut a long vector into chunks first. So most elements change their owner.
+#[test]
+fn nothing_is_left_behind_when_elements_change_their_owner() {
+    let (ranks, len) = (2, (1 << 22) + 1000);
+    let feedback: Vec<_> = (0..ranks).map(|_| ErrorFeedback::new()).collect();
+    all_reduce("topk:0.01", &feedback, &gradients(1, ranks, len), 1);
+    assert!(feedback.iter().all(|feedback| feedback.norms("w").unwrap().owner > 0.0));
+    all_reduce("none", &feedback, &gradients(2, ranks, len), 2);
+    assert!(!feedback.iter().any(|feedback| feedback.owes("w")));
 }
 
 /// What one rank sends through a codec, by the lengths of its real messages, on worlds whose vectors would not all fit in memory.

@@ -5,13 +5,14 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use farwire_codec::DecodeError;
 use farwire_codec::exchange::{Exchange, Finished, Floats, Nonsense};
-use farwire_proto::OpId;
+use farwire_codec::{DecodeError, Transaction};
+use farwire_proto::{DType, OpId};
 use half::{bf16, f16};
 
 use crate::driver::Coding;
 use crate::error::Error;
+use crate::memory::Buffer;
 use crate::node::Node;
 use crate::pending::Completion;
 
@@ -20,6 +21,48 @@ pub(crate) const SHORT: usize = 1 << 15;
 
 /// How often the thread looks whether its node is still there.
 const LOOK: Duration = Duration::from_millis(500);
+
+/// What a call without a codec takes along of what calls through one have left out.
+#[derive(Debug)]
+pub(crate) struct Debt {
+    /// Owes nothing any more, once it is committed.
+    pub(crate) paid: Transaction,
+    /// What the caller gave, without the debt.
+    pub(crate) input: Buffer,
+}
+
+impl Debt {
+    /// The call has ended. A result that is not finite will not be used, so what is owed is still owed
+    /// then. All ranks have the same result and decide alike; after a reduce-scatter each knows of its own
+    /// block only, and one that sees no NaN has paid.
+    pub(crate) fn settle(self, result: Result<Buffer, Error>) -> Result<Buffer, Error> {
+        match result {
+            Ok(result) => {
+                if is_finite(&result) {
+                    self.paid.commit();
+                }
+                Ok(result)
+            }
+            Err(mut error) => {
+                error.put_input(self.input);
+                Err(error)
+            }
+        }
+    }
+}
+
+fn is_finite(buffer: &Buffer) -> bool {
+    fn all<T: bytemuck::AnyBitPattern>(buffer: &Buffer, finite: impl Fn(&T) -> bool) -> bool {
+        bytemuck::cast_slice::<u8, T>(buffer.bytes()).iter().all(finite)
+    }
+    match buffer.dtype() {
+        DType::F32 => all(buffer, |x: &f32| x.is_finite()),
+        DType::F64 => all(buffer, |x: &f64| x.is_finite()),
+        DType::F16 => all(buffer, |x: &f16| x.is_finite()),
+        DType::Bf16 => all(buffer, |x: &bf16| x.is_finite()),
+        _ => true,
+    }
+}
 
 /// Starts the thread, if it does not run yet.
 pub(crate) fn ensure(node: &Node, weak: Weak<Node>) -> std::io::Result<()> {

@@ -5,11 +5,11 @@ use std::sync::Arc;
 
 use farwire_codec::exchange::{Collective, Exchange, Floats, Order, Through};
 use farwire_codec::{Codec, CodecSpec, Context, ErrorFeedback};
-use farwire_proto::{Counts, DType, Rank, ReduceOp, WorldSize};
+use farwire_proto::{Call, Counts, DType, Rank, ReduceOp, WorldSize};
 use half::{bf16, f16};
 
 use crate::buffer::Element;
-use crate::coder;
+use crate::coder::{self, Debt};
 use crate::comm::{Communicator, OVERLAP_FROM, unwrap};
 use crate::error::Error;
 use crate::pending::{Completion, Pending};
@@ -142,7 +142,7 @@ impl Compressor {
         Self { step: Some(step), ..self.clone() }
     }
 
-    /// The same state, for calls through another codec: what was left out by one is made up for by the other. The same on all ranks.
+    /// The same state, for calls through another codec, or none: what was left out by one is made up for by the other. The same on all ranks.
     pub fn with_codec(&self, codec: CodecSpec) -> Self {
         Self { codec: Which::BySize(codec.into()), ..self.clone() }
     }
@@ -193,7 +193,8 @@ impl Communicator {
         compressor: &Compressor,
     ) -> Pending<Vec<T>> {
         let Some(through) = compressor.through::<T>(data.len(), data.len()) else {
-            return self.all_reduce(data, op);
+            let call = Call::AllReduce { count: data.len(), dtype: T::DTYPE, op };
+            return self.start_dense(tensor, data, call, compressor);
         };
         self.start_coded(tensor, floats(data), Collective::AllReduce(op), through, compressor)
     }
@@ -207,7 +208,8 @@ impl Communicator {
         compressor: &Compressor,
     ) -> Pending<Vec<T>> {
         let Some(through) = compressor.through::<T>(data.len(), data.len()) else {
-            return self.reduce_scatter(data, op);
+            let call = Call::ReduceScatter { count: data.len(), dtype: T::DTYPE, op };
+            return self.start_dense(tensor, data, call, compressor);
         };
         self.start_coded(tensor, floats(data), Collective::ReduceScatter(op), through, compressor)
     }
@@ -220,10 +222,61 @@ impl Communicator {
         compressor: &Compressor,
     ) -> Pending<Vec<T>> {
         let Some(through) = compressor.through::<T>(data.len(), data.len() * self.size()) else {
-            return self.all_gather(data);
+            let call = Call::AllGather { counts: Counts::Each(data.len()), dtype: T::DTYPE };
+            return self.start_dense(tensor, data, call, compressor);
         };
         let counts = Counts::Each(data.len());
         self.start_coded(tensor, floats(data), Collective::AllGather(counts), through, compressor)
+    }
+
+    /// A call without a codec. What earlier calls through one have left out goes with it.
+    ///
+    /// Ranks need not owe alike: each adds its debt to its own vector, and the call is the same.
+    fn start_dense<T: Float>(
+        &self,
+        tensor: &str,
+        data: Vec<T>,
+        call: Call,
+        compressor: &Compressor,
+    ) -> Pending<Vec<T>> {
+        let mut input = floats(data);
+        let long = input.len() * input.dtype().size() > OVERLAP_FROM;
+        // A minimum or a maximum has no room for what is missing in a sum.
+        let sum = match call {
+            Call::AllReduce { op, .. } | Call::ReduceScatter { op, .. } => match op {
+                ReduceOp::Sum | ReduceOp::Mean => Some(true),
+                _ => None,
+            },
+            _ => Some(false),
+        };
+        let mut debt = None;
+        if let Some(feedback) = &compressor.feedback
+            && let Some(sum) = sum
+            && feedback.owes(tensor)
+        {
+            let mut paid = match feedback.begin(tensor) {
+                Ok(transaction) => transaction,
+                Err(error) => {
+                    let refused = Error::Feedback { error, input: Some(Box::new(input.into())) };
+                    return Pending::ready(Err(refused.in_group(&self.members())));
+                }
+            };
+            let before = input.clone();
+            // With a NaN in it the result is of no use, and what is owed stays owed.
+            if paid.pay(&mut input, sum) {
+                debt = Some(Debt { paid, input: before.into() });
+            }
+        }
+        let completion = Arc::new(Completion::paying(debt));
+        let node = self.node();
+        let submitted =
+            node.driver().submit(self.id(), &call, self.options(), input.into(), completion.clone());
+        if let Err(error) = submitted {
+            let _ = completion.complete(Err(error));
+        } else if long {
+            node.call_keeper();
+        }
+        Pending::running(node.clone(), self.members(), completion, unwrap)
     }
 
     fn start_coded<T: Float>(

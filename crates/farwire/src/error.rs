@@ -183,6 +183,13 @@ impl Error {
         }
     }
 
+    /// Says what the input was, where the operation worked on another.
+    pub(crate) fn put_input(&mut self, was: Buffer) {
+        if let Some(input) = self.input() {
+            *input = Some(Box::new(was));
+        }
+    }
+
     /// The vector that the operation was given, as it was; once. If it worked [in
     /// place](crate::Communicator::in_place) and had started, anything may be in it.
     pub fn take_input<T: Element>(&mut self) -> Option<Vec<T>> {

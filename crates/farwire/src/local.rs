@@ -1,7 +1,5 @@
 //! Ranks as threads of one process.
 
-use std::sync::Arc;
-
 use farwire_proto::{Config, Engine, Peer, WorldSize};
 
 use crate::comm::Communicator;
@@ -13,7 +11,7 @@ use crate::observe::Observer;
 use crate::process::longest_payload;
 use crate::shm::bell::Bell;
 use crate::shm::link::SharedLink;
-use crate::shm::ring::{self, Receiver, Sender};
+use crate::shm::ring;
 
 /// A world of `ranks` ranks in this process, for tests and notebooks: give one communicator to each of as many threads.
 ///
@@ -57,15 +55,11 @@ pub fn local_with(ranks: usize, config: Config) -> Result<Vec<Communicator>, Err
     let mut links: Vec<Vec<Option<Box<dyn Link>>>> =
         (0..ranks).map(|_| (0..ranks).map(|_| None).collect()).collect();
     for (a, b) in (0..ranks).flat_map(|a| (a + 1..ranks).map(move |b| (a, b))) {
-        let there = Arc::new(ring::region(payload).map_err(system)?.close_file());
-        let back = Arc::new(ring::region(payload).map_err(system)?.close_file());
-        let end = |to: usize, out: &Arc<_>, into: &Arc<_>| {
-            let sender = Sender::new(Arc::clone(out), payload);
-            let receiver = Receiver::new(Arc::clone(into), payload, Peer(to as u32));
-            Box::new(SharedLink::new(sender, receiver, bells[to].clone(), None))
-        };
-        links[a][b] = Some(end(b, &there, &back));
-        links[b][a] = Some(end(a, &back, &there));
+        let region = || Ok::<_, Error>(ring::region(payload).map_err(system)?.close_file());
+        let (to_b, from_a) = ring::pair(region()?, payload, Peer(a as u32));
+        let (to_a, from_b) = ring::pair(region()?, payload, Peer(b as u32));
+        links[a][b] = Some(Box::new(SharedLink::new(to_b, from_b, bells[b].clone(), None)));
+        links[b][a] = Some(Box::new(SharedLink::new(to_a, from_a, bells[a].clone(), None)));
     }
     links
         .into_iter()

@@ -9,6 +9,7 @@ use std::task::{Context, Poll, Waker};
 
 use farwire_proto::Peer;
 
+use crate::coder::Debt;
 use crate::error::Error;
 use crate::memory::Buffer;
 use crate::node::Membership;
@@ -46,9 +47,16 @@ pub(crate) struct Completion {
 struct Shared {
     result: Option<Result<Buffer, Error>>,
     waker: Option<Waker>,
+    /// What the operation pays for earlier ones, until it has ended.
+    debt: Option<Debt>,
 }
 
 impl Completion {
+    /// Of an operation that pays a debt.
+    pub(crate) fn paying(debt: Option<Debt>) -> Self {
+        Self { shared: Mutex::new(Shared { debt, ..Shared::default() }), ..Self::default() }
+    }
+
     pub(crate) fn is_done(&self) -> bool {
         self.done.load(Ordering::Acquire)
     }
@@ -57,7 +65,10 @@ impl Completion {
     #[must_use]
     pub(crate) fn complete(&self, result: Result<Buffer, Error>) -> Option<Waker> {
         let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
-        shared.result = Some(result);
+        shared.result = Some(match shared.debt.take() {
+            None => result,
+            Some(debt) => debt.settle(result),
+        });
         self.done.store(true, Ordering::Release);
         shared.waker.take()
     }

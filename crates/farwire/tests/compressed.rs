@@ -9,7 +9,7 @@ use std::num::NonZeroUsize;
 use common::{assert_succeeds, on_processes, on_threads, start_processes};
 use farwire::{Communicator, Compressor, Error, ExchangeError, Fault, Peer, ReduceOp};
 use farwire_codec::exchange::{Collective, Exchange, Floats, Order, Through};
-use farwire_codec::{Context, ErrorFeedback};
+use farwire_codec::{Context, ErrorFeedback, Residual};
 use farwire_proto::{Rank, WorldSize};
 use farwire_sim::{Network, Sim, Submission};
 use half::bf16;
@@ -102,6 +102,77 @@ fn processes_equal_the_simulation() {
             });
         }
     }
+}
+
+/// The codec changes on the way, and at last there is none: what was left out is sent, and nothing is lost.
+#[test]
+fn what_is_owed_is_sent_whatever_codec_comes_next() {
+    let len = 500;
+    let total = |comm: &Communicator, mine: Vec<f64>| comm.all_reduce(mine, ReduceOp::Sum).wait().unwrap();
+    for ranks in [1, 2, 3, 5] {
+        on_threads(ranks, |comm| {
+            let first = Compressor::new("topk:0.05".parse().unwrap()).seed(7);
+            let (mut balance, mut scale, mut step) = (vec![0f64; len], 0f64, 0);
+            for codec in ["topk:0.05", "none", "int8", "powersgd:2", "randk:0.1", "none"] {
+                for _ in 0..3 {
+                    step += 1;
+                    let mine = gradient(comm.rank(), step, len);
+                    let through = first.with_codec(codec.parse().unwrap()).at_step(step);
+                    let input = total(&comm, mine.iter().map(|x| f64::from(*x)).collect());
+                    let sum = comm.all_reduce_compressed("w", mine, ReduceOp::Sum, &through).wait().unwrap();
+                    for ((balance, input), sum) in balance.iter_mut().zip(&input).zip(&sum) {
+                        scale = scale.max(input.abs());
+                        *balance += input - f64::from(*sum);
+                    }
+                }
+                let mut owed = vec![0f64; len];
+                let transaction = first.feedback().unwrap().begin("w").unwrap();
+                for part in [transaction.worker(0..len), transaction.owner(0..len)] {
+                    if let Residual::Owed(part) = part.residual() {
+                        owed.iter_mut().zip(part).for_each(|(owed, part)| *owed += f64::from(*part));
+                    }
+                }
+                drop(transaction);
+                let owed = total(&comm, owed);
+                let worst = balance.iter().zip(&owed).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+                let relative = worst / (scale * step as f64);
+                assert!(relative < 2f64.powi(-20), "{ranks} ranks, after {codec}: {relative:e}");
+                assert_eq!(owed.iter().any(|x| *x != 0.0), codec != "none", "{ranks} ranks, after {codec}");
+            }
+        });
+    }
+}
+
+/// A dense call that fails, or whose result is of no use, pays nothing: on no rank.
+#[test]
+fn what_is_owed_stays_owed_if_a_dense_call_does_not_succeed() {
+    let together = std::sync::Barrier::new(3);
+    on_threads(3, |comm| {
+        let top = Compressor::new("topk:0.05".parse().unwrap());
+        let none = top.with_codec("none".parse().unwrap());
+        comm.all_reduce_compressed("w", gradient(comm.rank(), 0, 100), ReduceOp::Mean, &top).wait().unwrap();
+        let before = top.feedback().unwrap().to_bytes();
+        let mut mine = vec![1.0f32; 100];
+        if comm.rank() == 1 {
+            mine[7] = f32::NAN;
+        }
+        let mean = comm.all_reduce_compressed("w", mine, ReduceOp::Mean, &none).wait().unwrap();
+        assert!(mean[7].is_nan());
+        assert_eq!(top.feedback().unwrap().to_bytes(), before, "rank {}: a NaN", comm.rank());
+
+        // Ranks that are out of step, once all are done with the call before.
+        together.wait();
+        let mine = gradient(comm.rank(), 1, if comm.rank() == 2 { 101 } else { 100 });
+        let failed = comm.all_reduce_compressed("w", mine.clone(), ReduceOp::Mean, &none).wait();
+        assert_eq!(failed.unwrap_err().take_input::<f32>(), Some(mine), "the input is as it was");
+        assert_eq!(top.feedback().unwrap().to_bytes(), before, "rank {}: a failure", comm.rank());
+
+        // The communicator has failed, so the next call is refused at once.
+        let mine = gradient(comm.rank(), 2, 100);
+        let refused = comm.all_reduce_compressed("w", mine.clone(), ReduceOp::Mean, &none).wait();
+        assert!(refused.unwrap_err().take_input::<f32>().is_none_or(|input| input == mine));
+        assert_eq!(top.feedback().unwrap().to_bytes(), before, "rank {}: a refusal", comm.rank());
+    });
 }
 
 /// Many tensors in flight at once, dense calls between them, in f32 and bf16, and waited for in another order.

@@ -122,6 +122,40 @@ impl Floats {
         }
     }
 
+    /// Adds to each element, and returns what rounding to 16 bits dropped: nothing from f32 and f64, where only the addition itself rounds, as it does in
+    /// every codec. None, and nothing is changed, if a sum is not finite.
+    pub(crate) fn add(&mut self, owed: &[f32]) -> Option<Vec<f32>> {
+        macro_rules! add_16_bits {
+            ($values:ident, $type:ty) => {{
+                let sums = $values.iter().zip(owed).map(|(value, owed)| value.to_f32() + owed);
+                let sums: Vec<f32> = sums.collect();
+                let largest = <$type>::MAX.to_f32();
+                let round = |(value, sum): (&mut $type, &f32)| {
+                    *value = <$type>::from_f32(sum.clamp(-largest, largest));
+                    sum - value.to_f32()
+                };
+                let finite = sums.iter().all(|sum| sum.is_finite());
+                finite.then(|| $values.iter_mut().zip(&sums).map(round).collect())
+            }};
+        }
+        macro_rules! add_whole {
+            ($values:ident, $type:ty) => {{
+                let finite =
+                    $values.iter().zip(owed).all(|(value, o)| (value + <$type>::from(*o)).is_finite());
+                finite.then(|| {
+                    $values.iter_mut().zip(owed).for_each(|(value, owed)| *value += <$type>::from(*owed));
+                    Vec::new()
+                })
+            }};
+        }
+        match self {
+            Self::F32(values) => add_whole!(values, f32),
+            Self::F64(values) => add_whole!(values, f64),
+            Self::F16(values) => add_16_bits!(values, f16),
+            Self::Bf16(values) => add_16_bits!(values, bf16),
+        }
+    }
+
     /// Some of the elements.
     fn values(&self, range: Range<usize>) -> Values<'_> {
         match self {
@@ -388,7 +422,11 @@ impl Exchange {
             Ok(laid_out) => laid_out,
             Err(error) => return Err((error, order.input)),
         };
-        let Order { rank, world, input, tensor, feedback, context, threads, output, .. } = order;
+        let Order { collective, rank, world, input, tensor, mut feedback, context, threads, output, .. } = order;
+        let adds = !matches!(collective, Collective::AllGather(_));
+        if let Some(feedback) = feedback.as_mut().filter(|_| adds) {
+            feedback.own(&script.owned(rank));
+        }
         let common = Common { rank, world, input, tensor, feedback, context, threads, output, trouble: None };
         Ok(Self { call, script, common, made: 0, came: 0 })
     }
@@ -547,6 +585,14 @@ impl Script {
             Self::TwoPhase(script) => script.rounds(),
             Self::AllToAll(_) => 1,
             Self::LowRank(_) => low_rank::ROUNDS,
+        }
+    }
+
+    /// The elements whose sum a rank encodes once more, in ascending ranges.
+    fn owned(&self, rank: Rank) -> Vec<Range<usize>> {
+        match self {
+            Self::TwoPhase(script) => script.owned(rank),
+            Self::AllToAll(_) | Self::LowRank(_) => Vec::new(),
         }
     }
 

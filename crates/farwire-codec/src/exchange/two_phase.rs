@@ -18,7 +18,7 @@
 use std::ops::Range;
 
 use bytes::Bytes;
-use farwire_proto::WorldSize;
+use farwire_proto::{Rank, WorldSize};
 
 use super::{Common, Kind, Made, Nonsense, Trouble, even, residual, scale, seal, unseal};
 use crate::job::{Encoded, Job, Partitioned, Place, Role};
@@ -94,6 +94,12 @@ impl TwoPhase {
 
     pub(super) fn longest(&self) -> usize {
         self.longest
+    }
+
+    /// The elements whose sum a rank encodes, in ascending ranges.
+    pub(super) fn owned(&self, rank: Rank) -> Vec<Range<usize>> {
+        let chunks = self.chunks.iter().filter(|_| self.gather);
+        chunks.map(|chunk| chunk.shards[rank.index()].clone()).collect()
     }
 
     /// s₀ s₁ g₀ s₂ g₁ … g₋₂ g₋₁: a chunk's sums are asked for one round after the next chunk was sent.

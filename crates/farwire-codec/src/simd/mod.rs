@@ -1,11 +1,13 @@
 //! Where the instruction set matters. This module and its files are the only ones with `unsafe`.
 //!
 //! Rules:
-//! 1. A [`Level`] above `Portable` exists only where [`Level::detect`] found the instructions. Calling a function compiled for a level is
-//!    `unsafe` for no other reason, so holding the level is what makes the call sound.
+//! 1. A [`Level`] above portable exists only where [`Level::detect`] found the instructions: nobody outside this module can make one. Calling a function
+//!    compiled for a level is `unsafe` for no other reason, so holding the level is what makes the call sound.
 //! 2. All levels give the same bits. Most kernels are one safe body compiled once per level, which settles it: Rust never
 //!    contracts or reorders float arithmetic. Those with a hand-written body have a portable twin and a test against it.
 //! 3. Sums have a fixed order: lane `i % 16`, then the lanes pairwise.
+//! 4. What keeps a load or store by pointer inside its slice or array is checked in the function that makes it, in release builds too:
+//!    by the type (`as_chunks`), or by an assertion once per tile or block, which costs nothing beside the work on that.
 
 #![allow(unsafe_code)]
 
@@ -21,7 +23,10 @@ pub(crate) use stream::Stream;
 
 /// The instructions to use.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Level {
+pub(crate) struct Level(Set);
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Set {
     /// What every machine of this architecture has.
     Portable,
     /// AVX2 and the bit instructions that came with it.
@@ -33,6 +38,10 @@ pub(crate) enum Level {
 }
 
 impl Level {
+    /// What every machine of this architecture has.
+    #[cfg(test)]
+    pub(crate) const PORTABLE: Self = Self(Set::Portable);
+
     /// The best this machine has.
     pub(crate) fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
@@ -48,25 +57,26 @@ impl Level {
                 && std::is_x86_feature_detected!("avx512dq")
                 && std::is_x86_feature_detected!("avx512vl");
             if avx512 {
-                return Self::Avx512;
+                return Self(Set::Avx512);
             }
             if avx2 {
-                return Self::Avx2;
+                return Self(Set::Avx2);
             }
         }
-        Self::Portable
+        Self(Set::Portable)
     }
 
     /// Every level this machine has.
     #[cfg(test)]
     pub(crate) fn all() -> Vec<Self> {
-        match Self::detect() {
-            Self::Portable => vec![Self::Portable],
+        let sets = match Self::detect().0 {
+            Set::Portable => vec![Set::Portable],
             #[cfg(target_arch = "x86_64")]
-            Self::Avx2 => vec![Self::Portable, Self::Avx2],
+            Set::Avx2 => vec![Set::Portable, Set::Avx2],
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512 => vec![Self::Portable, Self::Avx2, Self::Avx512],
-        }
+            Set::Avx512 => vec![Set::Portable, Set::Avx2, Set::Avx512],
+        };
+        sets.into_iter().map(Self).collect()
     }
 }
 
@@ -101,12 +111,12 @@ macro_rules! kernel {
                 fn avx512($($arg: $type),*) $(-> $result)? {
                     body($($arg),*)
                 }
-                match level {
+                match level.0 {
                     // SAFETY: rule 1, the level is proof that the instructions are there.
-                    $crate::simd::Level::Avx512 => return unsafe { avx512($($arg),*) },
+                    $crate::simd::Set::Avx512 => return unsafe { avx512($($arg),*) },
                     // SAFETY: as above.
-                    $crate::simd::Level::Avx2 => return unsafe { avx2($($arg),*) },
-                    $crate::simd::Level::Portable => {}
+                    $crate::simd::Set::Avx2 => return unsafe { avx2($($arg),*) },
+                    $crate::simd::Set::Portable => {}
                 }
             }
             let _ = level;

@@ -1,6 +1,6 @@
 //! Decoding the gaps between kept elements; `index.rs` has the format.
 
-use super::{Level, kernel};
+use super::{Level, Set, kernel};
 use crate::error::DecodeError;
 use crate::index::BLOCK;
 
@@ -8,6 +8,10 @@ use crate::index::BLOCK;
 ///
 /// Returns how many bytes that took, and the last index. Indices ascend; whoever finds the last below `range` has checked them
 /// all. Sound for any bytes, and quick to give up on a unary part that runs past `range`.
+///
+/// # Panics
+///
+/// If `low` is larger, or `count` is zero or larger than a block: the caller has checked what the message says.
 ///
 /// This keeps a core busy and leaves its memory idle; `meanwhile` is called once for every sixteen gaps, or not at all, to make use of that.
 #[allow(clippy::too_many_arguments, reason = "a kernel takes its state apart")]
@@ -21,15 +25,15 @@ pub(crate) fn decode_gaps(
     out: &mut [u32; BLOCK],
     meanwhile: impl FnMut(),
 ) -> Result<(usize, u64), DecodeError> {
-    debug_assert!(low <= 23 && (1..=BLOCK).contains(&count));
+    assert!(low <= 23 && (1..=BLOCK).contains(&count));
     let low_len = (count * low as usize).div_ceil(8);
     if bytes.len() <= low_len {
         return Err(DecodeError::Length { need: low_len + 1, given: bytes.len() });
     }
     #[cfg(target_arch = "x86_64")]
-    if level == Level::Avx512 && low <= 17 {
+    if level.0 == Set::Avx512 && low <= 17 {
         // SAFETY: the level is proof that the instructions are there.
-        return unsafe { avx512(bytes, low_len, low, count, next, range, out, meanwhile) };
+        return unsafe { avx512(bytes, low, count, next, range, out, meanwhile) };
     }
     portable(level, bytes, low_len, low, count, next, range, out)
 }
@@ -104,7 +108,6 @@ kernel! {
 #[allow(clippy::too_many_arguments, reason = "a kernel takes its state apart")]
 fn avx512(
     bytes: &[u8],
-    low_len: usize,
     low: u32,
     count: usize,
     next: u32,
@@ -114,6 +117,9 @@ fn avx512(
 ) -> Result<(usize, u64), DecodeError> {
     use std::arch::x86_64::*;
 
+    // All that is loaded or stored below by pointer lies where it should because of these.
+    assert!(low <= 17 && (1..=BLOCK).contains(&count));
+    let low_len = (count * low as usize).div_ceil(8);
     // Where the ones of the unary part are: sixteen bits at a time, the lanes whose bit is set pushed together.
     let mut positions = [0u32; BLOCK + 64 + 16];
     let unary = &bytes[low_len..];
@@ -157,7 +163,7 @@ fn avx512(
         let lows = &bytes[2 * low as usize * row..low_len];
         let there = u64::MAX >> (64 - lows.len().clamp(1, 64));
         // SAFETY: only the bytes of `lows` are loaded; where it is empty `low` is zero, and the byte loaded instead is the first
-        // of the unary part, which the caller has seen.
+        // of the unary part, which has one: it was looked through above, for at least one bit.
         let words = unsafe { _mm512_maskz_loadu_epi8(there, lows.as_ptr().cast()) };
         let bits = _mm512_srlv_epi32(_mm512_permutexvar_epi16(words_of_lane, words), bit_of_word);
         // Lanes past the last element count as zero, whatever fills up the last byte.

@@ -1,6 +1,6 @@
 //! Which elements are large: the compress-store at the heart of top-k.
 
-use super::{Level, prefetch};
+use super::{Level, Set, prefetch};
 
 /// Elements that one call looks at, at most.
 pub(crate) const TILE: usize = 2048;
@@ -35,15 +35,14 @@ pub(crate) fn compress(
     soon: [&[f32]; 2],
     found: &mut Found,
 ) {
-    assert!(values.len() <= TILE);
-    match level {
+    match level.0 {
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the level is proof that the instructions are there.
-        Level::Avx512 => unsafe { avx512(values, base, floor, soon, found) },
+        Set::Avx512 => unsafe { avx512(values, base, floor, soon, found) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: as above.
-        Level::Avx2 => unsafe { avx2(values, base, floor, soon, found) },
-        Level::Portable => {
+        Set::Avx2 => unsafe { avx2(values, base, floor, soon, found) },
+        Set::Portable => {
             found.count = 0;
             portable(values, base, floor, found);
         }
@@ -64,6 +63,7 @@ fn portable(values: &[f32], base: u32, floor: u32, found: &mut Found) {
 fn avx512(values: &[f32], base: u32, floor: u32, soon: [&[f32]; 2], found: &mut Found) {
     use std::arch::x86_64::*;
 
+    assert!(values.len() <= TILE, "a tile at most");
     found.count = 0;
     let (rows, rest) = values.as_chunks::<16>();
     let magnitude = _mm512_set1_epi32(0x7fff_ffff);
@@ -78,8 +78,7 @@ fn avx512(values: &[f32], base: u32, floor: u32, soon: [&[f32]; 2], found: &mut 
         let lanes = unsafe { _mm512_loadu_si512(row.as_ptr().cast()) };
         let mask = _mm512_cmpge_epu32_mask(_mm512_and_si512(lanes, magnitude), floor_lanes);
         if mask != 0 {
-            debug_assert!(count <= TILE);
-            // SAFETY: at most TILE elements precede, so at least 16 places follow `count` in both arrays.
+            // SAFETY: `count` grows by at most 16 with each row, and all rows together have at most TILE elements (checked above). Both arrays hold more.
             unsafe {
                 let indices = found.indices.as_mut_ptr().add(count);
                 _mm512_storeu_si512(indices.cast(), _mm512_maskz_compress_epi32(mask, index));
@@ -99,6 +98,7 @@ fn avx512(values: &[f32], base: u32, floor: u32, soon: [&[f32]; 2], found: &mut 
 fn avx2(values: &[f32], base: u32, floor: u32, soon: [&[f32]; 2], found: &mut Found) {
     use std::arch::x86_64::*;
 
+    assert!(values.len() <= TILE, "a tile at most");
     found.count = 0;
     let (rows, rest) = values.as_chunks::<8>();
     let magnitude = _mm256_set1_epi32(0x7fff_ffff);
@@ -121,8 +121,7 @@ fn avx2(values: &[f32], base: u32, floor: u32, soon: [&[f32]; 2], found: &mut Fo
             let nibbles = _pdep_u64(u64::from(mask), 0x0101_0101_0101_0101) * 0xff;
             let order = _pext_u64(0x0706_0504_0302_0100, nibbles);
             let order = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(order as i64));
-            debug_assert!(count <= TILE);
-            // SAFETY: at most TILE elements precede, so at least 8 places follow `count` in both arrays.
+            // SAFETY: `count` grows by at most 8 with each row, and all rows together have at most TILE elements (checked above). Both arrays hold more.
             unsafe {
                 let indices = found.indices.as_mut_ptr().add(count);
                 _mm256_storeu_si256(indices.cast(), _mm256_permutevar8x32_epi32(index, order));

@@ -6,7 +6,7 @@
 
 use std::marker::PhantomData;
 
-use super::Level;
+use super::{Level, Set};
 
 /// Vectors of more elements than this are streamed.
 const LONG: usize = 1 << 21;
@@ -22,7 +22,7 @@ pub(crate) struct Stream<'a> {
 impl<'a> Stream<'a> {
     /// For a vector of `len` elements in tiles of at most `tile`.
     pub(crate) fn new(level: Level, len: usize, tile: usize) -> Self {
-        let streams = len > LONG && level != Level::Portable;
+        let streams = len > LONG && level.0 != Set::Portable;
         Self { tile: streams.then(|| vec![0.0; tile]), written: PhantomData }
     }
 

@@ -9,7 +9,6 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
-use std::sync::Arc;
 use std::time::Duration;
 
 use farwire_proto::Peer;
@@ -94,8 +93,8 @@ fn exchange(
     let [theirs] = receive_files(&mut stream)?;
     stream.set_nonblocking(true)?;
     Ok(Some(Shared {
-        sender: Sender::new(Arc::new(there), payload),
-        receiver: Receiver::new(Arc::new(back), payload, peer),
+        sender: Sender::new(there, payload),
+        receiver: Receiver::new(back, payload, peer),
         bell: Bell::from_file(theirs)?,
         lifeline: stream,
     }))
@@ -111,8 +110,8 @@ pub(crate) fn accept(name: &str, word: &str, peer: Peer, payload: usize, bell: &
     send_files(&mut stream, &[bell.file()])?;
     stream.set_nonblocking(true)?;
     Ok(Shared {
-        sender: Sender::new(Arc::new(ring::region_from(there, payload)?), payload),
-        receiver: Receiver::new(Arc::new(ring::region_from(back, payload)?), payload, peer),
+        sender: Sender::new(ring::region_from(there, payload)?, payload),
+        receiver: Receiver::new(ring::region_from(back, payload)?, payload, peer),
         bell: Bell::from_file(theirs)?,
         lifeline: stream,
     })

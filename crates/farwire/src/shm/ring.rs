@@ -8,19 +8,20 @@
 //!  frees it             ◀─── returned ring ────── returns its number
 //! ```
 //!
-//! Slots come back in any order, so a frame that has to wait blocks no other lane. Frames that may wait for long,
-//! since the receiver has not called their operation, are few: the engine sees to that. The sender gives the most
-//! recently freed slot out first: the one that is still in the cache. Indices and lengths that the other side wrote are checked before they are used.
+//! Slots come back in any order, so a frame that has to wait blocks no other lane. Frames that may wait
+//! for long, since the receiver has not called their operation, are few: the engine sees to that. The
+//! sender gives the most recently freed slot out first: the one that is still in the cache. Who may
+//! access a slot is for `slots.rs`, which refuses numbers that make no sense; headers are copied out
+//! before they are looked at, and checked before they are used.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
-use farwire_proto::{HEADER_LEN, Header, Lane, Peer};
+use farwire_proto::{FAULT_LEN, HEADER_LEN, Header, Lane, Peer};
 
 use super::region::Region;
+use super::slots::{self, End, Receiving, Sending, Slot};
 use crate::link::{Arrival, Broken};
 
 /// Frames that can be on their way.
@@ -34,23 +35,14 @@ pub(crate) const AHEAD: usize = SLOTS / 4;
 /// Frames of one lane that can be on their way.
 const WINDOW: usize = 8;
 
-// Control words, each on a cache line of its own, then the two rings of slot numbers.
-const LINE: usize = 16;
-const PUBLISHED: usize = 0;
-const RETURNED: usize = LINE;
-const CLOSED: usize = 2 * LINE;
-const PUBLISHED_RING: usize = 3 * LINE;
-const RETURNED_RING: usize = PUBLISHED_RING + SLOTS;
-const WORDS: usize = RETURNED_RING + SLOTS;
-
 /// Memory for a ring whose frames carry up to `payload` bytes.
 pub(crate) fn region(payload: usize) -> io::Result<Region> {
-    Region::new(WORDS, SLOTS * slot_stride(payload))
+    Region::new(slots::words(SLOTS), SLOTS * slot_stride(payload))
 }
 
 /// The same memory, from the process that made it.
 pub(crate) fn region_from(file: OwnedFd, payload: usize) -> io::Result<Region> {
-    Region::from_file(file, WORDS, SLOTS * slot_stride(payload))
+    Region::from_file(file, slots::words(SLOTS), SLOTS * slot_stride(payload))
 }
 
 /// Slots start on a cache line.
@@ -58,14 +50,18 @@ fn slot_stride(payload: usize) -> usize {
     HEADER_LEN + payload.next_multiple_of(64)
 }
 
+/// Both ends of a ring, for two threads of this process.
+pub(crate) fn pair(region: Region, payload: usize, from: Peer) -> (Sender, Receiver) {
+    let ((end, free), other) = slots::pair(region, slot_stride(payload));
+    (Sender::over(end, free, payload), Receiver::over(other, payload, from))
+}
+
 /// The sending end.
 #[derive(Debug)]
 pub(crate) struct Sender {
-    region: Arc<Region>,
+    end: End<Region, Sending, SLOTS>,
     payload: usize,
-    free: Vec<u32>,
-    published: u32,
-    returned: u32,
+    free: Vec<Slot<Sending>>,
     /// Whose frame is in each slot; `None` for news of a failure, which belongs to no lane.
     lane_of: Vec<Option<Lane>>,
     on_its_way: HashMap<Lane, usize>,
@@ -75,13 +71,18 @@ pub(crate) struct Sender {
 }
 
 impl Sender {
-    pub(crate) fn new(region: Arc<Region>, payload: usize) -> Self {
+    /// The end towards another process.
+    pub(crate) fn new(region: Region, payload: usize) -> Self {
+        let (end, free) = slots::sending(region, slot_stride(payload));
+        Self::over(end, free, payload)
+    }
+
+    fn over(end: End<Region, Sending, SLOTS>, mut free: Vec<Slot<Sending>>, payload: usize) -> Self {
+        free.reverse();
         Self {
-            region,
+            end,
             payload,
-            free: (0..SLOTS as u32).rev().collect(),
-            published: 0,
-            returned: 0,
+            free,
             lane_of: vec![None; SLOTS],
             on_its_way: HashMap::new(),
             refused: HashSet::new(),
@@ -89,7 +90,8 @@ impl Sender {
         }
     }
 
-    /// Publishes a frame; `false` if its lane has to wait until [`poll_writable`](Self::poll_writable) names it.
+    /// Publishes a frame; `false` if its lane has to wait until [`poll_writable`](Self::poll_writable)
+    /// names it.
     ///
     /// # Panics
     ///
@@ -108,33 +110,21 @@ impl Sender {
             self.refused.extend(lane);
             return false;
         }
-        let slot = self.free.pop().expect("at least one is free");
-        let at = slot as usize * slot_stride(self.payload);
-        self.region.write(at, &header.encode());
-        self.region.write(at + HEADER_LEN, payload);
-        self.lane_of[slot as usize] = lane;
+        let mut slot = self.free.pop().expect("at least one is free");
+        self.end.write(&mut slot, 0, &header.encode());
+        self.end.write(&mut slot, HEADER_LEN, payload);
+        self.lane_of[slot.number()] = lane;
         if let Some(lane) = lane {
             *self.on_its_way.entry(lane).or_insert(0) += 1;
         }
-        let place = PUBLISHED_RING + self.published as usize % SLOTS;
-        self.region.word(place).store(slot, Ordering::Relaxed);
-        self.published = self.published.wrapping_add(1);
-        self.region.word(PUBLISHED).store(self.published, Ordering::Release);
+        self.end.pass(slot);
         true
     }
 
     /// A lane that had to wait and may try again.
     pub(crate) fn poll_writable(&mut self) -> Result<Option<Lane>, Broken> {
-        let returned = self.region.word(RETURNED).load(Ordering::Acquire);
-        while self.returned != returned {
-            let place = RETURNED_RING + self.returned as usize % SLOTS;
-            let slot = self.region.word(place).load(Ordering::Relaxed);
-            self.returned = self.returned.wrapping_add(1);
-            if slot as usize >= SLOTS || self.free.len() == SLOTS {
-                return Err(Broken("a slot came back that was never sent"));
-            }
-            self.free.push(slot);
-            if let Some(lane) = self.lane_of[slot as usize].take() {
+        while let Some(slot) = self.end.take()? {
+            if let Some(lane) = self.lane_of[slot.number()].take() {
                 let frames =
                     self.on_its_way.get_mut(&lane).expect("lanes are counted while they have a slot");
                 *frames -= 1;
@@ -142,6 +132,7 @@ impl Sender {
                     self.on_its_way.remove(&lane);
                 }
             }
+            self.free.push(slot);
             self.writable.extend(self.refused.drain());
         }
         Ok(self.writable.pop_front())
@@ -149,54 +140,50 @@ impl Sender {
 
     /// Says that nothing more will be sent.
     pub(crate) fn close(&self) {
-        self.region.word(CLOSED).store(1, Ordering::Release);
+        self.end.close();
     }
 }
 
 /// The receiving end.
 #[derive(Debug)]
 pub(crate) struct Receiver {
-    region: Arc<Region>,
+    end: End<Region, Receiving, SLOTS>,
     payload: usize,
     from: Peer,
-    seen: u32,
-    returned: u32,
     /// The sender's goodbye has been passed on.
     closed: bool,
     /// Frames not taken yet, by lane: header and slot.
-    lanes: HashMap<Lane, VecDeque<(Header, u32)>>,
+    lanes: HashMap<Lane, VecDeque<(Header, Slot<Receiving>)>>,
 }
 
 impl Receiver {
-    pub(crate) fn new(region: Arc<Region>, payload: usize, from: Peer) -> Self {
-        Self { region, payload, from, seen: 0, returned: 0, closed: false, lanes: HashMap::new() }
+    /// The end towards another process.
+    pub(crate) fn new(region: Region, payload: usize, from: Peer) -> Self {
+        Self::over(slots::receiving(region, slot_stride(payload)), payload, from)
+    }
+
+    fn over(end: End<Region, Receiving, SLOTS>, payload: usize, from: Peer) -> Self {
+        Self { end, payload, from, closed: false, lanes: HashMap::new() }
     }
 
     /// What has arrived next.
     pub(crate) fn poll_arrived(&mut self) -> Result<Option<Arrival>, Broken> {
-        let closed = self.region.word(CLOSED).load(Ordering::Acquire) != 0;
-        if self.region.word(PUBLISHED).load(Ordering::Acquire) == self.seen {
+        let closed = self.end.is_closed();
+        let Some(slot) = self.end.take()? else {
             let news = closed && !std::mem::replace(&mut self.closed, closed);
             return Ok(news.then_some(Arrival::Closed));
-        }
-        if self.seen.wrapping_sub(self.returned) as usize >= SLOTS {
-            return Err(Broken("more frames were published than there are slots"));
-        }
-        let place = PUBLISHED_RING + self.seen as usize % SLOTS;
-        let slot = self.region.word(place).load(Ordering::Relaxed);
-        self.seen = self.seen.wrapping_add(1);
-        if slot as usize >= SLOTS {
-            return Err(Broken("a slot was published that does not exist"));
-        }
-        let at = slot as usize * slot_stride(self.payload);
-        let header =
-            Header::decode(self.region.read(at, HEADER_LEN)).map_err(|_| Broken("a frame has no header"))?;
+        };
+        let mut bytes = [0; HEADER_LEN];
+        self.end.copy_out(&slot, 0, &mut bytes);
+        let header = Header::decode(&bytes).map_err(|_| Broken("a frame has no header"))?;
         if header.payload as usize > self.payload {
             return Err(Broken("a frame is longer than its slot"));
         }
         if header.frame.is_notice() {
-            let payload = self.region.read(at + HEADER_LEN, header.payload as usize).to_vec();
-            self.give_back(slot);
+            // A notice carries a fault or nothing, and its header was refused otherwise.
+            let mut payload = vec![0; (header.payload as usize).min(FAULT_LEN)];
+            self.end.copy_out(&slot, HEADER_LEN, &mut payload);
+            self.end.pass(slot);
             return Ok(Some(Arrival::Notice(header, payload)));
         }
         let lane = Lane::of(self.from, &header);
@@ -207,8 +194,7 @@ impl Receiver {
     /// The next frame of a lane, read in place.
     pub(crate) fn head(&self, lane: &Lane) -> Option<(Header, &[u8])> {
         let (header, slot) = self.lanes.get(lane)?.front()?;
-        let at = *slot as usize * slot_stride(self.payload);
-        Some((*header, self.region.read(at + HEADER_LEN, header.payload as usize)))
+        Some((*header, self.end.read(slot, HEADER_LEN, header.payload as usize)))
     }
 
     /// Done with the next frame of a lane.
@@ -218,13 +204,102 @@ impl Receiver {
         if frames.is_empty() {
             self.lanes.remove(lane);
         }
-        self.give_back(slot);
+        self.end.pass(slot);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use farwire_proto::{Call, CommId, Config, Engine, Options, Time, WorldSize};
+    use rand::{RngExt, SeedableRng};
+    use rand_chacha::ChaCha8Rng;
+
+    use super::*;
+
+    const PAYLOAD: usize = 256;
+
+    /// A frame of some collective.
+    fn header() -> Header {
+        let mut engine = Engine::new(Peer(0), WorldSize::new(2).unwrap(), Config::default());
+        let plan = engine.plan(CommId::WORLD, &Call::Barrier, &Options::default()).unwrap();
+        engine.submit(Time::ZERO, plan).unwrap();
+        engine.poll_transmit().unwrap().header
     }
 
-    fn give_back(&mut self, slot: u32) {
-        let place = RETURNED_RING + self.returned as usize % SLOTS;
-        self.region.word(place).store(slot, Ordering::Relaxed);
-        self.returned = self.returned.wrapping_add(1);
-        self.region.word(RETURNED).store(self.returned, Ordering::Release);
+    /// A process at the other end that writes anything anywhere: control words, headers, payloads. The
+    /// kernel writes for it, as for any other process.
+    fn scribble(file: impl AsFd, start: u64, seed: u64, stop: &AtomicBool) {
+        let mut rng = ChaCha8Rng::seed_from_u64(seed);
+        let words = 4 * slots::words(SLOTS) as u64;
+        while !stop.load(Ordering::Relaxed) {
+            let word = match rng.random_range(0..4) {
+                0 => rng.random::<u32>(),
+                1 => rng.random_range(0..SLOTS as u32 + 2),
+                2 => rng.random_range(0..2) * u32::MAX,
+                _ => 1 << rng.random_range(0..32),
+            };
+            let at = match rng.random_range(0..4) {
+                0 => rng.random_range(0..3) * 64, // a count, or the goodbye
+                1 => rng.random_range(0..words) / 4 * 4,
+                // Some field of a header, or what follows it, in one of the slots that are used first.
+                _ => {
+                    let slot = rng.random_range(0..SLOTS as u64 / 16) * slot_stride(PAYLOAD) as u64;
+                    start + slot + rng.random_range(0..HEADER_LEN as u64 + 8)
+                }
+            };
+            rustix::io::pwrite(&file, &word.to_le_bytes(), at).unwrap();
+        }
+    }
+
+    #[test]
+    fn a_peer_that_writes_anything_anywhere_breaks_the_link_and_nothing_else() {
+        let mut arrived = 0;
+        for seed in 0..100 {
+            let regions = [region(PAYLOAD).unwrap(), region(PAYLOAD).unwrap()];
+            let files = regions.each_ref().map(|region| region.file().try_clone_to_owned().unwrap());
+            let start = regions[0].offset();
+            let [there, back] = regions;
+            // Towards a peer that scribbles on what it is sent, and does not read it; and from a sender in
+            // order, whose ring a third process scribbles on.
+            let mut lonely = Sender::new(there, PAYLOAD);
+            let (mut sender, mut receiver) = pair(back, PAYLOAD, Peer(0));
+            let stop = AtomicBool::new(false);
+            std::thread::scope(|scope| {
+                for (file, seed) in files.iter().zip([2 * seed, 2 * seed + 1]) {
+                    let stop = &stop;
+                    scope.spawn(move || scribble(file, start, seed, stop));
+                }
+                let header = Header { payload: PAYLOAD as u32, ..header() };
+                let lane = Lane::of(Peer(0), &header);
+                let mut seen = Vec::new();
+                let mut turn = || {
+                    for sender in [&mut lonely, &mut sender] {
+                        sender.send(Some(lane), &header, &[1; PAYLOAD]);
+                        sender.send(None, &header, &[]);
+                        sender.poll_writable()?;
+                    }
+                    for _ in 0..4 {
+                        if let Some(Arrival::Frame(lane)) = receiver.poll_arrived()? {
+                            let (_, payload) = receiver.head(&lane).expect("it has just arrived");
+                            seen.extend_from_slice(payload);
+                            receiver.pop(&lane);
+                            arrived += 1;
+                        }
+                    }
+                    Ok::<_, Broken>(())
+                };
+                // A count that makes no sense comes sooner or later, however the threads are scheduled.
+                while turn().is_ok() {
+                    std::thread::yield_now();
+                }
+                // Whoever asks again gets an answer, too.
+                let _ = turn();
+                stop.store(true, Ordering::Relaxed);
+            });
+        }
+        assert!(arrived > 0);
     }
 }

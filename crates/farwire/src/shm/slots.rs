@@ -1,0 +1,396 @@
+//! Slots of shared memory that change hands between two ends: who may access which bytes, and when.
+//!
+//! ```text
+//!  sending end                                    receiving end
+//!  Slot<Sending>: may be written                  Slot<Receiving>: may be read
+//!     pass ──────────── published ring ──────────▶ take
+//!     take ◀─────────── returned ring ──────────── pass
+//! ```
+//!
+//! A [`Slot`] is the only way to the bytes of a slot. It cannot be copied, only its own end takes it,
+//! and passing it on gives it up. So an end cannot touch a slot that it has passed on, nor pass one on
+//! twice. It takes the same from the other end as little on trust as memory lets it: a number that is
+//! out of range, or of a slot that the other end does not have, is refused.
+//!
+//! # Rules
+//!
+//! 1. In one process, a region has one sending and one receiving end: [`pair`], [`sending`] and
+//!    [`receiving`] take the region, and hand out no second one.
+//! 2. Of each slot number one end holds the [`Slot`], or it is on its way: at first the sending end
+//!    holds all. An end makes a `Slot` only for a number that it has passed on (or, receiving, not had
+//!    yet) and that has come back through a ring; each number is noted as away while it is.
+//! 3. Numbers are stored before their ring's count is, with release ordering, and read after the count
+//!    was loaded with acquire ordering. So all that one end did to a slot happens before all that the
+//!    other does. `model.rs` has a model checker look for an exception.
+
+#![allow(unsafe_code, reason = "access to shared memory; see the rules above")]
+
+use std::marker::PhantomData;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+
+use crate::link::Broken;
+
+/// A word in shared memory. A trait, so that a model checker's words will do as well.
+pub(crate) trait Word {
+    fn load(&self, order: Ordering) -> u32;
+    fn store(&self, value: u32, order: Ordering);
+}
+
+impl Word for AtomicU32 {
+    fn load(&self, order: Ordering) -> u32 {
+        self.load(order)
+    }
+
+    fn store(&self, value: u32, order: Ordering) {
+        self.store(value, order);
+    }
+}
+
+/// Shared memory: control words, then bytes. What lies outside of it makes any access panic.
+pub(crate) trait Memory {
+    type Word: Word;
+
+    /// A control word.
+    fn word(&self, index: usize) -> &Self::Word;
+
+    /// Copies into bytes.
+    ///
+    /// # Safety
+    ///
+    /// Nobody else accesses them meanwhile, and `source` is not among them.
+    unsafe fn write(&self, at: usize, source: &[u8]);
+
+    /// Bytes, in place.
+    ///
+    /// # Safety
+    ///
+    /// Nobody writes to them as long as the slice lives.
+    unsafe fn read(&self, at: usize, len: usize) -> &[u8];
+
+    /// Copies bytes out, each read once. Sound even if somebody writes to them meanwhile.
+    fn copy_out(&self, at: usize, target: &mut [u8]);
+}
+
+// Control words: three, each on a cache line of its own, then the two rings of slot numbers.
+const LINE: usize = 16;
+const CLOSED: usize = 2 * LINE;
+const RINGS: usize = 3 * LINE;
+
+/// Control words that so many slots need.
+pub(crate) const fn words(slots: usize) -> usize {
+    RINGS + 2 * slots
+}
+
+/// Which end of a ring: writes to slots, or reads from them.
+pub(crate) trait Side {
+    /// Which ring it passes slots on through. It takes them from the other.
+    const RING: usize;
+}
+
+/// Writes to slots.
+#[derive(Debug)]
+pub(crate) struct Sending;
+
+/// Reads from slots.
+#[derive(Debug)]
+pub(crate) struct Receiving;
+
+impl Side for Sending {
+    const RING: usize = 0;
+}
+
+impl Side for Receiving {
+    const RING: usize = 1;
+}
+
+/// The right to access the bytes of one slot, at the end that holds it.
+#[derive(Debug)]
+pub(crate) struct Slot<S> {
+    number: u32,
+    /// Which end's it is.
+    end: u64,
+    side: PhantomData<S>,
+}
+
+impl<S> Slot<S> {
+    /// Its number, below that of slots.
+    pub(crate) fn number(&self) -> usize {
+        self.number as usize
+    }
+}
+
+/// One end of a ring of `SLOTS` slots, a power of two.
+#[derive(Debug)]
+pub(crate) struct End<M, S, const SLOTS: usize> {
+    memory: Arc<M>,
+    /// Bytes of a slot.
+    stride: usize,
+    id: u64,
+    /// How many slots were passed on, and taken, modulo 2³².
+    passed: u32,
+    taken: u32,
+    /// Which slots are not here, and how many.
+    away: [bool; SLOTS],
+    missing: usize,
+    side: PhantomData<S>,
+}
+
+/// The sending end of memory whose other end is another process, and all slots.
+pub(crate) fn sending<M: Memory, const SLOTS: usize>(
+    memory: M,
+    stride: usize,
+) -> (End<M, Sending, SLOTS>, Vec<Slot<Sending>>) {
+    send_over(Arc::new(memory), stride)
+}
+
+/// The receiving end of memory whose other end is another process.
+pub(crate) fn receiving<M: Memory, const SLOTS: usize>(memory: M, stride: usize) -> End<M, Receiving, SLOTS> {
+    End::new(Arc::new(memory), stride, true)
+}
+
+/// Both ends.
+#[expect(clippy::type_complexity, reason = "what `sending` returns, and what `receiving` returns")]
+pub(crate) fn pair<M: Memory, const SLOTS: usize>(
+    memory: M,
+    stride: usize,
+) -> ((End<M, Sending, SLOTS>, Vec<Slot<Sending>>), End<M, Receiving, SLOTS>) {
+    let memory = Arc::new(memory);
+    (send_over(memory.clone(), stride), End::new(memory, stride, true))
+}
+
+fn send_over<M: Memory, const SLOTS: usize>(
+    memory: Arc<M>,
+    stride: usize,
+) -> (End<M, Sending, SLOTS>, Vec<Slot<Sending>>) {
+    let end = End::new(memory, stride, false);
+    let slots = (0..SLOTS as u32).map(|number| end.slot(number)).collect();
+    (end, slots)
+}
+
+impl<M: Memory, S: Side, const SLOTS: usize> End<M, S, SLOTS> {
+    fn new(memory: Arc<M>, stride: usize, away: bool) -> Self {
+        // Counts run on past 2³², so their places in the ring must too.
+        const { assert!(SLOTS.is_power_of_two() && SLOTS <= 1 << 16) };
+        static ENDS: AtomicU64 = AtomicU64::new(0);
+        let id = ENDS.fetch_add(1, Ordering::Relaxed);
+        let missing = if away { SLOTS } else { 0 };
+        Self { memory, stride, id, passed: 0, taken: 0, away: [away; SLOTS], missing, side: PhantomData }
+    }
+
+    fn slot(&self, number: u32) -> Slot<S> {
+        Slot { number, end: self.id, side: PhantomData }
+    }
+
+    /// Where some bytes of a slot lie.
+    ///
+    /// # Panics
+    ///
+    /// If the slot is another end's, or they do not all lie in it.
+    fn place(&self, slot: &Slot<S>, from: usize, len: usize) -> usize {
+        assert_eq!(slot.end, self.id, "a slot stays with its end");
+        assert!(from <= self.stride && len <= self.stride - from, "bytes of a slot lie in it");
+        slot.number as usize * self.stride + from
+    }
+
+    /// Gives a slot to the other end.
+    ///
+    /// # Panics
+    ///
+    /// If the slot is another end's.
+    pub(crate) fn pass(&mut self, slot: Slot<S>) {
+        assert_eq!(slot.end, self.id, "a slot stays with its end");
+        self.away[slot.number as usize] = true;
+        self.missing += 1;
+        let place = RINGS + S::RING * SLOTS + self.passed as usize % SLOTS;
+        self.memory.word(place).store(slot.number, Ordering::Relaxed);
+        self.passed = self.passed.wrapping_add(1);
+        // The other end, which acquires this, finds the number there and may access the slot.
+        self.memory.word(S::RING * LINE).store(self.passed, Ordering::Release);
+    }
+
+    /// A slot that the other end has passed on, if there is one.
+    pub(crate) fn take(&mut self) -> Result<Option<Slot<S>>, Broken> {
+        let ring = 1 - S::RING;
+        let passed = self.memory.word(ring * LINE).load(Ordering::Acquire);
+        let waiting = passed.wrapping_sub(self.taken) as usize;
+        if waiting == 0 {
+            return Ok(None);
+        }
+        if waiting > self.missing {
+            return Err(Broken("the peer passed on more slots than it had"));
+        }
+        let place = RINGS + ring * SLOTS + self.taken as usize % SLOTS;
+        let number = self.memory.word(place).load(Ordering::Relaxed);
+        match self.away.get_mut(number as usize) {
+            None => Err(Broken("the peer passed on a slot that does not exist")),
+            Some(false) => Err(Broken("the peer passed on a slot that it did not have")),
+            Some(away) => {
+                *away = false;
+                self.missing -= 1;
+                self.taken = self.taken.wrapping_add(1);
+                Ok(Some(self.slot(number)))
+            }
+        }
+    }
+}
+
+impl<M: Memory, const SLOTS: usize> End<M, Sending, SLOTS> {
+    /// Copies into a slot.
+    ///
+    /// # Panics
+    ///
+    /// If the slot is another end's, or too short.
+    pub(crate) fn write(&self, slot: &mut Slot<Sending>, from: usize, source: &[u8]) {
+        let at = self.place(slot, from, source.len());
+        // SAFETY: by rules 1 and 2 this end owns the slot as long as it holds the handle, and the
+        // handle is borrowed mutably. `source` may lie in another slot, which the other end of a pair
+        // reads, but not in this one.
+        unsafe { self.memory.write(at, source) };
+    }
+
+    /// Says that nothing more will be passed on.
+    pub(crate) fn close(&self) {
+        self.memory.word(CLOSED).store(1, Ordering::Release);
+    }
+}
+
+impl<M: Memory, const SLOTS: usize> End<M, Receiving, SLOTS> {
+    /// Bytes of a slot, in place.
+    ///
+    /// # Panics
+    ///
+    /// If the slot is another end's, or too short.
+    pub(crate) fn read<'a>(&'a self, slot: &'a Slot<Receiving>, from: usize, len: usize) -> &'a [u8] {
+        let at = self.place(slot, from, len);
+        // SAFETY: by rules 1 and 2 this end owns the slot as long as it holds the handle, which is
+        // borrowed as long as the slice is, and it never writes. (For a peer that breaks the rules from
+        // another process, see rule 4 of `region.rs`.)
+        unsafe { self.memory.read(at, len) }
+    }
+
+    /// Copies bytes of a slot out, each read once: for what is decoded or checked before it is used.
+    ///
+    /// # Panics
+    ///
+    /// If the slot is another end's, or too short.
+    pub(crate) fn copy_out(&self, slot: &Slot<Receiving>, from: usize, target: &mut [u8]) {
+        self.memory.copy_out(self.place(slot, from, target.len()), target);
+    }
+
+    /// Whether the sender has said that nothing more will come. Ask before looking for the last slot.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.memory.word(CLOSED).load(Ordering::Acquire) != 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::region::Region;
+    use super::*;
+
+    const SLOTS: usize = 4;
+    const PUBLISHED: usize = 0;
+    const RETURNED: usize = 1;
+
+    type Here<S> = End<Region, S, SLOTS>;
+
+    fn memory() -> Region {
+        Region::new(words(SLOTS), SLOTS * 8).unwrap()
+    }
+
+    /// The other end, in a process that keeps to no rules: sets what has been passed on through a ring.
+    fn claim(memory: &Region, ring: usize, count: u32, numbers: &[u32]) {
+        for (place, number) in numbers.iter().enumerate() {
+            memory.word(RINGS + ring * SLOTS + place).store(*number, Ordering::Relaxed);
+        }
+        memory.word(ring * LINE).store(count, Ordering::Release);
+    }
+
+    /// A sending end that has passed on slots 0 and 1.
+    fn sent_two() -> (Here<Sending>, Vec<Slot<Sending>>) {
+        let (mut end, mut slots) = sending(memory(), 8);
+        slots.drain(..2).for_each(|slot| end.pass(slot));
+        (end, slots)
+    }
+
+    #[test]
+    fn a_slot_that_is_given_back_twice_is_refused() {
+        let (mut end, _slots) = sent_two();
+        claim(&end.memory, RETURNED, 2, &[1, 1]);
+        assert_eq!(end.take().unwrap().unwrap().number(), 1);
+        end.take().unwrap_err();
+        end.take().unwrap_err();
+    }
+
+    #[test]
+    fn a_slot_that_is_given_back_without_having_been_sent_is_refused() {
+        for number in [2, 3, 4, u32::MAX] {
+            let (mut end, _slots) = sent_two();
+            claim(&end.memory, RETURNED, 1, &[number]);
+            end.take().unwrap_err();
+        }
+        let (mut end, _slots) = sent_two();
+        claim(&end.memory, RETURNED, 3, &[0, 1, 2]);
+        end.take().unwrap_err();
+    }
+
+    #[test]
+    fn a_slot_that_is_published_while_it_is_held_is_refused() {
+        let mut end: Here<Receiving> = receiving(memory(), 8);
+        claim(&end.memory, PUBLISHED, 2, &[3, 3]);
+        let held = end.take().unwrap().unwrap();
+        end.take().unwrap_err();
+        end.pass(held);
+        assert_eq!(end.take().unwrap().unwrap().number(), 3, "given back, it may come again");
+    }
+
+    #[test]
+    fn slots_that_do_not_exist_or_are_too_many_are_refused() {
+        for (count, number) in [(1, 4), (1, u32::MAX), (5, 0), (u32::MAX, 0), (1 << 31, 0)] {
+            let mut end: Here<Receiving> = receiving(memory(), 8);
+            claim(&end.memory, PUBLISHED, count, &[number; SLOTS]);
+            end.take().unwrap_err();
+        }
+    }
+
+    #[test]
+    fn counts_run_on_past_32_bits() {
+        let ((mut sender, mut free), mut receiver) = pair::<_, SLOTS>(memory(), 8);
+        let start = u32::MAX - 5;
+        (sender.passed, sender.taken, receiver.passed, receiver.taken) = (start, start, start, start);
+        claim(&sender.memory, PUBLISHED, start, &[]);
+        claim(&sender.memory, RETURNED, start, &[]);
+        for round in 0..4u8 {
+            for (k, mut slot) in (0..).zip(std::mem::take(&mut free)) {
+                sender.write(&mut slot, 3, &[round, k]);
+                sender.pass(slot);
+            }
+            for k in 0..SLOTS as u8 {
+                let slot = receiver.take().unwrap().unwrap();
+                assert_eq!(receiver.read(&slot, 3, 2), [round, k]);
+                receiver.pass(slot);
+            }
+            assert!(receiver.take().unwrap().is_none());
+            while let Some(slot) = sender.take().unwrap() {
+                free.push(slot);
+            }
+            assert_eq!(free.len(), SLOTS);
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "a slot stays with its end")]
+    fn a_slot_of_another_end_is_not_passed_on() {
+        let (mut one, _) = sending::<_, SLOTS>(memory(), 8);
+        let (_, mut slots) = sending::<_, SLOTS>(memory(), 8);
+        one.pass(slots.remove(0));
+    }
+
+    #[test]
+    #[should_panic(expected = "bytes of a slot lie in it")]
+    fn a_slot_is_not_written_past_its_end() {
+        let (end, mut slots) = sending::<_, SLOTS>(memory(), 8);
+        end.write(&mut slots[0], 7, &[1, 2]);
+    }
+}
