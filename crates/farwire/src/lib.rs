@@ -58,6 +58,7 @@ pub use farwire_proto::{
     Algorithm, CallError, Config, DType, Fault, OpError, Options, Peer, ReduceOp, Tag, Tuning, tune,
 };
 pub use join::env::{EnvError, Place};
+pub use join::held_port::HeldPort;
 pub use join::rendezvous::JoinError;
 pub use local::{local, local_with};
 pub use observe::flight;
