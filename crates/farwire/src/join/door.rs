@@ -103,19 +103,19 @@ impl Log {
     pub(crate) fn say(&self, what: &str) {
         let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
         if said.at.is_some_and(|at| at.elapsed() < QUIET) {
-            said.unsaid += 1;
+            said.left_out += 1;
             return;
         }
-        let unsaid = std::mem::take(&mut said.unsaid);
+        let left_out = std::mem::take(&mut said.left_out);
         said.at = Some(Instant::now());
-        tracing::warn!(unsaid, "{what}");
+        tracing::warn!(left_out, "{what}");
     }
 }
 
 #[derive(Debug, Default)]
 struct Said {
     at: Option<Instant>,
-    unsaid: u64,
+    left_out: u64,
 }
 
 /// Who is in the middle of a handshake, oldest first.

@@ -1,12 +1,12 @@
 //! Room for open files.
 //!
 //! Memory shared with a peer takes a few open files on each side, and many systems let a process have
-//! 1024 unless it asks for more: enough for some 200 ranks on a host.
+//! 1024 unless it asks for more: enough for some 190 ranks on a host.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// Files that each peer on this host takes while memory is shared with it, and while that is set up.
-const PER_PEER: u64 = 6;
+const PER_PEER: u64 = 5;
 /// Files for everything else that a program may want to open meanwhile.
 const SPARE: u64 = 32;
 
