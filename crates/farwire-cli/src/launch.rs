@@ -250,7 +250,8 @@ impl Job {
         let output = Arc::new(tokio::sync::Mutex::new(tokio::io::stdout()));
         let errors = Arc::new(tokio::sync::Mutex::new(tokio::io::stderr()));
         let mut running = JoinSet::new();
-        // Who has ended is reaped when all have: until then its number is not given to another process, and signals go where they should.
+        // A rank that has ended is reaped only when all have: until then its process id is not used
+        // again, and signals go where they should.
         let (mut children, mut pids) = (Vec::new(), Vec::new());
         for local_rank in 0..self.ranks {
             let rank = self.first_rank + local_rank;
@@ -271,7 +272,7 @@ impl Job {
             children.push(child);
             running.spawn(async move {
                 let status = ended(pid).await;
-                // What it has said is still to be read; but something it started may hold its output open for ever.
+                // Its output is read to the end; but something that it started may hold that open for ever.
                 let _ = tokio::time::timeout(LAST_WORDS, async { (said.await, complained.await) }).await;
                 (rank, status, last)
             });
@@ -427,7 +428,8 @@ pub(crate) struct BecomeArgs {
     command: Vec<OsString>,
 }
 
-/// Has the system end this process when the launcher dies, however it dies, and becomes the command, which stays so bound. (Processes that the command starts are its own affair.)
+/// Has the system kill this process when the launcher dies, however it dies, and becomes the command, for
+/// which that stays so. (Not for processes that the command starts.)
 pub(crate) fn become_rank(args: &BecomeArgs) -> Result<ExitCode, LaunchError> {
     let system = |source: rustix::io::Errno| LaunchError::System {
         what: "could not tie a rank to its launcher",

@@ -311,8 +311,13 @@ impl Builder {
         let path = |set: Option<PathBuf>, name| set.or_else(|| lookup(name).map(PathBuf::from));
         let trace = path(self.trace, "FARWIRE_TRACE").filter(|path| !path.as_os_str().is_empty());
         let records = Records::from_setting(path(self.flight_dir, "FARWIRE_FLIGHT_DIR"));
-        let held = variable(held_port::VARIABLE).and_then(|port| port.parse().ok());
-        let port_is_held = held == Some(place.master_port);
+        let port_is_held = match variable(held_port::VARIABLE) {
+            None => false,
+            Some(text) => match text.parse::<u16>() {
+                Ok(port) => port == place.master_port,
+                Err(_) => return Err(wrong(held_port::VARIABLE, &text, "a port, which launchers set").into()),
+            },
+        };
         Ok(Settings {
             place,
             job,
@@ -385,7 +390,7 @@ impl Settings {
             .zip(&peers)
             .filter(|(_, peer)| peer.as_ref().is_some_and(|peer| rendezvous::is_this_host(&peer.member)));
         let crowd_here = busiest_here.map(|(crowd, _)| *crowd).max().unwrap_or(1);
-        // Each pair on its own: who waits for one peer must not keep another waiting.
+        // Pairs negotiate side by side, so a slow peer does not hold up the others.
         let me = self.place.rank;
         let payload = longest_payload(&self.config);
         let choice = self.link;
@@ -400,7 +405,8 @@ impl Settings {
             })
             .collect();
         let (mut links, mut healths): (Links, _) = (Vec::new(), Vec::new());
-        // Ranks on this host want a core each, and one more for their network threads if data goes through those.
+        // Each rank on this host keeps a core busy, and another for its network thread if data goes
+        // through that.
         let (mut local_ranks, mut threads_each) = (1, 1);
         for (index, negotiation) in negotiations.into_iter().enumerate() {
             let Some(negotiation) = negotiation else {
@@ -430,7 +436,7 @@ impl Settings {
         Ok((links, local_ranks * threads_each, Network { runtime: None, endpoint: Some(endpoint), healths }))
     }
 
-    /// The token that was given; on loopback, else, this user's.
+    /// The token that was given, or on loopback this user's.
     fn token_for(&self, master: SocketAddr) -> Result<Token, JoinError> {
         match &self.token {
             Some(token) => Ok(token.clone()),
@@ -444,7 +450,8 @@ impl Settings {
     }
 }
 
-/// How many times more time than on an idle host a peer should be given to answer: a thread that has its turn after eight others is not lost.
+/// By how much a crowded host stretches the time that a peer has to answer: a thread that has to wait
+/// for eight others to have their turn is not lost.
 fn crowd(peer: Option<&Acquaintance>, all: &[Option<Acquaintance>]) -> u32 {
     let Some(peer) = peer else { return 1 };
     let there = all.iter().flatten().filter(|other| other.member.host == peer.member.host).count();
@@ -463,9 +470,9 @@ pub(crate) fn longest_payload(config: &Config) -> usize {
 enum Talk {
     /// Meet me there, and say this.
     Offer { name: String, word: String },
-    /// It is not for us.
+    /// Shared memory is not possible, or not wanted.
     No,
-    /// It worked, on the side that says so; or why not.
+    /// Whether it worked on the side that says so, or why not.
     Result(Result<(), String>),
 }
 
@@ -546,7 +553,7 @@ async fn negotiate(
 }
 
 const ELSEWHERE: &str = "they are on different hosts, or one was told to use QUIC";
-const NONSENSE: &str = "it talks nonsense about shared memory";
+const NONSENSE: &str = "it answered something unexpected while shared memory was set up";
 
 /// How it went on the other side.
 async fn read_result(known: &mut Acquaintance) -> Result<Result<(), String>, String> {
@@ -653,8 +660,12 @@ mod tests {
     fn the_builder_wins_over_the_environment_and_that_over_the_default() {
         type Set = fn(Builder) -> Builder;
         type Get = fn(&Settings) -> String;
-        let token = "fw-000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f";
-        let cases: [(&str, &str, &str, Set, Get, [&str; 3]); 10] = [
+        const TOKEN: &str = "fw-000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f";
+        const OTHER: &str = "fw-1f1e1d1c1b1a191817161514131211100f0e0d0c0b0a09080706050403020100";
+        /// A variable, a value, one that does not parse (or is empty), and what is expected: from the
+        /// builder, from the environment, by default.
+        type Case = (&'static str, &'static str, &'static str, Set, Get, [&'static str; 3]);
+        let cases: [Case; 10] = [
             (
                 "FARWIRE_JOB",
                 "env",
@@ -665,19 +676,11 @@ mod tests {
             ),
             (
                 "FARWIRE_TOKEN",
-                token,
+                TOKEN,
                 "fw-0",
-                |builder| {
-                    builder.token(
-                        "fw-1f1e1d1c1b1a191817161514131211100f0e0d0c0b0a09080706050403020100"
-                            .parse()
-                            .unwrap(),
-                    )
-                },
-                |settings| {
-                    settings.token.as_ref().map_or_else(String::new, |token| token.reveal()[..7].to_owned())
-                },
-                ["fw-1f1e", "fw-0001", ""],
+                |builder| builder.token(OTHER.parse().unwrap()),
+                |settings| settings.token.as_ref().map_or_else(String::new, Token::reveal),
+                [OTHER, TOKEN, ""],
             ),
             (
                 "FARWIRE_LINK",

@@ -475,7 +475,7 @@ impl Caller<'_> {
     }
 }
 
-const NONSENSE: &str = "it answered nonsense";
+const NONSENSE: &str = "it answered something unexpected";
 const COMPLETE: &str = "the group is complete and running";
 
 /// A rank of this job.
