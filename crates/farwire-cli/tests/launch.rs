@@ -385,13 +385,10 @@ fn examples_run_under_launch() {
     }
 }
 
-/// An example of the library, built.
+/// An example of the library, built from what it is now.
 fn example(name: &str) -> PathBuf {
-    let program = Path::new(env!("CARGO_BIN_EXE_farwire")).with_file_name("examples").join(name);
-    if !program.exists() {
-        let built =
-            Command::new(env!("CARGO")).args(["build", "-p", "farwire", "--example", name]).status().unwrap();
-        assert!(built.success());
-    }
-    program
+    let built =
+        Command::new(env!("CARGO")).args(["build", "-p", "farwire", "--example", name]).status().unwrap();
+    assert!(built.success());
+    Path::new(env!("CARGO_BIN_EXE_farwire")).with_file_name("examples").join(name)
 }

@@ -38,8 +38,8 @@ const MAX_RETRY: Duration = Duration::from_secs(12);
 const MAX_MESSAGE: usize = 16 << 10;
 /// The longest entry of the table of ranks, which is as long as the job is large.
 const MAX_ENTRY: usize = 512;
-/// The longest name of a host.
-const MAX_HOST: usize = 64;
+/// The longest name of a host, in bytes.
+const MAX_HOST: usize = 48;
 
 /// A connection to a peer that has proven who it is.
 #[derive(Debug)]
@@ -737,6 +737,16 @@ mod tests {
             assert!(error.contains("rank 1 refused rank") && error.contains(says), "{error}");
         }
         assert_eq!(answers(&[hello("here", 2, VERSION)]).await, [Ok(())]);
+    }
+
+    /// Else a large job could not be joined.
+    #[test]
+    fn every_entry_of_the_table_of_ranks_fits() {
+        let host = "\u{1}".repeat(MAX_HOST); // which JSON writes with six bytes each
+        let member = Member { rank: u32::MAX, port: u16::MAX, host, cores: u32::MAX };
+        let address = "[ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff%4294967295]:65535".parse().unwrap();
+        let table = |ranks| encode(&Answer::Welcome(vec![(member.clone(), Some(address)); ranks])).unwrap();
+        assert!(table(2).len() - table(1).len() <= MAX_ENTRY);
     }
 
     /// A name that is only claimed is not enough.

@@ -179,3 +179,16 @@ async fn answer(mut stream: TcpStream, rank: u32, node: &Weak<Node>) -> std::io:
     stream.write_all(body.as_bytes()).await?;
     stream.shutdown().await
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ports_that_are_all_in_use_are_named() {
+        let last = SocketAddr::from(([127, 0, 0, 1], u16::MAX));
+        let _taken = std::net::TcpListener::bind(last); // or somebody else has it
+        let error = listen(last, WorldSize::new(2).unwrap()).unwrap_err().to_string();
+        assert!(error.contains("from 65535 to 65535"), "{error}");
+    }
+}
