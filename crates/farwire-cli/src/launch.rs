@@ -3,14 +3,13 @@
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::io;
-use std::net::UdpSocket;
 use std::os::unix::process::CommandExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::{ExitCode, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use farwire::Token;
+use farwire::{HeldPort, Token};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, WaitIdStatus};
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader};
 use tokio::process::{Child, Command};
@@ -18,7 +17,8 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-/// How long the others have to find out by themselves that one has failed, and to say what they were doing; as long as heartbeats take.
+/// How long the others have to find out by themselves that one has failed, and to say what they were
+/// doing: as long as heartbeats take.
 const FIND_OUT: Duration = Duration::from_millis(2500);
 /// How long they have to end once they were asked to.
 pub(crate) const GRACE: Duration = Duration::from_secs(5);
@@ -31,8 +31,8 @@ const LONGEST_LINE: u64 = 64 << 10;
 
 /// Start a command once per rank, and end all when one fails.
 ///
-/// Sets what torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and, for jobs on this machine, a fresh FARWIRE_TOKEN. Puts the rank
-/// before each line of output, passes signals on, and exits with the code of the first rank that failed.
+/// Sets what torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and, for jobs on this machine, a fresh FARWIRE_TOKEN and FARWIRE_JOB. Puts the
+/// rank before each line of output, passes signals on, and exits with the code of the first rank that failed. Ranks that were asked to end and have not within 5 s are killed.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -40,7 +40,8 @@ Examples:
   on host 0: farwire launch -n 8 --nnodes 2 --node-rank 0 \\
                --master 10.0.0.1:29500 -- ./my-training-program
   on host 1: the same, with --node-rank 1 (and the same FARWIRE_TOKEN on both:
-             make one with `farwire token`)")]
+             make one with `farwire token`; and the same --job, if more than
+             one job runs on them)")]
 pub(crate) struct Args {
     /// Ranks on this machine.
     #[arg(short = 'n', long = "ranks", default_value = "4", value_parser = clap::value_parser!(u32).range(1..=1024))]
@@ -54,6 +55,10 @@ pub(crate) struct Args {
     /// Where rank 0 listens, as HOST:PORT; needed for more than one machine.
     #[arg(long, value_name = "HOST:PORT", value_parser = master)]
     master: Option<(String, u16)>,
+    /// The job's name, up to 255 bytes: ranks of another job that come to the same address are refused. If not given: FARWIRE_JOB; else a random one on one machine, and none on several,
+    /// where jobs are then told apart by address and number of ranks alone. The same on all machines.
+    #[arg(long, value_name = "NAME", value_parser = job_name)]
+    job: Option<String>,
     /// The command and its arguments.
     #[arg(last = true, required = true, value_name = "COMMAND")]
     command: Vec<OsString>,
@@ -86,14 +91,31 @@ fn master(text: &str) -> Result<(String, u16), String> {
         .ok_or_else(|| format!("`{text}` is not an address; write HOST:PORT, for example 10.0.0.1:29500"))
 }
 
+fn job_name(text: &str) -> Result<String, String> {
+    match text.len() {
+        1..=255 => Ok(text.to_owned()),
+        length => Err(format!("a name of {length} bytes; write 1 to 255")),
+    }
+}
+
+/// Where rank 0 listens.
+#[derive(Debug)]
+pub(crate) enum Master {
+    Given(String, u16),
+    /// On loopback, at a port that is kept free for it.
+    Held(HeldPort),
+}
+
 /// A job's command, and what its processes are told.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) command: Vec<OsString>,
     pub(crate) ranks: u32,
     pub(crate) first_rank: u32,
     pub(crate) world: u32,
-    pub(crate) master: (String, u16),
+    pub(crate) master: Master,
+    /// For FARWIRE_JOB; if there is none, what the environment says.
+    pub(crate) name: Option<String>,
     pub(crate) token: Option<Token>,
     pub(crate) variables: Vec<(&'static str, String)>,
     /// What becomes of what ranks print.
@@ -125,16 +147,19 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, LaunchError> {
         return Err(LaunchError::NoToken(nnodes));
     }
     let master = match &args.master {
-        Some(master) => master.clone(),
-        None if nnodes == 1 => ("127.0.0.1".to_owned(), free_port()?),
+        Some((host, port)) => Master::Given(host.clone(), *port),
+        None if nnodes == 1 => hold_port()?,
         None => return Err(LaunchError::NoMaster(nnodes)),
     };
+    let is_named = std::env::var_os("FARWIRE_JOB").is_some();
+    let name = args.job.clone().or_else(|| (nnodes == 1 && !is_named).then(random_name));
     Job {
         command: args.command.clone(),
         ranks,
         first_rank: node_rank.saturating_mul(ranks),
         world: ranks.saturating_mul(nnodes),
         master,
+        name,
         token: (!has_token).then(Token::generate),
         variables: Vec::new(),
         output: JobOutput::Marked,
@@ -143,18 +168,71 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, LaunchError> {
     .run()
 }
 
-/// Where this job's ranks leave their flight records, unless the user has said.
-fn flight_directory() -> Option<PathBuf> {
-    let unsaid = std::env::var_os("FARWIRE_FLIGHT_DIR").is_none();
-    unsaid.then(|| std::env::temp_dir().join("farwire-flight").join(format!("job-{}", std::process::id())))
+/// Where this job's ranks leave their flight records, unless the user has said; empty for nowhere.
+fn flight_folder() -> Option<PathBuf> {
+    if std::env::var_os("FARWIRE_FLIGHT_DIR").is_some() {
+        return None;
+    }
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    match farwire::flight::user_folder() {
+        Ok(folder) => Some(folder.join(format!("job-{now}-{}", std::process::id()))),
+        Err(error) => {
+            eprintln!("farwire: ranks that fail will leave no flight records: {error}");
+            Some(PathBuf::new())
+        }
+    }
 }
 
-/// A UDP port of loopback that nobody uses right now.
-pub(crate) fn free_port() -> Result<u16, LaunchError> {
-    let address = UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
-    address
-        .map(|address| address.port())
+/// A port of loopback for rank 0, which nobody else gets while the job runs.
+pub(crate) fn hold_port() -> Result<Master, LaunchError> {
+    let held = HeldPort::any();
+    held.map(Master::Held)
         .map_err(|source| LaunchError::System { what: "could not find a free port", source })
+}
+
+/// A name for a job that no other has.
+pub(crate) fn random_name() -> String {
+    Token::generate().reveal()[3..19].to_owned()
+}
+
+/// Signals that ask this process to end.
+pub(crate) struct Wishes {
+    interrupted: tokio::signal::unix::Signal,
+    terminated: tokio::signal::unix::Signal,
+    hung_up: Option<tokio::signal::unix::Signal>,
+}
+
+impl Wishes {
+    pub(crate) fn new() -> io::Result<Self> {
+        Ok(Self {
+            interrupted: signal(SignalKind::interrupt())?,
+            terminated: signal(SignalKind::terminate())?,
+            // Under nohup it stays ignored.
+            hung_up: if is_hangup_ignored() { None } else { Some(signal(SignalKind::hangup())?) },
+        })
+    }
+
+    pub(crate) async fn next(&mut self) -> Signal {
+        let hung_up = async {
+            match &mut self.hung_up {
+                Some(hung_up) => hung_up.recv().await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            _ = self.interrupted.recv() => Signal::INT,
+            _ = self.terminated.recv() => Signal::TERM,
+            _ = hung_up => Signal::HUP,
+        }
+    }
+}
+
+/// Whether this process was started to outlive its terminal, as by nohup.
+fn is_hangup_ignored() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    ignored.is_some_and(|mask| mask >> (Signal::HUP.as_raw() - 1) & 1 == 1)
 }
 
 impl Job {
@@ -167,19 +245,17 @@ impl Job {
 
     async fn supervise(&self) -> Result<ExitCode, LaunchError> {
         let system = |what| move |source| LaunchError::System { what, source };
-        let mut interrupted =
-            signal(SignalKind::interrupt()).map_err(system("could not watch for signals"))?;
-        let mut terminated =
-            signal(SignalKind::terminate()).map_err(system("could not watch for signals"))?;
-        let mut hung_up = signal(SignalKind::hangup()).map_err(system("could not watch for signals"))?;
+        let mut wishes = Wishes::new().map_err(system("could not watch for signals"))?;
+        let records = flight_folder();
         let output = Arc::new(tokio::sync::Mutex::new(tokio::io::stdout()));
         let errors = Arc::new(tokio::sync::Mutex::new(tokio::io::stderr()));
         let mut running = JoinSet::new();
-        // Who has ended is reaped when all have: until then its number is not given to another process, and signals go where they should.
+        // A rank that has ended is reaped only when all have: until then its process id is not used
+        // again, and signals go where they should.
         let (mut children, mut pids) = (Vec::new(), Vec::new());
         for local_rank in 0..self.ranks {
             let rank = self.first_rank + local_rank;
-            let mut child = match self.start(rank, local_rank) {
+            let mut child = match self.start(rank, local_rank, records.as_deref()) {
                 Ok(child) => child,
                 Err(source) => {
                     tell(&pids, Signal::TERM);
@@ -196,7 +272,7 @@ impl Job {
             children.push(child);
             running.spawn(async move {
                 let status = ended(pid).await;
-                // What it has said is still to be read; but something it started may hold its output open for ever.
+                // Its output is read to the end; but something that it started may hold that open for ever.
                 let _ = tokio::time::timeout(LAST_WORDS, async { (said.await, complained.await) }).await;
                 (rank, status, last)
             });
@@ -208,22 +284,13 @@ impl Job {
             let due = next.map_or_else(Instant::now, |(due, _)| due);
             let ended = tokio::select! {
                 ended = running.join_next() => ended,
-                _ = interrupted.recv() => {
-                    tell(&pids, Signal::INT);
+                wish = wishes.next() => {
+                    tell(&pids, wish);
                     asked_to_end = true;
-                    next = Some((Instant::now() + self.grace, Signal::KILL));
-                    continue;
-                }
-                _ = terminated.recv() => {
-                    tell(&pids, Signal::TERM);
-                    asked_to_end = true;
-                    next = Some((Instant::now() + self.grace, Signal::KILL));
-                    continue;
-                }
-                _ = hung_up.recv() => {
-                    tell(&pids, Signal::HUP);
-                    asked_to_end = true;
-                    next = Some((Instant::now() + self.grace, Signal::KILL));
+                    // A second wish does not postpone what follows from the first.
+                    let kill = Instant::now() + self.grace;
+                    let planned = next.filter(|(_, signal)| *signal == Signal::KILL);
+                    next = Some((planned.map_or(kill, |(due, _)| due.min(kill)), Signal::KILL));
                     continue;
                 }
                 () = tokio::time::sleep_until(due), if next.is_some() => {
@@ -253,14 +320,18 @@ impl Job {
             for line in last.iter() {
                 eprintln!("  {line}");
             }
-            if let Some(directory) = flight_directory().filter(|directory| directory.exists()) {
-                eprintln!("farwire: who was missing? farwire doctor {}/*.json", directory.display());
+            if let Some(folder) = records.filter(|folder| folder.exists()) {
+                eprintln!("farwire: who was missing? farwire doctor {}/*.json", folder.display());
             }
         }
         Ok(ExitCode::from(code(status)))
     }
 
-    fn start(&self, rank: u32, local_rank: u32) -> io::Result<Child> {
+    fn start(&self, rank: u32, local_rank: u32, records: Option<&Path>) -> io::Result<Child> {
+        let (host, port, held) = match &self.master {
+            Master::Given(host, port) => (&host[..], *port, None),
+            Master::Held(held) => ("127.0.0.1", held.port(), Some(held.variable())),
+        };
         // By way of this program, which ties it to the launcher's life: see `become_rank`.
         let stdio = || if self.output == JobOutput::Theirs { Stdio::inherit() } else { Stdio::piped() };
         let mut command = Command::new("/proc/self/exe");
@@ -270,13 +341,15 @@ impl Job {
             .arg(std::process::id().to_string())
             .arg("--")
             .args(&self.command)
-            .envs(flight_directory().map(|directory| ("FARWIRE_FLIGHT_DIR", directory)))
+            .envs(records.map(|folder| ("FARWIRE_FLIGHT_DIR", folder)))
+            .envs(self.name.as_ref().map(|name| ("FARWIRE_JOB", name)))
+            .envs(held)
             .env("RANK", rank.to_string())
             .env("LOCAL_RANK", local_rank.to_string())
             .env("WORLD_SIZE", self.world.to_string())
             .env("LOCAL_WORLD_SIZE", self.ranks.to_string())
-            .env("MASTER_ADDR", &self.master.0)
-            .env("MASTER_PORT", self.master.1.to_string())
+            .env("MASTER_ADDR", host)
+            .env("MASTER_PORT", port.to_string())
             .envs(self.variables.iter().map(|(name, value)| (name, value)))
             .stdin(Stdio::null())
             .stdout(stdio())
@@ -355,7 +428,8 @@ pub(crate) struct BecomeArgs {
     command: Vec<OsString>,
 }
 
-/// Has the system end this process when the launcher dies, however it dies, and becomes the command, which stays so bound. (Processes that the command starts are its own affair.)
+/// Has the system kill this process when the launcher dies, however it dies, and becomes the command, for
+/// which that stays so. (Not for processes that the command starts.)
 pub(crate) fn become_rank(args: &BecomeArgs) -> Result<ExitCode, LaunchError> {
     let system = |source: rustix::io::Errno| LaunchError::System {
         what: "could not tie a rank to its launcher",

@@ -3,9 +3,14 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
 use std::io::{BufRead, BufReader};
-use std::path::PathBuf;
-use std::process::{Command, Output, Stdio};
+use std::net::UdpSocket;
+use std::os::unix::fs::symlink;
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::sync::mpsc;
+use std::time::Duration;
 
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 fn farwire(arguments: &[&str]) -> Output {
@@ -20,6 +25,171 @@ fn succeeds(arguments: &[&str]) -> String {
     let output = farwire(arguments);
     assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
     text(&output.stdout)
+}
+
+/// A launcher that is killed if it takes too long.
+struct Running {
+    child: Child,
+    lines: std::io::Lines<BufReader<ChildStdout>>,
+    _ended: mpsc::Sender<()>,
+}
+
+impl Running {
+    fn start(arguments: &[&str]) -> Self {
+        let mut child = Command::new(env!("CARGO_BIN_EXE_farwire"))
+            .args(arguments)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let (ended, end) = mpsc::channel();
+        let pid = pid(&child);
+        std::thread::spawn(move || {
+            if end.recv_timeout(Duration::from_secs(60)) == Err(mpsc::RecvTimeoutError::Timeout) {
+                let _ = kill_process(pid, Signal::KILL);
+            }
+        });
+        Self { child, lines, _ended: ended }
+    }
+
+    fn line(&mut self) -> Option<String> {
+        self.lines.next().map(Result::unwrap)
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(pid(&self.child), signal).unwrap();
+    }
+}
+
+fn pid(child: &Child) -> Pid {
+    Pid::from_raw(child.id() as i32).unwrap()
+}
+
+/// Each wish to end is passed on, and none gives the ranks more time than the first did.
+#[test]
+fn a_second_signal_does_not_postpone_the_kill() {
+    use std::os::unix::process::ExitStatusExt;
+    let script = "trap 'sleep 0.2; echo no' TERM; echo up; while :; do sleep 1; done";
+    let mut job = Running::start(&["launch", "-n", "1", "--", "sh", "-c", script]);
+    assert_eq!(job.line().as_deref(), Some("[0] up"));
+    loop {
+        job.signal(Signal::TERM);
+        match job.line() {
+            Some(line) => assert_eq!(line, "[0] no"),
+            None => break,
+        }
+    }
+    let status = job.child.wait().unwrap();
+    assert_eq!(status.signal(), None, "it was the ranks that had to be killed, and not the launcher");
+    assert_eq!(status.code(), Some(128 + 9));
+}
+
+/// Ranks ask for any free port; they must not get the one that rank 0 was promised.
+#[test]
+fn the_port_of_rank_0_is_kept_for_it() {
+    let script = "echo $MASTER_PORT; exec sleep 600";
+    let mut job = Running::start(&["launch", "-n", "1", "--", "sh", "-c", script]);
+    let line = job.line().unwrap();
+    let port: u16 = line.strip_prefix("[0] ").unwrap().parse().unwrap();
+    let taken = UdpSocket::bind(("127.0.0.1", port));
+    assert_eq!(taken.unwrap_err().kind(), std::io::ErrorKind::AddrInUse);
+    job.signal(Signal::TERM);
+    job.child.wait().unwrap();
+}
+
+#[test]
+fn every_job_has_a_name_that_its_ranks_share() {
+    let names = |arguments: &[&str], variable: Option<&str>| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_farwire"));
+        command.args(["launch", "-n", "2"]).args(arguments);
+        command.args(["--", "sh", "-c", "echo \"$FARWIRE_JOB\""]).env_remove("FARWIRE_JOB");
+        let output = command.envs(variable.map(|name| ("FARWIRE_JOB", name))).output().unwrap();
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let said = text(&output.stdout);
+        let mut names: Vec<_> = said.lines().map(|line| line[4..].to_owned()).collect();
+        names.dedup();
+        assert_eq!(names.len(), 1, "{said}");
+        names.remove(0)
+    };
+    let (one, other) = (names(&[], None), names(&[], None));
+    assert!(!one.is_empty() && one != other, "{one} {other}");
+    assert_eq!(names(&["--job", "mine"], None), "mine");
+    assert_eq!(names(&[], Some("theirs")), "theirs");
+    assert_eq!(names(&["--job", "mine"], Some("theirs")), "mine");
+}
+
+/// Somebody else may have put a link, or a folder of theirs, where records would go.
+#[test]
+fn flight_records_do_not_go_where_others_prepared_a_place() {
+    let folder = std::env::temp_dir().join(format!("farwire-planted-{}", std::process::id()));
+    let _ = std::fs::remove_dir_all(&folder);
+    std::fs::create_dir_all(folder.join("elsewhere")).unwrap();
+    let mine = folder.join(format!("farwire-{}", rustix::process::geteuid().as_raw()));
+    let fails = |says: &str| {
+        // Ranks that call different things fail, and have something to record.
+        let exe = env!("CARGO_BIN_EXE_farwire");
+        let script = format!("[ $RANK = 0 ] && op=all_reduce || op=broadcast; exec {exe} bench $op --size 4");
+        let output = Command::new(exe)
+            .args(["launch", "-n", "2", "--", "sh", "-c", &script])
+            .env("TMPDIR", &folder)
+            .env_remove("XDG_RUNTIME_DIR")
+            .env_remove("FARWIRE_FLIGHT_DIR")
+            .output()
+            .unwrap();
+        let said = text(&output.stderr);
+        assert!(!output.status.success() && said.contains(says), "{said}");
+    };
+    let entries = |path: &Path| std::fs::read_dir(path).unwrap().count();
+    symlink(folder.join("elsewhere"), &mine).unwrap();
+    fails("is not safe: it is not a folder");
+    assert_eq!(entries(&folder.join("elsewhere")), 0);
+    std::fs::remove_file(&mine).unwrap();
+    std::fs::create_dir(&mine).unwrap();
+    let mode = std::os::unix::fs::PermissionsExt::from_mode;
+    std::fs::set_permissions(&mine, mode(0o777)).unwrap();
+    fails("chmod 700");
+    assert_eq!(entries(&mine), 0);
+    std::fs::set_permissions(&mine, mode(0o700)).unwrap();
+    fails("who was missing? farwire doctor");
+    assert_eq!(entries(&mine), 1, "the folder of the job");
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+/// What a shell says of a job whose ranks may open few files.
+fn with_open_files(limit: &str) -> Output {
+    let script = format!("ulimit {limit}; exec \"$0\" bench barrier --ranks 12 --size 4 --iters 2 --json");
+    Command::new("sh").args(["-c", &script, env!("CARGO_BIN_EXE_farwire")]).output().unwrap()
+}
+
+#[test]
+fn a_low_limit_on_open_files_is_raised_or_said() {
+    let output = with_open_files("-Sn 80");
+    let row: Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert_eq!((&row["link"], &row["links"]["shm"]), (&"shm".into(), &66.into()), "{row}");
+    let output = with_open_files("-n 80");
+    let said = text(&output.stderr);
+    assert!(!output.status.success() && said.contains("ulimit -n"), "{said}");
+    assert!(said.contains("FARWIRE_LINK=quic"), "{said}");
+}
+
+#[test]
+fn bench_shows_the_link_that_was_used() {
+    for (arguments, heading) in [
+        (&["--ranks", "2"][..], "2 ranks, link shm"),
+        (&["--ranks", "2", "--link", "quic"], "2 ranks, link quic"),
+        (&["--ranks", "2", "--link", "inproc"], "2 ranks, link inproc"),
+        (&["--ranks", "1"], "1 ranks, link none"),
+    ] {
+        let said = succeeds(&[&["bench", "barrier", "--iters", "2"], arguments].concat());
+        assert!(said.contains(heading), "{said}");
+    }
+    // One of three was told to use QUIC: its two pairs do.
+    let exe = env!("CARGO_BIN_EXE_farwire");
+    let script = format!("[ $RANK = 2 ] && export FARWIRE_LINK=quic; exec {exe} bench barrier --iters 2");
+    let said = succeeds(&["launch", "-n", "3", "--", "sh", "-c", &script]);
+    assert!(said.contains("link shm (1 pairs), quic (2 pairs)"), "{said}");
+    let said = succeeds(&["launch", "-n", "3", "--", "sh", "-c", &format!("{script} --json")]);
+    assert!(said.contains("\"link\":\"shm+quic\",\"links\":{\"shm\":1,\"quic\":2,\"inproc\":0}"), "{said}");
 }
 
 #[test]
@@ -115,6 +285,8 @@ fn wrong_launches_are_refused_with_what_to_do() {
         (&["launch", "-n", "2", "--", "/no/such/program"][..], "could not start"),
         (&["launch", "-n", "2"], "COMMAND"),
         (&["launch", "-n", "0", "--", "true"], "1..=1024"),
+        (&["launch", "--job", "", "--", "true"], "write 1 to 255"),
+        (&["launch", "--job", &"x".repeat(10 << 10), "--", "true"], "write 1 to 255"),
         (&["launch", "--nnodes", "2", "--node-rank", "2", "--", "true"], "machines count from 0"),
         (&["launch", "--nnodes", "2", "--master", "nohost", "--", "true"], "HOST:PORT"),
         (&["launch", "--nnodes", "2", "--", "true"], "export FARWIRE_TOKEN=$(farwire token)"),
@@ -205,7 +377,6 @@ fn bench_says_what_auto_chose_and_gets_what_that_gives() {
 /// The examples that newcomers copy, as a job of processes.
 #[test]
 fn examples_run_under_launch() {
-    let examples = PathBuf::from(env!("CARGO_BIN_EXE_farwire")).with_file_name("examples");
     for (name, says) in [
         ("all_reduce", "sum 6"),
         ("send_recv", "the others add up to 6"),
@@ -213,15 +384,17 @@ fn examples_run_under_launch() {
         ("call", "works on batch 7"),
         ("foreign_memory", "of 4: 1.5"),
     ] {
-        let program = examples.join(name);
-        if !program.exists() {
-            let built = Command::new(env!("CARGO"))
-                .args(["build", "-p", "farwire", "--example", name])
-                .status()
-                .unwrap();
-            assert!(built.success());
-        }
+        let program = example(name);
         let said = succeeds(&["launch", "-n", "4", "--", program.to_str().unwrap()]);
         assert!(said.contains(says), "{name}: {said}");
     }
+}
+
+/// An example of the library, built from what it is now.
+fn example(name: &str) -> PathBuf {
+    let mut build = Command::new(env!("CARGO"));
+    build.args(["build", "-p", "farwire", "--example", name]);
+    let built = build.args((!cfg!(debug_assertions)).then_some("--release")).status();
+    assert!(built.unwrap().success());
+    Path::new(env!("CARGO_BIN_EXE_farwire")).with_file_name("examples").join(name)
 }

@@ -273,6 +273,24 @@ fn a_full_disk_is_an_error_and_the_older_checkpoint_stays() {
     assert_eq!(losses(&lines).len(), 2);
 }
 
+/// A terminal that goes away takes nothing with it.
+#[test]
+fn a_run_whose_terminal_goes_away_leaves_a_checkpoint() {
+    let dir = Folder::new("hangup");
+    let arguments = "--ranks 2 --steps 4000 --checkpoint kept --json";
+    let mut child = command(&dir.0, arguments).stdout(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    for _ in 0..3 {
+        lines.next().unwrap().unwrap();
+    }
+    kill_process(Pid::from_raw(child.id() as i32).unwrap(), Signal::HUP).unwrap();
+    let rest: Vec<Value> = lines.map(|line| serde_json::from_str(&line.unwrap()).unwrap()).collect();
+    assert!(child.wait().unwrap().success());
+    let summary = rest.last().unwrap();
+    assert_eq!((&summary["event"], &summary["stopped"]), (&"summary".into(), &true.into()));
+    assert!(dir.0.join("kept").read_dir().unwrap().next().is_some());
+}
+
 #[test]
 fn wrong_flags_are_refused_with_what_to_use() {
     let dir = Folder::new("wrong");

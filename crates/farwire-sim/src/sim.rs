@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use farwire_codec::exchange::Exchange;
 use farwire_proto::{
-    Call, CommId, Config, Event, HEADER_LEN, Header, Lane, OpId, OpenError, Options, Outcome,
-    Parcels, Payload, Peer, Rank, Time, Transmit, Verdict, Workspace,
+    Call, CommId, Config, Event, HEADER_LEN, Header, Lane, OpId, OpenError, Options, Outcome, Parcels,
+    Payload, Peer, Rank, Time, Transmit, Verdict, Workspace,
 };
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;

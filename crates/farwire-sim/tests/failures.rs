@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use common::{Case, every_collective, world};
 use farwire_proto::{
-    Algorithm, Allowance, Call, CommId, Config, Counts, DType, Fault, Kind, OpError, Options, Peer, Plan, Rank,
-    ReduceOp, Tag, Time, Tuning,
+    Algorithm, Allowance, Call, CommId, Config, Counts, DType, Fault, Kind, OpError, Options, Peer, Plan,
+    Rank, ReduceOp, Tag, Time, Tuning,
 };
 use farwire_sim::{JobEnd, JobId, Link, Network, Report, Sim, Start, Submission, Trouble};
 
@@ -408,7 +408,16 @@ fn messages_after_some_that_were_given_up_arrive() {
             .map(|i| message(&mut sim, Peer(0), None, send.clone(), second(5), vec![i; count]))
             .collect();
         let received: Vec<_> = (0..30)
-            .map(|_| message(&mut sim, Peer(1), Some(Duration::from_secs(20)), recv.clone(), second(10), Vec::new()))
+            .map(|_| {
+                message(
+                    &mut sim,
+                    Peer(1),
+                    Some(Duration::from_secs(20)),
+                    recv.clone(),
+                    second(10),
+                    Vec::new(),
+                )
+            })
             .collect();
         let report = sim.run().unwrap_or_else(|hang| panic!("{hang}"));
         let sent: Vec<_> = early.iter().map(|job| report.job(*job).result().is_some()).collect();

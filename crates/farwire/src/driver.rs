@@ -10,8 +10,8 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use farwire_proto::{
-    Action, Call, CommId, Engine, Event, FrameKind, HEADER_LEN, Header, Lane, OpId, OpenError, Options, Outcome,
-    Parcels, Payload, Peer, Plan, Rank, Source, Time, Transmit, Verdict, Workspace, WorldSize,
+    Action, Call, CommId, Engine, Event, FrameKind, HEADER_LEN, Header, Lane, OpId, OpenError, Options,
+    Outcome, Parcels, Payload, Peer, Plan, Rank, Source, Time, Transmit, Verdict, Workspace, WorldSize,
 };
 
 use crate::buffer::Pool;

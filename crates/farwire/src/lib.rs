@@ -64,6 +64,7 @@ pub use farwire_proto::{
 };
 pub use in_place::InPlace;
 pub use join::env::{EnvError, Place};
+pub use join::held_port::HeldPort;
 pub use join::rendezvous::JoinError;
 pub use local::{local, local_with};
 pub use memory::{Buffer, Memory, MemoryError};

@@ -1,5 +1,6 @@
 //! Ranks as processes: joining a job, and leaving it.
 
+use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
@@ -13,12 +14,15 @@ use tokio::runtime::Runtime;
 use crate::comm::Communicator;
 use crate::driver::Driver;
 use crate::error::Error;
-use crate::join::env::{EnvError, Place};
+use crate::join::env::{self, EnvError, Place};
 use crate::join::identity::Identity;
-use crate::join::rendezvous::{self, Acquaintance, Hello, JoinError};
+use crate::join::job::{self, JobName};
+use crate::join::rendezvous::{self, Acquaintance, JoinError, Member, Terms};
 use crate::join::same_host::{self, Offer};
+use crate::join::{files, held_port};
 use crate::link::Link;
 use crate::node::Node;
+use crate::observe::flight::Records;
 use crate::observe::{Observer, metrics};
 use crate::quic::control::{self, Beats, Health};
 use crate::quic::link::QuicLink;
@@ -58,23 +62,49 @@ pub enum LinkChoice {
 }
 
 /// How to join a job. Made by [`Communicator::builder`].
+///
+/// # What counts
+///
+/// For every setting, a call of the builder wins over the environment, and the environment wins over
+/// the default. A variable that is set to something that does not parse is an error, unless a call of
+/// the builder has made it irrelevant.
+///
+/// | method | variable | default |
+/// |---|---|---|
+/// | [`place`](Self::place) | `RANK` and so on, as the launcher sets them | an error |
+/// | [`job`](Self::job) | `FARWIRE_JOB` | the launcher's name for the job, else none |
+/// | [`token`](Self::token) | `FARWIRE_TOKEN`, else `FARWIRE_TOKEN_FILE` | on loopback, the user's key file |
+/// | [`link`](Self::link) | `FARWIRE_LINK` | `auto` |
+/// | [`preset`](Self::preset) | `FARWIRE_PRESET` | `lan` |
+/// | [`port`](Self::port) | `FARWIRE_PORT` | any free port |
+/// | [`join_timeout`](Self::join_timeout) | `FARWIRE_JOIN_TIMEOUT` | 60 s |
+/// | [`deadline`](Self::deadline), else [`config`](Self::config) | `FARWIRE_DEADLINE` | 600 s |
+/// | [`metrics`](Self::metrics) | `FARWIRE_METRICS` | none are served |
+/// | [`trace`](Self::trace) | `FARWIRE_TRACE` | none is written |
+/// | [`flight_dir`](Self::flight_dir) | `FARWIRE_FLIGHT_DIR` | a folder of the user's ([`flight`](crate::flight)) |
+///
+/// Times in variables are written `90s`, `500ms`, `10m` or `2h`; a bare number counts seconds.
 #[derive(Clone, Debug, Default)]
 pub struct Builder {
     place: Option<Place>,
+    job: Option<String>,
     token: Option<Token>,
-    preset: Preset,
+    preset: Option<Preset>,
     link: Option<LinkChoice>,
     port: Option<u16>,
-    patience: Option<Duration>,
-    config: Config,
+    join_timeout: Option<Duration>,
+    deadline: Option<Duration>,
+    config: Option<Config>,
+    metrics: Option<SocketAddr>,
+    trace: Option<PathBuf>,
+    flight_dir: Option<PathBuf>,
 }
 
 impl Communicator {
     /// Joins the job that this process was started in, by the environment that its launcher set: `farwire launch`, torchrun, mpirun, srun, a Kubernetes indexed job, or
     /// `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` set by hand.
     ///
-    /// Blocks until all ranks have come. `FARWIRE_TOKEN` or `FARWIRE_TOKEN_FILE` has the cluster token; on loopback none is needed. `FARWIRE_LINK` is `auto`, `shm` or
-    /// `quic`; `FARWIRE_PRESET` is `lan` or `wan`; `FARWIRE_PORT` fixes this rank's UDP port.
+    /// Blocks until all ranks have come. [`Builder`] lists the other variables.
     ///
     /// To see what happens: `FARWIRE_METRICS=127.0.0.1:9464` serves counters to Prometheus, `FARWIRE_TRACE=trace.json` writes a trace that Perfetto opens, and
     /// `FARWIRE_FLIGHT_DIR` is where a failing rank leaves its flight record ([`flight`](crate::flight)).
@@ -89,45 +119,81 @@ impl Communicator {
 }
 
 impl Builder {
-    /// Where this process stands, rather than what the environment says.
+    /// Where this process stands: its rank, the number of ranks, and where rank 0 listens.
     pub fn place(self, place: Place) -> Self {
         Self { place: Some(place), ..self }
     }
 
-    /// The cluster token, rather than the environment's.
+    /// The job's name, the same on all ranks: up to 255 bytes. A process of another job that comes to
+    /// the same address, with the same token, is told so and refused.
+    pub fn job(self, job: impl Into<String>) -> Self {
+        Self { job: Some(job.into()), ..self }
+    }
+
+    /// The cluster token.
     pub fn token(self, token: Token) -> Self {
         Self { token: Some(token), ..self }
     }
 
     /// Settings that fit the situation.
     pub fn preset(self, preset: Preset) -> Self {
-        Self { preset, ..self }
+        Self { preset: Some(preset), ..self }
     }
 
-    /// What carries data, rather than what the environment says.
+    /// What carries data.
     pub fn link(self, link: LinkChoice) -> Self {
         Self { link: Some(link), ..self }
     }
 
-    /// How long to wait for the other ranks; a minute if not set.
-    pub fn patience(self, patience: Duration) -> Self {
-        Self { patience: Some(patience), ..self }
+    /// This rank's UDP port; 0 for any free one. Rank 0 listens where its [`Place`] says.
+    pub fn port(self, port: u16) -> Self {
+        Self { port: Some(port), ..self }
     }
 
-    /// Deadlines, segment sizes and what links are like. The same on all ranks.
+    /// How long to wait for the other ranks, at most a year.
+    pub fn join_timeout(self, timeout: Duration) -> Self {
+        Self { join_timeout: Some(timeout), ..self }
+    }
+
+    /// How long an operation may take, unless [`Options`](crate::Options) say otherwise for it.
+    pub fn deadline(self, deadline: Duration) -> Self {
+        Self { deadline: Some(deadline), ..self }
+    }
+
+    /// Segment sizes, what links are like, and the deadline of operations. The same on all ranks.
+    ///
+    /// All of it counts as set, so the environment's deadline does not apply;
+    /// [`deadline`](Self::deadline) wins over the one in here.
     pub fn config(self, config: Config) -> Self {
-        Self { config, ..self }
+        Self { config: Some(config), ..self }
+    }
+
+    /// Where to serve counters to Prometheus: the first free port from there on.
+    pub fn metrics(self, address: SocketAddr) -> Self {
+        Self { metrics: Some(address), ..self }
+    }
+
+    /// The file, or the folder, for a trace.
+    pub fn trace(self, path: impl Into<PathBuf>) -> Self {
+        Self { trace: Some(path.into()), ..self }
+    }
+
+    /// The folder for this rank's flight record, should it fail; if empty, there is none.
+    pub fn flight_dir(self, path: impl Into<PathBuf>) -> Self {
+        Self { flight_dir: Some(path.into()), ..self }
     }
 
     /// Joins, and blocks until all ranks have come.
     pub fn join(self) -> Result<Communicator, Error> {
-        let settings = self.settings()?;
+        let settings = self.settings(&|name| std::env::var_os(name))?;
         // What cannot be had is found out before anyone waits for this rank.
-        let observer = Observer::from_env(settings.place.rank, settings.place.world, settings.config.epoch)?;
-        let metrics = match metrics::address()? {
+        let (rank, world) = (settings.place.rank, settings.place.world);
+        let (trace, records) = (settings.trace.as_deref(), settings.records.clone());
+        let observer = Observer::new(rank, world, settings.config.epoch, trace, records)?;
+        let metrics = match settings.metrics {
             None => None,
-            Some(address) => Some(metrics::listen(address).map_err(|error| Error::System {
-                what: "could not listen on the address in FARWIRE_METRICS",
+            Some(address) => Some(metrics::listen(address, world).map_err(|error| Error::System {
+                what: "could not listen on the address for metrics (FARWIRE_METRICS)",
                 error,
             })?),
         };
@@ -164,13 +230,26 @@ impl Builder {
         Communicator::of_world(node)
     }
 
-    fn settings(self) -> Result<Settings, Error> {
+    /// What is not set by the builder comes from an environment.
+    fn settings(self, lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Settings, Error> {
+        let variable = |name: &str| lookup(name).map(|value| value.to_string_lossy().into_owned());
+        let wrong = |name, value: &str, what| EnvError::Value { name, value: value.to_owned(), what };
         let place = match self.place {
             Some(place) => place,
-            None => Place::from_env()?,
+            None => Place::from_lookup(&variable)?,
         };
-        let variable = |name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned());
-        let wrong = |name, value: &str, what| EnvError::Value { name, value: value.to_owned(), what };
+        let job = match (self.job, lookup(JOB), &place.job) {
+            (Some(job), ..) => JobName::new(&job).ok_or_else(|| wrong("Builder::job", &job, job::WHAT))?,
+            (None, Some(job), _) => {
+                // Two names that are not text must not become one.
+                let name = job.to_str().and_then(JobName::new);
+                name.ok_or_else(|| wrong(JOB, &job.to_string_lossy(), job::WHAT))?
+            }
+            (None, None, Some(job)) => {
+                JobName::new(job).ok_or_else(|| wrong("the launcher's job", job, job::WHAT))?
+            }
+            (None, None, None) => JobName::default(),
+        };
         let link = match (self.link, variable("FARWIRE_LINK").as_deref()) {
             (Some(link), _) => link,
             (None, None | Some("auto")) => LinkChoice::Auto,
@@ -185,11 +264,11 @@ impl Builder {
                 .into());
             }
         };
-        let preset = match variable("FARWIRE_PRESET").as_deref() {
-            None => self.preset,
-            Some("lan") => Preset::Lan,
-            Some("wan") => Preset::Wan,
-            Some(other) => return Err(wrong("FARWIRE_PRESET", other, "lan or wan").into()),
+        let preset = match (self.preset, variable("FARWIRE_PRESET").as_deref()) {
+            (Some(preset), _) => preset,
+            (None, None | Some("lan")) => Preset::Lan,
+            (None, Some("wan")) => Preset::Wan,
+            (None, Some(other)) => return Err(wrong("FARWIRE_PRESET", other, "lan or wan").into()),
         };
         let port = match (self.port, variable("FARWIRE_PORT")) {
             (Some(port), _) => port,
@@ -199,7 +278,7 @@ impl Builder {
                 .map_err(|_| wrong("FARWIRE_PORT", &text, "a port from 1 to 65535, or 0 for any"))?,
         };
         let token =
-            match (self.token, variable("FARWIRE_TOKEN"), variable("FARWIRE_TOKEN_FILE")) {
+            match (self.token, variable("FARWIRE_TOKEN"), lookup("FARWIRE_TOKEN_FILE")) {
                 (Some(token), ..) => Some(token),
                 (None, Some(text), _) => Some(text.parse().map_err(|source| Error::Token { source })?),
                 (None, None, Some(path)) => {
@@ -211,22 +290,70 @@ impl Builder {
                 }
                 (None, None, None) => None,
             };
-        let patience = self.patience.unwrap_or(Duration::from_secs(60));
-        let config = Config { credit: NonZeroU32::new(4).unwrap_or(NonZeroU32::MIN), ..self.config };
-        Ok(Settings { place, token, preset, link, port, patience, config })
+        let time = |set: Option<Duration>, name| match (set, variable(name)) {
+            (Some(time), _) => Ok(Some(time.min(env::MAX_TIME))),
+            (None, None) => Ok(None),
+            (None, Some(text)) => env::time(name, &text).map(Some),
+        };
+        let join_timeout = time(self.join_timeout, "FARWIRE_JOIN_TIMEOUT")?.unwrap_or(JOIN_TIMEOUT);
+        let deadline = self.deadline.or(self.config.map(|config| config.deadline));
+        let config = self.config.unwrap_or_default();
+        let deadline = time(deadline, "FARWIRE_DEADLINE")?.unwrap_or(config.deadline);
+        let credit = NonZeroU32::new(4).unwrap_or(NonZeroU32::MIN);
+        let config = Config { credit, deadline, ..config };
+        let metrics = match (self.metrics, variable("FARWIRE_METRICS").filter(|text| !text.is_empty())) {
+            (Some(address), _) => Some(address),
+            (None, None) => None,
+            (None, Some(text)) => Some(text.parse().map_err(|_| {
+                wrong("FARWIRE_METRICS", &text, "an address and a port, like 127.0.0.1:9464")
+            })?),
+        };
+        let path = |set: Option<PathBuf>, name| set.or_else(|| lookup(name).map(PathBuf::from));
+        let trace = path(self.trace, "FARWIRE_TRACE").filter(|path| !path.as_os_str().is_empty());
+        let records = Records::from_setting(path(self.flight_dir, "FARWIRE_FLIGHT_DIR"));
+        let port_is_held = match variable(held_port::VARIABLE) {
+            None => false,
+            Some(text) => match text.parse::<u16>() {
+                Ok(port) => port == place.master_port,
+                Err(_) => return Err(wrong(held_port::VARIABLE, &text, "a port, which launchers set").into()),
+            },
+        };
+        Ok(Settings {
+            place,
+            job,
+            token,
+            preset,
+            link,
+            port,
+            port_is_held,
+            join_timeout,
+            config,
+            metrics,
+            trace,
+            records,
+        })
     }
 }
+
+const JOB: &str = "FARWIRE_JOB";
+/// How long to wait for the other ranks, unless somebody says.
+const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A [`Builder`] with nothing left open.
 #[derive(Debug)]
 struct Settings {
     place: Place,
+    job: JobName,
     token: Option<Token>,
     preset: Preset,
     link: LinkChoice,
     port: u16,
-    patience: Duration,
+    port_is_held: bool,
+    join_timeout: Duration,
     config: Config,
+    metrics: Option<SocketAddr>,
+    trace: Option<PathBuf>,
+    records: Records,
 }
 
 type Links = Vec<Option<Box<dyn Link>>>;
@@ -241,17 +368,29 @@ impl Settings {
         let master = rendezvous::resolve(&self.place).await?;
         let token = self.token_for(master)?;
         let epoch = self.config.epoch;
-        let identity = Arc::new(Identity::new(&token, self.place.rank, epoch)?);
-        let (endpoint, peers) =
-            rendezvous::join(&self.place, master, self.port, epoch, identity, self.patience).await?;
+        let identity = Arc::new(Identity::new(&token, self.place.rank, epoch, &self.job)?);
+        let terms = Terms {
+            place: &self.place,
+            job: &self.job,
+            epoch,
+            master,
+            port_is_held: self.port_is_held,
+            port: self.port,
+            timeout: self.join_timeout,
+        };
+        let (endpoint, peers) = rendezvous::join(&terms, identity).await?;
+        let here = peers.iter().flatten().filter(|peer| rendezvous::is_this_host(&peer.member)).count();
+        if self.link != LinkChoice::Quic {
+            files::make_room(here).map_err(JoinError::Files)?;
+        }
 
         let crowds: Vec<_> = peers.iter().map(|peer| crowd(peer.as_ref(), &peers)).collect();
         let busiest_here = crowds
             .iter()
             .zip(&peers)
-            .filter(|(_, peer)| peer.as_ref().is_some_and(|peer| rendezvous::is_this_host(&peer.hello)));
+            .filter(|(_, peer)| peer.as_ref().is_some_and(|peer| rendezvous::is_this_host(&peer.member)));
         let crowd_here = busiest_here.map(|(crowd, _)| *crowd).max().unwrap_or(1);
-        // Each pair on its own: who waits for one peer must not keep another waiting.
+        // Pairs negotiate side by side, so a slow peer does not hold up the others.
         let me = self.place.rank;
         let payload = longest_payload(&self.config);
         let choice = self.link;
@@ -266,7 +405,8 @@ impl Settings {
             })
             .collect();
         let (mut links, mut healths): (Links, _) = (Vec::new(), Vec::new());
-        // Ranks on this host want a core each, and one more for their network threads if data goes through those.
+        // Each rank on this host keeps a core busy, and another for its network thread if data goes
+        // through that.
         let (mut local_ranks, mut threads_each) = (1, 1);
         for (index, negotiation) in negotiations.into_iter().enumerate() {
             let Some(negotiation) = negotiation else {
@@ -276,8 +416,8 @@ impl Settings {
             let peer = Peer(index as u32);
             let lost = |reason: String| JoinError::Lost { peer, reason };
             let met = negotiation.await.map_err(|error| lost(error.to_string()))?.map_err(lost)?;
-            let Met { connection, hello, health, shared } = met;
-            local_ranks += usize::from(rendezvous::is_this_host(&hello));
+            let Met { connection, member, health, shared } = met;
+            local_ranks += usize::from(rendezvous::is_this_host(&member));
             healths.push(health.clone());
             links.push(Some(match shared {
                 Some(same_host::Shared { sender, receiver, bell, lifeline }) => {
@@ -296,7 +436,7 @@ impl Settings {
         Ok((links, local_ranks * threads_each, Network { runtime: None, endpoint: Some(endpoint), healths }))
     }
 
-    /// The token that was given; on loopback, else, this user's.
+    /// The token that was given, or on loopback this user's.
     fn token_for(&self, master: SocketAddr) -> Result<Token, JoinError> {
         match &self.token {
             Some(token) => Ok(token.clone()),
@@ -310,13 +450,14 @@ impl Settings {
     }
 }
 
-/// How many times more time than on an idle host a peer should be given to answer: a thread that has its turn after eight others is not lost.
+/// By how much a crowded host stretches the time that a peer has to answer: a thread that has to wait
+/// for eight others to have their turn is not lost.
 fn crowd(peer: Option<&Acquaintance>, all: &[Option<Acquaintance>]) -> u32 {
     let Some(peer) = peer else { return 1 };
-    let there = all.iter().flatten().filter(|other| other.hello.host == peer.hello.host).count();
+    let there = all.iter().flatten().filter(|other| other.member.host == peer.member.host).count();
     // This process is not among `all`, and each has a thread that computes and one for the network.
-    let threads = 2 * (there + usize::from(rendezvous::is_this_host(&peer.hello)));
-    (threads as u32).div_ceil(8 * peer.hello.cores.max(1)).max(1)
+    let threads = 2 * (there + usize::from(rendezvous::is_this_host(&peer.member)));
+    (threads as u32).div_ceil(8 * peer.member.cores.max(1)).max(1)
 }
 
 /// The longest payload of a frame: partial results of 16-bit types travel in 32 bits, and news of a failure must fit, too.
@@ -329,16 +470,16 @@ pub(crate) fn longest_payload(config: &Config) -> usize {
 enum Talk {
     /// Meet me there, and say this.
     Offer { name: String, word: String },
-    /// It is not for us.
+    /// Shared memory is not possible, or not wanted.
     No,
-    /// It worked, on the side that says so; or why not.
+    /// Whether it worked on the side that says so, or why not.
     Result(Result<(), String>),
 }
 
 /// A peer, with all that was agreed.
 struct Met {
     connection: quinn::Connection,
-    hello: Hello,
+    member: Member,
     health: Arc<Health>,
     shared: Option<same_host::Shared>,
 }
@@ -354,10 +495,10 @@ async fn acquaint(
     beats: Beats,
 ) -> Result<Met, String> {
     let (known, shared) = negotiate(me, peer, known, choice, payload, bell.clone()).await?;
-    let Acquaintance { connection, to, from, hello } = known;
+    let Acquaintance { connection, to, from, member } = known;
     let health = Health::new(bell);
     tokio::spawn(control::watch(connection.clone(), to, from, health.clone(), beats));
-    Ok(Met { connection, hello, health, shared })
+    Ok(Met { connection, member, health, shared })
 }
 
 type Negotiated = (Acquaintance, Option<same_host::Shared>);
@@ -372,7 +513,7 @@ async fn negotiate(
     bell: Bell,
 ) -> Result<Negotiated, String> {
     if me < peer {
-        let try_it = choice != LinkChoice::Quic && rendezvous::is_this_host(&known.hello);
+        let try_it = choice != LinkChoice::Quic && rendezvous::is_this_host(&known.member);
         let Some(offer) = try_it.then(Offer::new).and_then(Result::ok) else {
             rendezvous::write(&mut known.to, &Talk::No).await?;
             return conclude(me, peer, known, choice, Err(ELSEWHERE.to_owned()));
@@ -412,7 +553,7 @@ async fn negotiate(
 }
 
 const ELSEWHERE: &str = "they are on different hosts, or one was told to use QUIC";
-const NONSENSE: &str = "it talks nonsense about shared memory";
+const NONSENSE: &str = "it answered something unexpected while shared memory was set up";
 
 /// How it went on the other side.
 async fn read_result(known: &mut Acquaintance) -> Result<Result<(), String>, String> {
@@ -496,5 +637,159 @@ impl Network {
 impl Drop for Network {
     fn drop(&mut self) {
         self.leave();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PLACE: [(&str, &str); 4] =
+        [("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")];
+
+    fn settings(builder: Builder, variables: &[(&str, &str)]) -> Result<Settings, Error> {
+        builder.settings(&|name| {
+            let set = variables.iter().chain(&PLACE).find(|(key, _)| *key == name);
+            set.map(|(_, value)| (*value).into())
+        })
+    }
+
+    /// For every setting: the builder, else the environment, else the default. And what does not parse is
+    /// an error, if it counts.
+    #[test]
+    fn the_builder_wins_over_the_environment_and_that_over_the_default() {
+        type Set = fn(Builder) -> Builder;
+        type Get = fn(&Settings) -> String;
+        const TOKEN: &str = "fw-000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f";
+        const OTHER: &str = "fw-1f1e1d1c1b1a191817161514131211100f0e0d0c0b0a09080706050403020100";
+        /// A variable, a value, one that does not parse (or is empty), and what is expected: from the
+        /// builder, from the environment, by default.
+        type Case = (&'static str, &'static str, &'static str, Set, Get, [&'static str; 3]);
+        let cases: [Case; 10] = [
+            (
+                "FARWIRE_JOB",
+                "env",
+                "",
+                |builder| builder.job("built"),
+                |settings| settings.job.to_string(),
+                ["job \"built\"", "job \"env\"", "a job without a name"],
+            ),
+            (
+                "FARWIRE_TOKEN",
+                TOKEN,
+                "fw-0",
+                |builder| builder.token(OTHER.parse().unwrap()),
+                |settings| settings.token.as_ref().map_or_else(String::new, Token::reveal),
+                [OTHER, TOKEN, ""],
+            ),
+            (
+                "FARWIRE_LINK",
+                "quic",
+                "carrier pigeon",
+                |builder| builder.link(LinkChoice::Shm),
+                |settings| format!("{:?}", settings.link),
+                ["Shm", "Quic", "Auto"],
+            ),
+            (
+                "FARWIRE_PRESET",
+                "wan",
+                "moon",
+                |builder| builder.preset(Preset::Lan),
+                |settings| format!("{:?}", settings.preset),
+                ["Lan", "Wan", "Lan"],
+            ),
+            (
+                "FARWIRE_PORT",
+                "7",
+                "70000",
+                |builder| builder.port(8),
+                |settings| settings.port.to_string(),
+                ["8", "7", "0"],
+            ),
+            (
+                "FARWIRE_JOIN_TIMEOUT",
+                "2m",
+                "soon",
+                |builder| builder.join_timeout(Duration::from_secs(9)),
+                |settings| format!("{:?}", settings.join_timeout),
+                ["9s", "120s", "60s"],
+            ),
+            (
+                "FARWIRE_DEADLINE",
+                "7s",
+                "0",
+                |builder| builder.config(Config::default()).deadline(Duration::from_secs(9)),
+                |settings| format!("{:?}", settings.config.deadline),
+                ["9s", "7s", "600s"],
+            ),
+            (
+                "FARWIRE_METRICS",
+                "127.0.0.1:7",
+                "9464",
+                |builder| builder.metrics(([127, 0, 0, 1], 8).into()),
+                |settings| format!("{:?}", settings.metrics),
+                ["Some(127.0.0.1:8)", "Some(127.0.0.1:7)", "None"],
+            ),
+            (
+                "FARWIRE_TRACE",
+                "env",
+                "",
+                |builder| builder.trace("built"),
+                |settings| format!("{:?}", settings.trace),
+                ["Some(\"built\")", "Some(\"env\")", "None"],
+            ),
+            (
+                "FARWIRE_FLIGHT_DIR",
+                "env",
+                "",
+                |builder| builder.flight_dir("built"),
+                |settings| format!("{:?}", settings.records),
+                ["Folder(\"built\")", "Folder(\"env\")", "UserFolder"],
+            ),
+        ];
+        for (name, value, wrong, set, get, [built, environment, default]) in cases {
+            let empty = Builder::default;
+            assert_eq!(get(&settings(set(empty()), &[(name, value)]).unwrap()), built, "{name}");
+            assert_eq!(get(&settings(set(empty()), &[(name, wrong)]).unwrap()), built, "{name}");
+            assert_eq!(get(&settings(empty(), &[(name, value)]).unwrap()), environment, "{name}");
+            assert_eq!(get(&settings(empty(), &[]).unwrap()), default, "{name}");
+            // For a trace and a folder, empty means none.
+            if !["FARWIRE_TRACE", "FARWIRE_FLIGHT_DIR"].contains(&name) {
+                let error = settings(empty(), &[(name, wrong)]).unwrap_err().to_string();
+                assert!(error.contains(name) || error.contains("token"), "{name}: {error}");
+            }
+        }
+        // The place, which is several variables; and a configuration, which has a deadline, too.
+        let place = Place { rank: Peer(0), ..settings(Builder::default(), &[]).unwrap().place };
+        assert_eq!(settings(Builder::default().place(place), &[]).unwrap().place.rank, Peer(0));
+        let config = Config { deadline: Duration::from_secs(3), ..Config::default() };
+        let both = settings(Builder::default().config(config), &[("FARWIRE_DEADLINE", "7s")]).unwrap();
+        assert_eq!(both.config.deadline, Duration::from_secs(3));
+        let forever = settings(Builder::default().join_timeout(Duration::MAX), &[]).unwrap();
+        assert_eq!(forever.join_timeout, env::MAX_TIME, "no clock overflows");
+    }
+
+    #[test]
+    fn odd_names_of_jobs_are_names_or_errors() {
+        let job =
+            |text: &str| settings(Builder::default(), &[("FARWIRE_JOB", text)]).map(|settings| settings.job);
+        for text in ["a b", "\n", "é", "../../etc", "*", "-n", &"x".repeat(255)] {
+            assert_eq!(job(text).unwrap(), JobName::new(text).unwrap());
+        }
+        for text in ["", &"x".repeat(10 << 10)] {
+            let error = job(text).unwrap_err().to_string();
+            assert!(error.contains("FARWIRE_JOB") && error.len() < 300, "{error}");
+        }
+        let bytes = std::os::unix::ffi::OsStringExt::from_vec(vec![0xff]);
+        let lookup = |name: &str| match name {
+            "FARWIRE_JOB" => Some(OsString::clone(&bytes)),
+            _ => PLACE.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).into()),
+        };
+        assert!(Builder::default().settings(&lookup).is_err(), "not text");
+        // A launcher's name counts if nobody says otherwise.
+        let run = [("TORCHELASTIC_RUN_ID", "run")];
+        assert_eq!(settings(Builder::default(), &run).unwrap().job, JobName::new("run").unwrap());
+        let both = [("TORCHELASTIC_RUN_ID", "run"), ("FARWIRE_JOB", "mine")];
+        assert_eq!(settings(Builder::default(), &both).unwrap().job, JobName::new("mine").unwrap());
     }
 }

@@ -24,7 +24,10 @@ fn the_message_after_one_that_timed_out_arrives() {
             let sends: Vec<_> = (0..300u32).map(|i| brief.send(vec![i; 100], 1, 7)).collect();
             let sent: Vec<_> = sends.into_iter().map(|send| send.wait()).collect();
             let lost = sent.iter().find_map(|send| send.as_ref().err()).expect("there is a bound");
-            assert!(matches!(lost.fault(), Some(Fault::TimedOut { waiting_for: farwire::Peer(1), .. })), "{lost}");
+            assert!(
+                matches!(lost.fault(), Some(Fault::TimedOut { waiting_for: farwire::Peer(1), .. })),
+                "{lost}"
+            );
             assert!(lost.to_string().contains("rank 1"), "{lost}");
             let count = sent.iter().filter(|send| send.is_ok()).count() as u32;
             comm.send(vec![count], 1, 8).wait().unwrap();

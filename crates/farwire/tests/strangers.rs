@@ -12,7 +12,7 @@ use std::time::Duration;
 
 use common::stranger::{garbage, half_open, knock};
 use common::{assert_succeeds, free_port, resident_megabytes, start_processes_at};
-use farwire::{Communicator, Peer, Place, ReduceOp, Token};
+use farwire::{Builder, Communicator, Peer, Place, ReduceOp, Token};
 use farwire_proto::WorldSize;
 
 fn place(rank: u32, world: u32, port: u16) -> Place {
@@ -21,6 +21,7 @@ fn place(rank: u32, world: u32, port: u16) -> Place {
         world: WorldSize::new(world).unwrap(),
         master_host: "127.0.0.1".to_owned(),
         master_port: port,
+        job: None,
         source: "the test",
     }
 }
@@ -36,11 +37,32 @@ fn join(
     token: &Token,
     seconds: u64,
 ) -> Result<Communicator, farwire::Error> {
+    builder(rank, world, port, token, seconds).join()
+}
+
+fn builder(rank: u32, world: u32, port: u16, token: &Token, seconds: u64) -> Builder {
     Communicator::builder()
         .place(place(rank, world, port))
         .token(token.clone())
-        .patience(Duration::from_secs(seconds))
-        .join()
+        .join_timeout(Duration::from_secs(seconds))
+}
+
+/// What a process is told that must not get in.
+fn refusal(builder: Builder) -> String {
+    builder.join().map(|_| "it was let in").unwrap_err().to_string()
+}
+
+/// All ranks are there, and of one job.
+fn sum_to(expected: u32, comms: Vec<Communicator>) {
+    std::thread::scope(|scope| {
+        let sums: Vec<_> = comms
+            .into_iter()
+            .map(|comm| scope.spawn(move || comm.all_reduce(vec![1], ReduceOp::Sum).wait().unwrap()))
+            .collect();
+        for sum in sums {
+            assert_eq!(sum.join().unwrap(), [expected]);
+        }
+    });
 }
 
 /// Half-open handshakes in number, more than a process keeps at once, all at the one address that the ranks have, too.
@@ -98,7 +120,7 @@ fn join_without_token(test: &str, port: u16) -> String {
     const MARK: &str = "FARWIRE_TEST_STRANGER";
     if std::env::var_os(MARK).is_some() {
         let port = std::env::var(MARK).unwrap().parse().unwrap();
-        let stranger = Communicator::builder().place(place(1, 2, port)).patience(Duration::from_secs(3));
+        let stranger = Communicator::builder().place(place(1, 2, port)).join_timeout(Duration::from_secs(3));
         println!("{}", stranger.join().unwrap_err());
         std::process::exit(0);
     }
@@ -166,32 +188,129 @@ fn a_running_job_does_not_notice_strangers() {
     }
 }
 
+/// Strays of another job, of a job of another size, and with a taken rank: each is told why it is
+/// refused, and the job that they came to goes on waiting for its own ranks.
+#[test]
+fn a_stray_of_another_job_does_not_end_a_healthy_one() {
+    let (token, port) = (Token::generate(), free_port());
+    let of = |job: &str, rank, world| builder(rank, world, port, &token, 60).job(job);
+    std::thread::scope(|scope| {
+        let zero = scope.spawn(|| of("healthy", 0, 3).join().unwrap());
+        for (job, rank, world, says) in [
+            ("stray", 1, 8, "belongs to job \"stray\", rank 0 to job \"healthy\""),
+            ("stray", 2, 3, "belongs to job \"stray\", rank 0 to job \"healthy\""),
+            ("healthy", 1, 8, "started for 8 ranks, rank 0 for 3"),
+            ("healthy", 7, 8, "started for 8 ranks, rank 0 for 3"),
+        ] {
+            let error = refusal(of(job, rank, world));
+            assert!(error.contains("refused rank") && error.contains(says), "{error}");
+            assert!(error.contains("FARWIRE_JOB"), "{error}");
+        }
+        let error = refusal(builder(1, 3, port, &token, 60));
+        assert!(error.contains("belongs to a job without a name"), "{error}");
+        let rest = [1, 2].map(|rank| scope.spawn(move || of("healthy", rank, 3).join().unwrap()));
+        let mut comms = vec![zero.join().unwrap()];
+        comms.extend(rest.map(|rank| rank.join().unwrap()));
+        // Nor do they end it when it is complete.
+        let error = refusal(of("stray", 1, 3));
+        assert!(error.contains("belongs to job \"stray\""), "{error}");
+        let error = refusal(of("healthy", 1, 3));
+        assert!(error.contains("the group is complete"), "{error}");
+        sum_to(3, comms);
+    });
+}
+
+#[test]
+fn strays_in_a_loop_do_not_keep_a_job_from_starting() {
+    let (token, port) = (Token::generate(), free_port());
+    let (token, enough) = (&token, &AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let strays: [_; 8] = std::array::from_fn(|stray| {
+            scope.spawn(move || {
+                while !enough.load(SeqCst) {
+                    let rank = 1 + stray as u32 % 2;
+                    let error = refusal(builder(rank, 3, port, token, 60).job("stray"));
+                    assert!(error.contains("belongs to job \"stray\""), "{error}");
+                }
+            })
+        });
+        let ranks = [0, 1, 2]
+            .map(|rank| scope.spawn(move || builder(rank, 3, port, token, 60).job("healthy").join()));
+        let comms = ranks.map(|rank| rank.join().unwrap());
+        enough.store(true, SeqCst);
+        // Rank 0 stays until the last of them was told.
+        for stray in strays {
+            stray.join().unwrap();
+        }
+        sum_to(3, comms.into_iter().map(Result::unwrap).collect());
+    });
+}
+
+/// Two jobs of one cluster are sent to one port: the first gets it, and all of the other are told.
+#[test]
+fn of_two_jobs_at_one_port_one_runs_and_the_other_is_told() {
+    for order in 0..24 {
+        let (token, port) = (Token::generate(), free_port());
+        let mut ranks = vec![("a", 0), ("a", 1), ("b", 0), ("b", 1)];
+        let mut started = Vec::new();
+        for choice in [order / 6, order / 2 % 3, order % 2, 0] {
+            started.push(ranks.remove(choice));
+        }
+        let results: Vec<_> = std::thread::scope(|scope| {
+            let threads: Vec<_> = started
+                .into_iter()
+                .map(|(job, rank)| {
+                    let builder = builder(rank, 2, port, &token, 60).job(job);
+                    scope.spawn(move || (job, rank, builder.join()))
+                })
+                .collect();
+            // Those that got in stay until all others were told.
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        let winner = results.iter().find(|(.., result)| result.is_ok()).unwrap().0;
+        let mut comms = Vec::new();
+        for (job, rank, result) in results {
+            match result {
+                Ok(comm) if job == winner => comms.push(comm),
+                Ok(_) => panic!("two jobs at one port"),
+                Err(error) if job == winner => panic!("{error}"),
+                Err(error) => {
+                    let says = ["could not listen", "belongs to job"][rank as usize];
+                    assert!(error.to_string().contains(says), "order {order}: {error}");
+                }
+            }
+        }
+        sum_to(2, comms);
+    }
+}
+
 #[test]
 fn ranks_that_disagree_on_the_world_are_both_told() {
     let (token, port) = (Token::generate(), free_port());
     std::thread::scope(|scope| {
-        let other = scope.spawn(|| join(1, 3, port, &token, 30).unwrap_err().to_string());
-        let here = join(0, 2, port, &token, 30).unwrap_err().to_string();
-        for error in [here, other.join().unwrap()] {
+        let other = scope.spawn(|| join(1, 3, port, &token, 60).unwrap_err().to_string());
+        let here = scope.spawn(|| join(0, 2, port, &token, 3).unwrap_err().to_string());
+        for error in [here.join().unwrap(), other.join().unwrap()] {
             assert!(error.contains("for 3 ranks") && error.contains("for 2"), "{error}");
         }
     });
 }
 
 #[test]
-fn a_rank_that_comes_twice_is_an_error_for_all() {
+fn a_rank_that_is_taken_is_refused_and_the_job_goes_on() {
     let (token, port) = (Token::generate(), free_port());
     std::thread::scope(|scope| {
-        let twins = [1, 1].map(|rank| {
-            let token = &token;
-            scope.spawn(move || join(rank, 3, port, token, 30).unwrap_err().to_string())
-        });
-        let here = join(0, 3, port, &token, 30).unwrap_err().to_string();
-        assert!(here.contains("rank 1 has come twice"), "{here}");
-        for twin in twins {
-            let error = twin.join().unwrap();
-            assert!(error.contains("rank 1 has come twice"), "{error}");
+        let zero = scope.spawn(|| join(0, 3, port, &token, 60).unwrap());
+        let (tell, told) = std::sync::mpsc::channel();
+        for _ in 0..2 {
+            let (token, tell) = (&token, tell.clone());
+            scope.spawn(move || tell.send(join(1, 3, port, token, 60)));
         }
+        // One waits for rank 2, which comes when the other was refused.
+        let error = told.recv().unwrap().unwrap_err().to_string();
+        assert!(error.contains("there already is a rank 1"), "{error}");
+        let two = join(2, 3, port, &token, 60).unwrap();
+        sum_to(3, vec![zero.join().unwrap(), told.recv().unwrap().unwrap(), two]);
     });
 }
 

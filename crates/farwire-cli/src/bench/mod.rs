@@ -1,6 +1,7 @@
 //! `farwire bench`: how fast an operation is, here and now.
 
 mod codec;
+mod pattern;
 
 use std::fmt;
 use std::io::Write;
@@ -15,15 +16,15 @@ use farwire::{
 };
 use farwire_codec::Context;
 use farwire_codec::exchange::{Collective, Exchange, Floats, Order, Through};
-use farwire_proto::{Algorithm, Call, Counts, DType, Kind, Rank, ReduceOp, UnknownName, WorldSize};
-use farwire_sim::oracle;
+use farwire_proto::{Algorithm, Counts, DType, Kind, Rank, ReduceOp, UnknownName, WorldSize};
 use half::{bf16, f16};
 use rustix::time::ClockId;
 use serde::Serialize;
 
-use crate::launch::{GRACE, Job, JobOutput, LaunchError, free_port};
+use crate::launch::{GRACE, Job, JobOutput, LaunchError, hold_port, random_name};
 use crate::named::named;
 use crate::units::{self, show_bytes};
+use pattern::Stretch;
 
 /// Measure an operation between real processes or threads.
 ///
@@ -167,7 +168,10 @@ struct Row {
     codec: String,
     /// The codec itself, where `codec` is `auto`.
     chosen: String,
-    link: &'static str,
+    /// What carried the data: one of shm, quic, inproc, or several with `+` between; `none` for one rank.
+    link: String,
+    /// Pairs of ranks by what is between them.
+    links: Links,
     ranks: usize,
     bytes: usize,
     p50_us: f64,
@@ -180,6 +184,52 @@ struct Row {
     wrong: Option<u64>,
     #[serde(skip)]
     iters: u32,
+}
+
+/// Pairs of ranks by what is between them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+struct Links {
+    shm: u64,
+    quic: u64,
+    inproc: u64,
+}
+
+impl Links {
+    /// Of all ranks, which all ask.
+    fn of(comm: &Communicator) -> Result<Self, Error> {
+        let mine = comm.flight().links;
+        let count = |name| mine.iter().flatten().filter(|link| **link == name).count() as u64;
+        let ends = vec![count("shm"), count("quic"), count("inproc")];
+        let ends = comm.all_reduce(ends, ReduceOp::Sum).wait()?;
+        // Both ends of a pair have counted it.
+        Ok(Self { shm: ends[0] / 2, quic: ends[1] / 2, inproc: ends[2] / 2 })
+    }
+
+    fn pairs(self) -> impl Iterator<Item = (&'static str, u64)> {
+        [("shm", self.shm), ("quic", self.quic), ("inproc", self.inproc)]
+            .into_iter()
+            .filter(|(_, pairs)| *pairs > 0)
+    }
+
+    fn name(self) -> String {
+        let names: Vec<_> = self.pairs().map(|(name, _)| name).collect();
+        if names.is_empty() { "none".to_owned() } else { names.join("+") }
+    }
+}
+
+impl fmt::Display for Links {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let pairs: Vec<_> = self.pairs().collect();
+        match &pairs[..] {
+            [] => f.write_str("none"),
+            [(name, _)] => f.write_str(name),
+            several => {
+                let several: Vec<_> =
+                    several.iter().map(|(name, pairs)| format!("{name} ({pairs} pairs)")).collect();
+                f.write_str(&several.join(", "))
+            }
+        }
+    }
 }
 
 /// Runs the command.
@@ -251,7 +301,8 @@ fn on_processes(args: &Args, ranks: u32) -> Result<ExitCode, BenchError> {
         ranks,
         first_rank: 0,
         world: ranks,
-        master: ("127.0.0.1".to_owned(), free_port()?),
+        master: hold_port()?,
+        name: Some(random_name()),
         token: Some(farwire::Token::generate()),
         variables: vec![("FARWIRE_LINK", args.link.name().to_owned())],
         output: JobOutput::Plain,
@@ -268,21 +319,22 @@ fn measure_all(args: &Args, comm: &Communicator) -> Result<u64, BenchError> {
         return Err(BenchError::TooFew(Kind::Message));
     }
     let policy = args.choice().settle(&args.tuned(comm), comm)?;
+    let links = Links::of(comm)?;
     if comm.rank() == 0 && !args.json {
-        writeln!(out, "{}", Heading(args, &policy, comm.size()))?;
+        writeln!(out, "{}", Heading(args, &policy, comm.size(), links))?;
     }
     for size in &args.size {
         let row = match args.dtype {
-            DType::F32 => measure::<f32>(args, comm, &policy, *size),
-            DType::F64 => measure::<f64>(args, comm, &policy, *size),
-            DType::F16 => measure::<f16>(args, comm, &policy, *size),
-            DType::Bf16 => measure::<bf16>(args, comm, &policy, *size),
-            DType::I8 => measure::<i8>(args, comm, &policy, *size),
-            DType::I32 => measure::<i32>(args, comm, &policy, *size),
-            DType::I64 => measure::<i64>(args, comm, &policy, *size),
-            DType::U8 => measure::<u8>(args, comm, &policy, *size),
-            DType::U32 => measure::<u32>(args, comm, &policy, *size),
-            DType::U64 => measure::<u64>(args, comm, &policy, *size),
+            DType::F32 => measure::<f32>(args, comm, &policy, links, *size),
+            DType::F64 => measure::<f64>(args, comm, &policy, links, *size),
+            DType::F16 => measure::<f16>(args, comm, &policy, links, *size),
+            DType::Bf16 => measure::<bf16>(args, comm, &policy, links, *size),
+            DType::I8 => measure::<i8>(args, comm, &policy, links, *size),
+            DType::I32 => measure::<i32>(args, comm, &policy, links, *size),
+            DType::I64 => measure::<i64>(args, comm, &policy, links, *size),
+            DType::U8 => measure::<u8>(args, comm, &policy, links, *size),
+            DType::U32 => measure::<u32>(args, comm, &policy, links, *size),
+            DType::U64 => measure::<u64>(args, comm, &policy, links, *size),
         }?;
         wrong += row.wrong.unwrap_or(0);
         if comm.rank() == 0 {
@@ -326,6 +378,7 @@ fn measure<T: Element>(
     args: &Args,
     comm: &Communicator,
     policy: &CodecPolicy,
+    links: Links,
     bytes: usize,
 ) -> Result<Row, BenchError> {
     let tuned = args.tuned(comm);
@@ -353,7 +406,7 @@ fn measure<T: Element>(
     if args.check {
         trial.data = trial.input(rank);
         let result = trial.call()?;
-        let mine = differences::<T>(&result, &trial.expected(args.algorithm));
+        let mine = trial.wrong(&result);
         wrong = Some(comm.all_reduce(vec![mine], ReduceOp::Sum).wait()?[0]);
     }
     trial.compressor = compressor;
@@ -389,7 +442,8 @@ fn measure<T: Element>(
         op: kind.name(),
         codec: args.choice().to_string(),
         chosen: codec.to_string(),
-        link: args.link.name(),
+        link: links.name(),
+        links,
         ranks,
         bytes,
         p50_us,
@@ -484,59 +538,25 @@ impl<T: Element> Trial<'_, T> {
         }
     }
 
-    /// A rank's input: small whole numbers, which every type holds exactly, different from rank to rank and from element to element.
-    /// For a codec, a gradient.
+    /// A rank's input: a [`pattern`], or for a codec, a gradient.
     fn input(&self, rank: usize) -> Vec<T> {
+        let length = self.input_len(rank);
         if self.codec != CodecSpec::None {
-            return from_floats(&codec::gaussian(self.input_len(rank), rank as u64 + 1));
+            return from_floats(codec::gaussian(length, rank as u64 + 1));
         }
-        let bytes = (0..self.input_len(rank)).flat_map(|i| {
-            let value = ((i * 7 + rank * 13 + i / 97) % 11) as u8;
-            let wide = f32::from(value);
-            let mut bytes = match T::DTYPE {
-                DType::F32 => wide.to_le_bytes().to_vec(),
-                DType::F64 => f64::from(wide).to_le_bytes().to_vec(),
-                DType::F16 => f16::from_f32(wide).to_le_bytes().to_vec(),
-                DType::Bf16 => bf16::from_f32(wide).to_le_bytes().to_vec(),
-                _ => vec![value],
-            };
-            bytes.resize(T::DTYPE.size(), 0);
-            bytes
-        });
-        bytemuck::pod_collect_to_vec(&bytes.collect::<Vec<u8>>())
+        pattern::fill(&pattern::period(rank, self.op), length)
     }
 
-    /// What this rank must get, by the oracle.
-    fn expected(&self, algorithm: Option<Algorithm>) -> Vec<T> {
-        let ranks = self.comm.size();
+    /// Elements of a result that are not what they should be.
+    fn wrong(&self, result: &[T]) -> u64 {
         if self.codec != CodecSpec::None {
-            return self.expected_coded();
+            let expected = self.expected_coded();
+            return pattern::differences(result, &[Stretch::whole(expected)]);
         }
-        let inputs: Vec<Vec<u8>> =
-            (0..ranks).map(|rank| bytemuck::cast_slice(&self.input(rank)).to_vec()).collect();
-        let me = self.comm.rank();
-        let (count, dtype, op, root) = (self.count, T::DTYPE, self.op, Rank(0));
-        let each = Counts::Each(count / ranks);
-        let world = WorldSize::new(ranks as u32).expect("a communicator has a rank");
-        let call = match self.kind {
-            Kind::AllReduce => Call::AllReduce { count, dtype, op },
-            Kind::ReduceScatter => Call::ReduceScatter { count, dtype, op },
-            Kind::AllGather if self.compressor.is_some() => Call::AllGather { counts: each, dtype },
-            Kind::AllGather => Call::AllGather { counts: Counts::listed(self.counts.clone(), world), dtype },
-            Kind::Broadcast => Call::Broadcast { count, dtype, root },
-            Kind::Reduce => Call::Reduce { count, dtype, op, root },
-            Kind::Gather => Call::Gather { counts: each, dtype, root },
-            Kind::Scatter => Call::Scatter { counts: each, dtype, root },
-            Kind::AllToAll => Call::AllToAll { send: each.clone(), recv: each, dtype },
-            Kind::Scan => Call::Scan { count, dtype, op },
-            Kind::ExclusiveScan => Call::ExclusiveScan { count, dtype, op },
-            Kind::Barrier => Call::Barrier,
-            Kind::Message => return self.input((me + ranks - 1) % ranks),
-        };
-        // Small whole numbers add up to the same in any order, so it does not matter which algorithm was chosen.
-        let algorithm = algorithm.unwrap_or(self.kind.algorithms()[0]);
-        let results = oracle::results(&vec![call; ranks], algorithm, &inputs);
-        bytemuck::pod_collect_to_vec(&results[me])
+        let (rank, ranks) = (self.comm.rank(), self.comm.size());
+        let counts = (self.compressor.is_none()).then_some(&self.counts[..]);
+        let expected = pattern::expected(self.kind, self.op, self.count, counts, rank, ranks);
+        pattern::differences(result, &expected)
     }
 }
 
@@ -584,26 +604,19 @@ impl<T: Element> Trial<'_, T> {
             }
         }
         let mine = all.swap_remove(self.comm.rank());
-        from_floats(&mine.finish().expect("the gradient is finite").output)
+        from_floats(mine.finish().expect("the gradient is finite").output)
     }
 }
 
 /// The same numbers in another float type.
-fn from_floats<T: Element>(values: &[f32]) -> Vec<T> {
-    let bytes = values.iter().flat_map(|value| match T::DTYPE {
-        DType::F64 => f64::from(*value).to_le_bytes().to_vec(),
-        DType::F16 => f16::from_f32(*value).to_le_bytes().to_vec(),
-        DType::Bf16 => bf16::from_f32(*value).to_le_bytes().to_vec(),
-        _ => value.to_le_bytes().to_vec(),
-    });
-    bytemuck::pod_collect_to_vec(&bytes.collect::<Vec<u8>>())
-}
-
-/// Elements that are not what they should be, missing ones included.
-fn differences<T: Element>(result: &[T], expected: &[T]) -> u64 {
-    let differ =
-        result.iter().zip(expected).filter(|(a, b)| bytemuck::bytes_of(*a) != bytemuck::bytes_of(*b)).count();
-    (differ + result.len().abs_diff(expected.len())) as u64
+fn from_floats<T: Element>(values: Vec<f32>) -> Vec<T> {
+    use bytemuck::cast_vec as same;
+    match T::DTYPE {
+        DType::F64 => same(values.into_iter().map(f64::from).collect::<Vec<_>>()),
+        DType::F16 => same(values.into_iter().map(f16::from_f32).collect::<Vec<_>>()),
+        DType::Bf16 => same(values.into_iter().map(bf16::from_f32).collect::<Vec<_>>()),
+        _ => same(values),
+    }
 }
 
 /// What this process has used of all cores.
@@ -613,23 +626,22 @@ fn cpu_time() -> Duration {
 }
 
 /// The lines above the table.
-struct Heading<'a>(&'a Args, &'a CodecPolicy, usize);
+struct Heading<'a>(&'a Args, &'a CodecPolicy, usize, Links);
 
 impl fmt::Display for Heading<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(args, policy, ranks) = self;
+        let Self(args, policy, ranks, links) = self;
         let chosen = match args.choice() {
             CodecChoice::Given(_) => String::new(),
             _ => format!(": {policy}"),
         };
         writeln!(
             f,
-            "{} ({}, {}, codec {}{chosen}) over {ranks} ranks, link {}",
+            "{} ({}, {}, codec {}{chosen}) over {ranks} ranks, link {links}",
             if let Op::Between(kind) = args.op { kind.name() } else { "codec" },
             args.reduce,
             args.dtype,
-            args.choice(),
-            args.link.name()
+            args.choice()
         )?;
         write!(
             f,

@@ -15,9 +15,8 @@ use farwire::{CodecChoice, Communicator, EnvError, Place};
 use farwire_candle::gpt::{Config, Writer};
 use farwire_candle::{OnNan, Settings, StepReport, TrainError, Trainer, embedded};
 use farwire_train::{PhaseIn, Schedule};
-use tokio::signal::unix::{SignalKind, signal};
 
-use crate::launch::{Job, JobOutput, LaunchError, free_port};
+use crate::launch::{Job, JobOutput, LaunchError, Wishes, hold_port, random_name};
 use crate::units;
 use view::{Run, View};
 
@@ -253,7 +252,8 @@ fn start_ranks(args: &Args, ranks: u32) -> Result<ExitCode, TrainCommandError> {
         ranks,
         first_rank: 0,
         world: ranks,
-        master: ("127.0.0.1".to_owned(), free_port()?),
+        master: hold_port()?,
+        name: Some(random_name()),
         token: Some(farwire::Token::generate()),
         // Ranks share the cores; more threads than that would only wait for each other.
         variables: match std::env::var_os("RAYON_NUM_THREADS") {
@@ -386,17 +386,13 @@ fn watch_for_signals() -> Result<Arc<AtomicBool>, TrainCommandError> {
     let system = |source| LaunchError::System { what: "could not watch for signals", source };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(system)?;
     let guard = runtime.enter();
-    let mut interrupted = signal(SignalKind::interrupt()).map_err(system)?;
-    let mut terminated = signal(SignalKind::terminate()).map_err(system)?;
+    let mut wishes = Wishes::new().map_err(system)?;
     drop(guard);
     let watch = move || {
         runtime.block_on(async {
             let mut first: Option<Instant> = None;
             loop {
-                tokio::select! {
-                    _ = interrupted.recv() => {}
-                    _ = terminated.recv() => {}
-                }
+                wishes.next().await;
                 asked.store(true, Ordering::Relaxed);
                 if first.get_or_insert_with(Instant::now).elapsed() > ONE_WISH {
                     std::process::exit(130);

@@ -422,7 +422,8 @@ impl Exchange {
             Ok(laid_out) => laid_out,
             Err(error) => return Err((error, order.input)),
         };
-        let Order { collective, rank, world, input, tensor, mut feedback, context, threads, output, .. } = order;
+        let Order { collective, rank, world, input, tensor, mut feedback, context, threads, output, .. } =
+            order;
         let adds = !matches!(collective, Collective::AllGather(_));
         if let Some(feedback) = feedback.as_mut().filter(|_| adds) {
             feedback.own(&script.owned(rank));

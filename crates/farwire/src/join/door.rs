@@ -1,10 +1,13 @@
-//! The door: from a stranger's first packet to a connection with somebody of the cluster.
+//! The door: from a stranger's first packet to a connection with a process of the cluster.
 //!
-//! 1. Who has not shown that packets reach the address it claims is asked to ([`Incoming::retry`](quinn::Incoming::retry)). That costs one packet and no memory, so a forged
+//! 1. A stranger must first show that packets reach the address it claims
+//!    ([`Incoming::retry`](quinn::Incoming::retry)). Asking costs one packet and no memory, so a forged
 //!    address gets no further.
-//! 2. Who has is given one of a fixed number of places for the length of its handshake, which ends by certificate or by timeout.
-//! 3. When all places are taken, whoever has waited longest at the most crowded address goes. A rank needs its place for a few round trips and asks again when it has lost it;
-//!    a stranger who only holds places loses them to those who use them, and its own address's first.
+//! 2. It then gets one of a fixed number of places for the length of its handshake, which ends with a
+//!    certificate or a timeout.
+//! 3. When all places are taken, the oldest handshake of the most crowded address is dropped. A rank
+//!    needs its place for a few round trips and asks again when it has lost it; a stranger that only
+//!    holds places loses them to those that use them, and those of its own address first.
 
 use std::collections::{HashMap, VecDeque};
 use std::net::{IpAddr, Ipv6Addr};
@@ -19,7 +22,7 @@ use tokio::time::timeout;
 const HANDSHAKE: Duration = Duration::from_secs(10);
 /// Handshakes that may be in the middle at once.
 const PLACES: usize = 256;
-/// What is said in the log about strangers: one line in this time.
+/// At most one line about strangers goes to the log in this time.
 const QUIET: Duration = Duration::from_secs(1);
 
 /// Bounds on what waits for [`keep`] to look at it, which it does at once.
@@ -27,7 +30,8 @@ pub(crate) fn limit_incoming(server: &mut quinn::ServerConfig) {
     server.max_incoming(1024).incoming_buffer_size(64 << 10).incoming_buffer_size_total(4 << 20);
 }
 
-/// Answers whoever connects, for as long as the endpoint lives, and passes on those who have proven that they are of the cluster.
+/// Answers all that connect, for as long as the endpoint lives, and passes on those that have proven to
+/// be of the cluster.
 pub(crate) async fn keep(endpoint: Endpoint, pass: impl Fn(Connection) + Send + Sync + 'static) {
     let (pass, porch) = (Arc::new(pass), Arc::new(Porch::default()));
     while let Some(incoming) = endpoint.accept().await {
@@ -75,7 +79,7 @@ fn neighbourhood(address: IpAddr) -> IpAddr {
 #[derive(Debug, Default)]
 struct Porch {
     places: Mutex<Places<AbortHandle>>,
-    said: Mutex<Said>,
+    log: Log,
 }
 
 impl Porch {
@@ -83,23 +87,35 @@ impl Porch {
         self.places.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Says so in the log, unless something was said a moment ago: strangers do not get to fill it.
     fn say(&self, what: &str) {
+        self.log.say(what);
+    }
+}
+
+/// A log that strangers cannot fill.
+#[derive(Debug, Default)]
+pub(crate) struct Log {
+    said: Mutex<Said>,
+}
+
+impl Log {
+    /// Writes a line, unless it wrote one a moment ago.
+    pub(crate) fn say(&self, what: &str) {
         let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
         if said.at.is_some_and(|at| at.elapsed() < QUIET) {
-            said.unsaid += 1;
+            said.left_out += 1;
             return;
         }
-        let unsaid = std::mem::take(&mut said.unsaid);
+        let left_out = std::mem::take(&mut said.left_out);
         said.at = Some(Instant::now());
-        tracing::warn!(unsaid, "{what}");
+        tracing::warn!(left_out, "{what}");
     }
 }
 
 #[derive(Debug, Default)]
 struct Said {
     at: Option<Instant>,
-    unsaid: u64,
+    left_out: u64,
 }
 
 /// Who is in the middle of a handshake, oldest first.

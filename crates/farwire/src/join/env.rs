@@ -1,6 +1,7 @@
 //! Where this process stands, from the environment that launchers set.
 
 use std::fmt;
+use std::time::Duration;
 
 use farwire_proto::{Peer, WorldSize};
 
@@ -15,6 +16,8 @@ pub struct Place {
     pub master_host: String,
     /// And on which UDP port.
     pub master_port: u16,
+    /// What the launcher calls the job, if it does. The same on all ranks.
+    pub job: Option<String>,
     /// Which launcher said so.
     pub source: &'static str,
 }
@@ -32,7 +35,7 @@ pub enum EnvError {
     #[error("{0} is not set, but {1} is; set both, or neither")]
     Missing(&'static str, &'static str),
     /// A value that does not parse.
-    #[error("{name}={value:?} is not {what}")]
+    #[error("{name}={} is not {what}", shown(value))]
     Value {
         /// The variable.
         name: &'static str,
@@ -55,6 +58,14 @@ pub enum EnvError {
     },
 }
 
+/// A value as it is shown: escaped, and not longer than a line.
+fn shown(value: &str) -> String {
+    match value.char_indices().nth(60) {
+        None => format!("{value:?}"),
+        Some((end, _)) => format!("{:?}… ({} bytes)", &value[..end], value.len()),
+    }
+}
+
 /// Every rank is connected to every other; beyond this a typing error is likelier than a job.
 const MOST_RANKS: u32 = 1 << 16;
 
@@ -63,33 +74,48 @@ struct Launcher {
     source: &'static str,
     rank: &'static str,
     size: &'static str,
-    /// From which a port can be derived that all processes of the job agree on, where MASTER_PORT is not set.
-    job: &'static [&'static str],
+    /// What it calls the job, the same for all ranks: the first of these that is set,
+    /// its parts with dots between. Where MASTER_PORT is not set, ranks derive a port from it.
+    job: &'static [&'static [&'static str]],
 }
 
 /// In the order they are looked for: what a user sets by hand, and what runs inside another, comes first.
 const LAUNCHERS: [Launcher; 5] = [
-    Launcher { source: "torchrun", rank: "RANK", size: "WORLD_SIZE", job: &["TORCHELASTIC_RUN_ID"] },
+    Launcher { source: "torchrun", rank: "RANK", size: "WORLD_SIZE", job: &[&["TORCHELASTIC_RUN_ID"]] },
     Launcher {
         source: "Open MPI",
         rank: "OMPI_COMM_WORLD_RANK",
         size: "OMPI_COMM_WORLD_SIZE",
-        job: &["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"],
+        job: &[&["PMIX_NAMESPACE"], &["OMPI_MCA_ess_base_jobid"]],
     },
     Launcher {
         source: "Slurm",
         rank: "SLURM_PROCID",
         size: "SLURM_NTASKS",
-        job: &["SLURM_JOB_ID", "SLURM_STEP_ID"],
+        job: &[&["SLURM_JOB_ID", "SLURM_STEP_ID"]],
     },
-    Launcher { source: "PMI", rank: "PMI_RANK", size: "PMI_SIZE", job: &["PMI_ID"] },
-    Launcher {
-        source: "a Kubernetes indexed job",
-        rank: "JOB_COMPLETION_INDEX",
-        size: "JOB_COMPLETIONS",
-        job: &["HOSTNAME"],
-    },
+    // PMI_ID is not the job's name: some launchers set it, and differently for each process.
+    Launcher { source: "PMI", rank: "PMI_RANK", size: "PMI_SIZE", job: &[&["PMI_JOBID"]] },
+    Launcher { source: KUBERNETES, rank: "JOB_COMPLETION_INDEX", size: "JOB_COMPLETIONS", job: &[] },
 ];
+
+const KUBERNETES: &str = "a Kubernetes indexed job";
+
+impl Launcher {
+    fn job(&self, lookup: &dyn Fn(&str) -> Option<String>, rank: u32) -> Option<String> {
+        if self.source == KUBERNETES {
+            // A pod of an indexed job is called after the job and its index.
+            let pod = lookup("HOSTNAME")?;
+            let job = pod.strip_suffix(&format!("-{rank}"))?;
+            return (!job.is_empty()).then(|| job.to_owned());
+        }
+        self.job.iter().find_map(|names| {
+            let parts: Vec<_> = names.iter().map_while(|name| lookup(name)).collect();
+            // torchrun says "none" where it was given no name.
+            Some(parts.join(".")).filter(|job| !job.is_empty() && job != "none")
+        })
+    }
+}
 
 impl Place {
     /// What this process's environment says.
@@ -131,28 +157,27 @@ impl Place {
             .or_else(|| lookup("SLURM_LAUNCH_NODE_IPADDR").filter(|_| launcher.source == "Slurm"))
             .or_else(|| (local_size == Some(size) || size == 1).then(|| "127.0.0.1".to_owned()))
             .ok_or(EnvError::Missing("MASTER_ADDR", launcher.rank))?;
+        let job = launcher.job(lookup, rank);
         let master_port = match number(lookup, "MASTER_PORT")? {
             Some(port) => u16::try_from(port).ok().filter(|port| *port > 0).ok_or(EnvError::Value {
                 name: "MASTER_PORT",
                 value: port.to_string(),
                 what: "a port from 1 to 65535",
             })?,
-            None => launcher
-                .job
-                .iter()
-                .find_map(|name| lookup(name))
-                .map(|job| port_of_job(&job))
+            None => job
+                .as_deref()
+                .map(port_of_job)
                 .or((size == 1).then_some(0))
                 .ok_or(EnvError::Missing("MASTER_PORT", launcher.rank))?,
         };
-        Ok(Self { rank: Peer(rank), world, master_host, master_port, source: launcher.source })
+        Ok(Self { rank: Peer(rank), world, master_host, master_port, job, source: launcher.source })
     }
 }
 
 impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { rank, world, master_host, master_port, source } = self;
-        write!(f, "{rank} of {world} (said {source}), rank 0 at {master_host}:{master_port}")
+        let Self { rank, world, master_host, master_port, source, .. } = self;
+        write!(f, "{rank} of {world} (as {source} says), rank 0 at {master_host}:{master_port}")
     }
 }
 
@@ -169,7 +194,33 @@ fn number(lookup: &dyn Fn(&str) -> Option<String>, name: &'static str) -> Result
         .transpose()
 }
 
-/// A port that all processes of a job derive from its name: from 20000 to 51999, clear of most systems' ephemeral ports' upper half.
+/// A time as people write it: 90, 90s, 500ms, 10m, 2h; more than none, and at most a year.
+pub(crate) fn time(name: &'static str, value: &str) -> Result<Duration, EnvError> {
+    let wrong = || EnvError::Value {
+        name,
+        value: value.to_owned(),
+        what: "a time from 1ms to 8760h, like 90s, 500ms, 10m or 2h (a bare number counts seconds)",
+    };
+    let text = value.trim();
+    let digits = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    let (number, unit) = text.split_at(digits);
+    let number: u64 = number.parse().map_err(|_| wrong())?;
+    let milliseconds = match unit {
+        "ms" => 1,
+        "" | "s" => 1000,
+        "m" | "min" => 60_000,
+        "h" => 3_600_000,
+        _ => return Err(wrong()),
+    };
+    let time = number.checked_mul(milliseconds).map(Duration::from_millis).ok_or_else(wrong)?;
+    if time.is_zero() || time > MAX_TIME { Err(wrong()) } else { Ok(time) }
+}
+
+/// No clock overflows for want of this much room.
+pub(crate) const MAX_TIME: Duration = Duration::from_secs(8760 * 3600);
+
+/// A port that all processes of a job derive from its name: from 20000 to 51999, below the upper half
+/// of the ports that most systems hand out by themselves.
 fn port_of_job(job: &str) -> u16 {
     let hash =
         job.bytes().fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
@@ -214,6 +265,56 @@ mod tests {
         .unwrap();
         assert_eq!(place.master_host, "127.0.0.1");
         assert!(place.master_port >= 20_000);
+    }
+
+    #[test]
+    fn all_ranks_of_a_job_find_the_same_name_and_port() {
+        let master = [("MASTER_ADDR", "a")];
+        let job = |variables: &[(&str, &str)]| {
+            place(&[variables, &master[..]].concat()).map(|place| (place.job, place.master_port))
+        };
+        // A pod is called after its index, and PMI_ID is a process's own number: neither is a job's name.
+        let pod =
+            |rank, host| job(&[("JOB_COMPLETION_INDEX", rank), ("JOB_COMPLETIONS", "4"), ("HOSTNAME", host)]);
+        assert_eq!(pod("0", "train-0"), pod("3", "train-3"));
+        assert_eq!(pod("0", "train-0").unwrap().0.as_deref(), Some("train"));
+        assert!(pod("0", "elsewhere").is_err());
+        let pmi = |rank| job(&[("PMI_RANK", rank), ("PMI_SIZE", "4"), ("PMI_ID", rank)]);
+        assert_eq!(pmi("1"), Err(EnvError::Missing("MASTER_PORT", "PMI_RANK")));
+        // Two steps of one Slurm job are two jobs.
+        let step = |step| {
+            let variables = [("SLURM_PROCID", "0"), ("SLURM_NTASKS", "2"), ("SLURM_JOB_ID", "7")];
+            job(&[&variables[..], &[("SLURM_STEP_ID", step)]].concat()).unwrap()
+        };
+        assert_eq!(step("0").0.as_deref(), Some("7.0"));
+        assert_ne!(step("0"), step("1"));
+        // Without a name from its user, torchrun calls every job the same.
+        let torch = |name| {
+            let variables = [("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_PORT", "1")];
+            job(&[&variables[..], &[("TORCHELASTIC_RUN_ID", name)]].concat()).unwrap().0
+        };
+        assert_eq!((torch("none"), torch("run").as_deref()), (None, Some("run")));
+    }
+
+    #[test]
+    fn times_are_as_people_write_them_or_errors() {
+        for (text, milliseconds) in [
+            ("90", 90_000),
+            (" 90s ", 90_000),
+            ("1ms", 1),
+            ("10m", 600_000),
+            ("10min", 600_000),
+            ("2h", 7_200_000),
+        ] {
+            assert_eq!(time("T", text), Ok(Duration::from_millis(milliseconds)), "{text}");
+        }
+        let huge = "9".repeat(10_000);
+        for text in
+            ["", "0", "0s", "-1", "1.5s", "s", "10 s", "10d", "8761h", "١", "18446744073709551615h", &huge]
+        {
+            let error = time("T", text).unwrap_err().to_string();
+            assert!(error.starts_with("T=") && error.len() < 300, "{text}: {error}");
+        }
     }
 
     #[test]

@@ -1,8 +1,13 @@
 //! Certificates from the token.
 //!
-//! From the token every process derives the same certificate authority. It then makes a key pair and a short-lived certificate of its own, in memory, for the name
-//! `r<rank>.e<epoch>.<cluster>.farwire`. Both ends of every connection check that the other's certificate is from this authority, and for the rank it claims.
-//! Who does not know the token cannot make one.
+//! From the token every process derives the same certificate authority. It then makes a key pair and
+//! a short-lived certificate of its own, in memory, for two names: `r<rank>.e<epoch>.<cluster>.farwire`
+//! and `r<rank>.e<epoch>.<job>.<cluster>.farwire`. Both ends of every connection check that the other's
+//! certificate is from this authority, for the rank it claims, and of the same job. A process that does
+//! not know the token cannot make one.
+//!
+//! A connection is made to the first name, so that a process of another job gets as far as being told
+//! what is wrong; the second is checked before anything it says is acted on.
 
 use std::sync::Arc;
 
@@ -17,6 +22,7 @@ use rustls::server::WebPkiClientVerifier;
 use rustls::{RootCertStore, crypto::aws_lc_rs};
 use time::{Duration, OffsetDateTime};
 
+use super::job::JobName;
 use crate::token::Token;
 
 /// What the two sides agree to speak.
@@ -30,6 +36,8 @@ const SKEW: Duration = Duration::days(1);
 #[derive(Debug)]
 pub(crate) struct Identity {
     cluster: String,
+    /// Derived from the token and the job's name.
+    job: String,
     epoch: Epoch,
     authority: CertificateDer<'static>,
     certificate: CertificateDer<'static>,
@@ -48,9 +56,10 @@ impl IdentityError {
 }
 
 impl Identity {
-    pub(crate) fn new(token: &Token, peer: Peer, epoch: Epoch) -> Result<Self, IdentityError> {
-        let cluster: String =
-            token.derive::<8>("cluster id").iter().map(|byte| format!("{byte:02x}")).collect();
+    pub(crate) fn new(token: &Token, peer: Peer, epoch: Epoch, job: &JobName) -> Result<Self, IdentityError> {
+        let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+        let cluster = hex(&token.derive::<8>("cluster id"));
+        let job = hex(&token.derive::<16>(&format!("job {}", job.key())));
         let now = OffsetDateTime::now_utc();
 
         // An Ed25519 private key is any 32 bytes; this is what stands before them in PKCS #8.
@@ -69,8 +78,8 @@ impl Identity {
         let issuer = Issuer::new(params, authority_key);
 
         let key = KeyPair::generate().map_err(IdentityError::new)?;
-        let mut params =
-            CertificateParams::new(vec![name(&cluster, peer, epoch)]).map_err(IdentityError::new)?;
+        let names = vec![name(&cluster, peer, epoch), name_in_job(&cluster, &job, peer, epoch)];
+        let mut params = CertificateParams::new(names).map_err(IdentityError::new)?;
         params.distinguished_name.push(DnType::CommonName, format!("farwire rank {}", peer.0));
         params.not_before = now - SKEW;
         params.not_after = now + VALID;
@@ -78,7 +87,7 @@ impl Identity {
             vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
         let certificate = params.signed_by(&key, &issuer).map_err(IdentityError::new)?.der().clone();
         let key = PrivatePkcs8KeyDer::from(key.serialize_der());
-        Ok(Self { cluster, epoch, authority, certificate, key })
+        Ok(Self { cluster, job, epoch, authority, certificate, key })
     }
 
     /// The name that a peer's certificate must be for.
@@ -86,15 +95,15 @@ impl Identity {
         name(&self.cluster, peer, self.epoch)
     }
 
-    /// Whether the certificate that a peer showed, and that was found to be from the cluster's authority, is for the rank it claims.
+    /// Whether the certificate that a peer showed, which is from the cluster's authority, is for the
+    /// rank it claims.
     pub(crate) fn is_certified(&self, connection: &quinn::Connection, peer: Peer) -> bool {
-        let chain = connection
-            .peer_identity()
-            .and_then(|chain| chain.downcast::<Vec<CertificateDer<'static>>>().ok());
-        let Some(certificate) = chain.as_ref().and_then(|chain| chain.first()) else { return false };
-        let Ok(name) = ServerName::try_from(self.name_of(peer)) else { return false };
-        webpki::EndEntityCert::try_from(certificate)
-            .is_ok_and(|certificate| certificate.verify_is_valid_for_subject_name(&name).is_ok())
+        is_for(connection, self.name_of(peer))
+    }
+
+    /// Whether it is also for this job.
+    pub(crate) fn is_of_this_job(&self, connection: &quinn::Connection, peer: Peer) -> bool {
+        is_for(connection, name_in_job(&self.cluster, &self.job, peer, self.epoch))
     }
 
     fn roots(&self) -> Result<Arc<RootCertStore>, IdentityError> {
@@ -139,4 +148,18 @@ impl Identity {
 
 fn name(cluster: &str, peer: Peer, epoch: Epoch) -> String {
     format!("r{}.e{}.{cluster}.farwire", peer.0, epoch.0)
+}
+
+fn name_in_job(cluster: &str, job: &str, peer: Peer, epoch: Epoch) -> String {
+    format!("r{}.e{}.{job}.{cluster}.farwire", peer.0, epoch.0)
+}
+
+/// Whether the certificate that a peer showed is for this name.
+fn is_for(connection: &quinn::Connection, name: String) -> bool {
+    let chain =
+        connection.peer_identity().and_then(|chain| chain.downcast::<Vec<CertificateDer<'static>>>().ok());
+    let Some(certificate) = chain.as_ref().and_then(|chain| chain.first()) else { return false };
+    let Ok(name) = ServerName::try_from(name) else { return false };
+    webpki::EndEntityCert::try_from(certificate)
+        .is_ok_and(|certificate| certificate.verify_is_valid_for_subject_name(&name).is_ok())
 }

@@ -4,32 +4,42 @@
 //! 2. When all have come, rank 0 sends everyone the table of addresses.
 //! 3. Of every other pair, the higher rank connects to the lower.
 //!
-//! Every connection is QUIC with certificates on both sides ([`Identity`]), and each has a *control stream*, on which the hello was said and heartbeats will be. After that a
-//! newcomer is told that the group is complete.
+//! Every connection is QUIC with certificates on both sides ([`Identity`]), and each has a *control
+//! stream*, on which the hello was said and heartbeats will be.
+//!
+//! A process that does not belong (of another job, for another number of ranks, with a rank that is
+//! taken, of another version) is told so and forgotten; the group goes on waiting for its own ranks. The
+//! same happens to any that come when the group is complete.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use farwire_proto::{Epoch, Peer, VERSION, WorldSize};
+use farwire_proto::{Epoch, Peer, VERSION};
 use quinn::{Connection, Endpoint, RecvStream, SendStream};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout, timeout_at};
 
-use super::door;
 use super::env::Place;
 use super::identity::{Identity, IdentityError};
+use super::job::JobName;
+use super::{door, held_port};
 use crate::quic::link;
 
 /// How long one hello may take.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// How long to wait for a peer to answer before asking again; each time twice as long, up to a limit. A peer that is not there yet should be found soon, a slow one needs time.
-const RETRY: Duration = Duration::from_secs(3);
-const LONGEST_RETRY: Duration = Duration::from_secs(12);
-/// The longest message of the rendezvous.
-const LONGEST: usize = 1 << 20;
+const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long to wait for a peer to answer before asking again; each time twice as long, up to a limit. A
+/// peer that is not there yet should be found soon, a slow one needs time.
+const FIRST_RETRY: Duration = Duration::from_secs(3);
+const MAX_RETRY: Duration = Duration::from_secs(12);
+/// The longest message, apart from the table of ranks.
+const MAX_MESSAGE: usize = 16 << 10;
+/// The longest entry of the table of ranks, which is as long as the job is large.
+const MAX_ENTRY: usize = 512;
+/// The longest name of a host, in bytes.
+const MAX_HOST: usize = 48;
 
 /// A connection to a peer that has proven who it is.
 #[derive(Debug)]
@@ -37,16 +47,26 @@ pub(crate) struct Acquaintance {
     pub(crate) connection: Connection,
     pub(crate) to: SendStream,
     pub(crate) from: RecvStream,
-    pub(crate) hello: Hello,
+    pub(crate) member: Member,
 }
 
-/// What a process says of itself.
+/// What a process says first.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct Hello {
+struct Hello {
+    /// Read before the rest, which another version may lay out differently.
     version: u8,
-    rank: u32,
+    job: JobName,
     world: u32,
     epoch: u32,
+    /// Random: tells a process that comes again from another that claims the same rank.
+    process: u64,
+    member: Member,
+}
+
+/// What the others need to know of a process.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Member {
+    rank: u32,
     /// The UDP port it listens on.
     port: u16,
     /// Differs between hosts. (Equal ones are only a reason to try shared memory.)
@@ -57,14 +77,30 @@ pub(crate) struct Hello {
 
 #[derive(Debug, Serialize, Deserialize)]
 enum Answer {
-    /// Everyone's hello and address, by rank; rank 0's address is where the connection already is.
-    Welcome(Vec<(Hello, Option<SocketAddr>)>),
+    /// All members and their addresses, by rank; rank 0's address is where the connection already is.
+    Welcome(Vec<(Member, Option<SocketAddr>)>),
     /// Your hello has been heard; wait.
     Heard,
-    /// Hello yourself.
-    Hello(Hello),
+    /// The same about me.
+    Member(Member),
     /// And why.
     Refused(String),
+}
+
+/// Where and how a process joins.
+#[derive(Debug)]
+pub(crate) struct Terms<'a> {
+    pub(crate) place: &'a Place,
+    pub(crate) job: &'a JobName,
+    pub(crate) epoch: Epoch,
+    /// Where rank 0 listens.
+    pub(crate) master: SocketAddr,
+    /// Whether the launcher keeps that port free for rank 0.
+    pub(crate) port_is_held: bool,
+    /// Where any other rank listens; 0 for any port.
+    pub(crate) port: u16,
+    /// How long it may take.
+    pub(crate) timeout: Duration,
 }
 
 /// Why a process could not join.
@@ -80,7 +116,8 @@ pub enum JoinError {
     },
     /// No socket.
     #[error(
-        "could not listen on UDP {address}: {error}; free the port, or set MASTER_PORT (rank 0) or FARWIRE_PORT (others) to another"
+        "could not listen on UDP {address}: {error}; end what uses the port, perhaps another job, or set \
+         MASTER_PORT (rank 0) or FARWIRE_PORT (others) to another"
     )]
     Listen {
         /// The address.
@@ -106,13 +143,16 @@ pub enum JoinError {
     },
     /// Some rank did not come.
     #[error(
-        "{missing} did not come within {waited:?}; look at what they say, and check that they have the same MASTER_ADDR, MASTER_PORT and token"
+        "{missing} did not come within {waited:?}{refused}; look at what they say, and check that they \
+         have the same MASTER_ADDR, MASTER_PORT, token and job"
     )]
     Missing {
         /// Who.
         missing: String,
         /// For how long they were waited for.
         waited: Duration,
+        /// A clause about processes that came and were refused; empty if there were none.
+        refused: String,
     },
     /// Rank 0, or the one that was asked, said no.
     #[error("{by} refused {here}: {reason}")]
@@ -135,6 +175,9 @@ pub enum JoinError {
     /// No certificate.
     #[error("{0}")]
     Identity(String),
+    /// This process may not open enough files.
+    #[error("{0}")]
+    Files(String),
 }
 
 impl From<IdentityError> for JoinError {
@@ -155,69 +198,59 @@ pub(crate) async fn resolve(place: &Place) -> Result<SocketAddr, JoinError> {
 
 /// Joins the group: a connection to every other rank, by rank.
 pub(crate) async fn join(
-    place: &Place,
-    master: SocketAddr,
-    port: u16,
-    epoch: Epoch,
+    terms: &Terms<'_>,
     identity: Arc<Identity>,
-    waits: Duration,
 ) -> Result<(Endpoint, Vec<Option<Acquaintance>>), JoinError> {
-    let deadline = Instant::now() + waits;
+    let &Terms { place, master, timeout, .. } = terms;
+    let deadline = Instant::now() + timeout;
     let (me, world) = (place.rank, place.world);
-    let any = match (master.ip().is_loopback(), master.is_ipv6()) {
-        (true, _) => master.ip(),
-        (false, true) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
-        (false, false) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
-    };
-    let address = SocketAddr::new(any, if me == Peer(0) { master.port() } else { port });
-    let mut server = identity.server_config()?;
-    server.transport_config(Arc::new(transport()));
-    door::limit_incoming(&mut server);
-    let listen = || {
-        let socket = UdpSocket::bind(address)?;
-        widen(&socket);
-        let config = quinn::EndpointConfig::default();
-        Endpoint::new(config, Some(server), socket, Arc::new(quinn::TokioRuntime))
-    };
-    let mut endpoint = listen().map_err(|error| JoinError::Listen { address, error })?;
+    let mut endpoint = listen(terms, &identity)?;
     let mut client = identity.client_config()?;
     client.transport_config(Arc::new(transport()));
     endpoint.set_default_client_config(client);
-    let port = endpoint.local_addr().map_err(|error| JoinError::Listen { address, error })?.port();
+    let port = endpoint.local_addr().map_err(|error| JoinError::Listen { address: master, error })?.port();
+    let mut random = [0; 8];
+    aws_lc_rs::rand::fill(&mut random).map_err(|_| JoinError::Identity("no randomness".to_owned()))?;
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
-    let (version, host) = (VERSION, host_id());
-    let hello = Hello { version, rank: me.0, world: world.get(), epoch: epoch.0, port, host, cores };
+    let hello = Hello {
+        version: VERSION,
+        job: terms.job.clone(),
+        world: world.get(),
+        epoch: terms.epoch.0,
+        process: u64::from_le_bytes(random),
+        member: Member { rank: me.0, port, host: host_id(), cores },
+    };
 
     let (door, mut newcomers) = mpsc::channel(world.len());
-    let (certified, mine) = (identity.clone(), hello.clone());
+    let refusals = Arc::new(Refusals::default());
+    let (certified, mine, refused) = (identity.clone(), hello.clone(), refusals.clone());
     tokio::spawn(door::keep(endpoint.clone(), move |connection| {
-        tokio::spawn(hear(connection, certified.clone(), mine.clone(), door.clone()));
+        let (certified, mine, refused) = (certified.clone(), mine.clone(), refused.clone());
+        tokio::spawn(hear(connection, certified, mine, refused, door.clone()));
     }));
     let mut peers: Vec<Option<Acquaintance>> = (0..world.get()).map(|_| None).collect();
 
-    // Ranks that will come to this one; of the others' table, rank 0 knows more.
-    let mut expected: Vec<u32> = (me.0 + 1..world.get()).collect();
+    let connect = async |peer, address| {
+        let caller = Caller { endpoint: &endpoint, identity: &identity, hello: &hello };
+        caller.connect(peer, address, deadline, timeout).await
+    };
     let mut table = Vec::new();
     if me != Peer(0) {
-        let mut first = connect(&endpoint, &identity, Peer(0), master, &hello, me, deadline, waits).await?;
-        let answer = timeout_at(deadline, read(&mut first.from)).await;
-        table = match answer {
+        let mut first = connect(Peer(0), master).await?;
+        let limit = MAX_MESSAGE + MAX_ENTRY * world.len();
+        table = match timeout_at(deadline, read_up_to(&mut first.from, limit)).await {
             Ok(Ok(Answer::Welcome(table))) if table.len() == world.len() => table,
             Ok(Ok(Answer::Refused(reason))) => {
                 return Err(JoinError::Refused { by: Peer(0), here: me, reason });
             }
-            Ok(Ok(_)) => {
-                return Err(JoinError::Lost { peer: Peer(0), reason: NONSENSE.to_owned() });
-            }
+            Ok(Ok(_)) => return Err(JoinError::Lost { peer: Peer(0), reason: NONSENSE.to_owned() }),
             Ok(Err(reason)) => return Err(JoinError::Lost { peer: Peer(0), reason }),
             Err(_) => {
-                return Err(JoinError::Lost {
-                    peer: Peer(0),
-                    reason: format!("no table of ranks within {waits:?}"),
-                });
+                let reason = format!("no table of ranks within {timeout:?}; other ranks may be missing");
+                return Err(JoinError::Lost { peer: Peer(0), reason });
             }
         };
-        first.hello = table[0].0.clone();
+        first.member = table[0].0.clone();
         peers[0] = Some(first);
     }
     for (lower, (_, address)) in table.iter().enumerate().take(me.index()).skip(1) {
@@ -225,69 +258,116 @@ pub(crate) async fn join(
         let Some(address) = address else {
             return Err(JoinError::Lost { peer, reason: "rank 0 does not know its address".to_owned() });
         };
-        let mut there = connect(&endpoint, &identity, peer, *address, &hello, me, deadline, waits).await?;
+        let mut there = connect(peer, *address).await?;
         match timeout_at(deadline, read(&mut there.from)).await {
-            Ok(Ok(Answer::Hello(hello))) => there.hello = hello,
+            Ok(Ok(Answer::Member(member))) => there.member = member,
             Ok(Ok(Answer::Refused(reason))) => return Err(JoinError::Refused { by: peer, here: me, reason }),
-            other => return Err(JoinError::Lost { peer, reason: format!("{other:?}") }),
+            Ok(Ok(_)) => return Err(JoinError::Lost { peer, reason: NONSENSE.to_owned() }),
+            Ok(Err(reason)) => return Err(JoinError::Lost { peer, reason }),
+            Err(_) => {
+                let reason = format!("no answer within {timeout:?}; other ranks may be missing");
+                return Err(JoinError::Lost { peer, reason });
+            }
         }
         peers[lower] = Some(there);
     }
+
+    // The processes that higher ranks have come as.
+    let mut processes: Vec<Option<u64>> = vec![None; world.len()];
+    let mut expected: Vec<u32> = (me.0 + 1..world.get()).collect();
     while !expected.is_empty() {
         let newcomer = timeout_at(deadline, newcomers.recv()).await.ok().flatten();
-        let Some(newcomer) = newcomer else {
+        let Some(Newcomer { process, known }) = newcomer else {
             let missing: Vec<_> = expected.iter().map(|rank| Peer(*rank).to_string()).collect();
-            let error = JoinError::Missing { missing: missing.join(", "), waited: waits };
+            let (missing, refused) = (missing.join(", "), refusals.clause());
+            let error = JoinError::Missing { missing, waited: timeout, refused };
             refuse_all(&mut peers, &error.to_string()).await;
             return Err(error);
         };
-        match newcomer {
-            Newcomer::Fine(newcomer) => {
-                let rank = newcomer.hello.rank;
-                let place = &mut peers[rank as usize];
-                // It may have lost its connection, and come again.
-                let gone = rank > me.0
-                    && place.as_ref().is_some_and(|first| first.connection.close_reason().is_some());
-                let at = expected.iter().position(|expected| *expected == rank);
-                if at.is_some() || gone {
-                    at.map(|at| expected.swap_remove(at));
-                    *place = Some(*newcomer);
-                } else {
-                    let reason =
-                        format!("{} has come twice; give every process a rank of its own", Peer(rank));
-                    refuse(*newcomer, &reason).await;
-                    refuse_all(&mut peers, &reason).await;
-                    return Err(JoinError::Refused { by: me, here: Peer(rank), reason });
-                }
+        let rank = known.member.rank;
+        // `hear` lets in ranks below the size of the world; those below this one do not come.
+        let slot = &mut peers[rank as usize];
+        let lost = slot.as_ref().is_some_and(|first| first.connection.close_reason().is_some());
+        let again = processes[rank as usize] == Some(process);
+        match slot {
+            Some(first) if rank <= me.0 || !(lost || again) => {
+                let from = first.connection.remote_address();
+                let reason = format!(
+                    "there already is a {}, at {from}; give every process a rank of its own, and every \
+                     job a name (FARWIRE_JOB)",
+                    Peer(rank)
+                );
+                turn_away(known, reason, &refusals);
             }
-            Newcomer::Misfit(rank, reason) => {
-                refuse_all(&mut peers, &reason).await;
-                return Err(JoinError::Refused { by: me, here: Peer(rank), reason });
+            _ if rank <= me.0 => {
+                turn_away(known, format!("{} does not come to {me}", Peer(rank)), &refusals);
+            }
+            slot => {
+                *slot = Some(*known);
+                processes[rank as usize] = Some(process);
+                expected.retain(|expected| *expected != rank);
             }
         }
     }
-    if let Err(error) = welcome(&mut peers, me, &hello).await {
+    newcomers.close();
+    while let Ok(Newcomer { known, .. }) = newcomers.try_recv() {
+        turn_away(known, COMPLETE.to_owned(), &refusals);
+    }
+    if let Err(error) = welcome(&mut peers, me, &hello.member, deadline).await {
         refuse_all(&mut peers, &error.to_string()).await;
         return Err(error);
     }
     Ok((endpoint, peers))
 }
 
-/// Everyone has come: rank 0 sends the table, the others say hello back.
-async fn welcome(peers: &mut [Option<Acquaintance>], me: Peer, hello: &Hello) -> Result<(), JoinError> {
+/// This process's socket: rank 0's where all look for it.
+fn listen(terms: &Terms<'_>, identity: &Identity) -> Result<Endpoint, JoinError> {
+    let master = terms.master;
+    let any = match (master.ip().is_loopback(), master.is_ipv6()) {
+        (true, _) => master.ip(),
+        (false, true) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+        (false, false) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+    };
+    let first = terms.place.rank == Peer(0);
+    let address = SocketAddr::new(any, if first { master.port() } else { terms.port });
+    let mut server = identity.server_config()?;
+    server.transport_config(Arc::new(transport()));
+    door::limit_incoming(&mut server);
+    let listen = || {
+        let socket = held_port::bind(address, first && terms.port_is_held)?;
+        widen(&socket);
+        let config = quinn::EndpointConfig::default();
+        Endpoint::new(config, Some(server), socket, Arc::new(quinn::TokioRuntime))
+    };
+    listen().map_err(|error| JoinError::Listen { address, error })
+}
+
+/// Everyone has come: rank 0 sends the table, the others say who they are.
+async fn welcome(
+    peers: &mut [Option<Acquaintance>],
+    me: Peer,
+    member: &Member,
+    deadline: Instant,
+) -> Result<(), JoinError> {
     let entry = |peer: &Option<Acquaintance>| match peer {
-        None => (hello.clone(), None),
+        None => (member.clone(), None),
         Some(peer) => {
-            let address = SocketAddr::new(peer.connection.remote_address().ip(), peer.hello.port);
-            (peer.hello.clone(), Some(address))
+            let address = SocketAddr::new(peer.connection.remote_address().ip(), peer.member.port);
+            (peer.member.clone(), Some(address))
         }
     };
-    let table: Vec<_> = if me == Peer(0) { peers.iter().map(entry).collect() } else { Vec::new() };
+    let answer = if me == Peer(0) {
+        Answer::Welcome(peers.iter().map(entry).collect())
+    } else {
+        Answer::Member(member.clone())
+    };
+    let answer = encode(&answer).map_err(JoinError::Identity)?;
     for (rank, peer) in peers.iter_mut().enumerate().skip(me.index() + 1) {
         let Some(peer) = peer else { continue };
-        let answer =
-            if me == Peer(0) { Answer::Welcome(table.clone()) } else { Answer::Hello(hello.clone()) };
-        let sent = write(&mut peer.to, &answer).await;
+        let sent = match timeout_at(deadline, peer.to.write_all(&answer)).await {
+            Ok(sent) => sent.map_err(|error| error.to_string()),
+            Err(_) => Err("it did not read the table of ranks in time".to_owned()),
+        };
         sent.map_err(|reason| JoinError::Lost { peer: Peer(rank as u32), reason })?;
     }
     Ok(())
@@ -301,141 +381,228 @@ async fn refuse(mut peer: Acquaintance, reason: &str) {
 }
 
 async fn refuse_all(peers: &mut [Option<Acquaintance>], reason: &str) {
+    let mut told = tokio::task::JoinSet::new();
     for peer in peers.iter_mut().filter_map(Option::take) {
-        refuse(peer, reason).await;
+        let reason = reason.to_owned();
+        told.spawn(async move { refuse(peer, &reason).await });
     }
+    told.join_all().await;
 }
 
-/// Connects to a peer and says hello, again and again until it is heard.
-#[allow(clippy::too_many_arguments, reason = "each is one fact, and it is called twice")]
-async fn connect(
-    endpoint: &Endpoint,
-    identity: &Identity,
-    peer: Peer,
-    address: SocketAddr,
-    hello: &Hello,
-    here: Peer,
-    deadline: Instant,
-    waited: Duration,
-) -> Result<Acquaintance, JoinError> {
-    let mut last = "no answer".to_owned();
-    let mut patience = RETRY;
-    while Instant::now() < deadline {
-        let attempt = async {
-            let connecting =
-                endpoint.connect(address, &identity.name_of(peer)).map_err(|error| error.to_string())?;
-            let connection = timeout(patience, connecting).await.map_err(|_| "no answer".to_owned())?;
-            let connection = connection.map_err(|error| error.to_string())?;
-            let (mut to, mut from) = connection.open_bi().await.map_err(|error| error.to_string())?;
-            write(&mut to, hello).await?;
-            // Only now is it known that the peer has let this process in: it may have had no place for it, or found its certificate wrong.
-            let answer = read(&mut from).await?;
-            Ok::<_, String>((Acquaintance { connection, to, from, hello: hello.clone() }, answer))
-        };
-        match timeout_at(deadline, attempt).await {
-            Ok(Ok((there, Answer::Heard))) => return Ok(there),
-            Ok(Ok((_, Answer::Refused(reason)))) => {
-                return Err(JoinError::Refused { by: peer, here, reason });
-            }
-            Ok(Ok(_)) => return Err(JoinError::Lost { peer, reason: NONSENSE.to_owned() }),
-            Ok(Err(reason)) => {
-                last = reason;
-                tokio::time::sleep(Duration::from_millis(100)).await;
-            }
-            Err(_) => {}
+/// Refuses a process, without waiting for it.
+fn turn_away(known: Box<Acquaintance>, reason: String, refusals: &Refusals) {
+    refusals.add(known.connection.remote_address(), &reason);
+    tokio::spawn(async move { refuse(*known, &reason).await });
+}
+
+/// The processes that were refused: for the log, and for an error if somebody turns out to be missing.
+#[derive(Debug, Default)]
+struct Refusals {
+    log: door::Log,
+    so_far: Mutex<(u64, String)>,
+}
+
+impl Refusals {
+    fn add(&self, from: SocketAddr, reason: &str) {
+        let line = format!("refused a process at {from}: {reason}");
+        self.log.say(&line);
+        let mut so_far = self.so_far.lock().unwrap_or_else(PoisonError::into_inner);
+        *so_far = (so_far.0 + 1, format!("a process at {from}: {reason}"));
+    }
+
+    fn clause(&self) -> String {
+        match &*self.so_far.lock().unwrap_or_else(PoisonError::into_inner) {
+            (0, _) => String::new(),
+            (count, last) => format!(" (refused meanwhile: {count}, the last {last})"),
         }
-        patience = (2 * patience).min(LONGEST_RETRY);
     }
-    Err(JoinError::Unreachable { here, peer, address, waited, last })
 }
 
-const NONSENSE: &str = "it answered nonsense";
-
-/// Somebody who showed a certificate of this cluster.
-enum Newcomer {
-    Fine(Box<Acquaintance>),
-    /// It cannot take part, for this reason.
-    Misfit(u32, String),
+/// A process that calls others.
+struct Caller<'a> {
+    endpoint: &'a Endpoint,
+    identity: &'a Identity,
+    hello: &'a Hello,
 }
 
-/// Hears what somebody of the cluster has to say. Once nobody listens at the other end of `door`, the group is complete.
-async fn hear(connection: Connection, identity: Arc<Identity>, mine: Hello, door: mpsc::Sender<Newcomer>) {
+impl Caller<'_> {
+    /// Connects to a peer and says hello, again and again until it is heard.
+    async fn connect(
+        &self,
+        peer: Peer,
+        address: SocketAddr,
+        deadline: Instant,
+        waited: Duration,
+    ) -> Result<Acquaintance, JoinError> {
+        let Self { endpoint, identity, hello } = self;
+        let here = Peer(hello.member.rank);
+        let mut last = "no answer".to_owned();
+        let mut patience = FIRST_RETRY;
+        while Instant::now() < deadline {
+            let attempt = async {
+                let connecting =
+                    endpoint.connect(address, &identity.name_of(peer)).map_err(|error| error.to_string())?;
+                let connection = timeout(patience, connecting).await.map_err(|_| "no answer".to_owned())?;
+                let connection = connection.map_err(|error| error.to_string())?;
+                let (mut to, mut from) = connection.open_bi().await.map_err(|error| error.to_string())?;
+                write(&mut to, hello).await?;
+                // Only now is it known that the peer has let this process in: it may have had no place
+                // for it, or found its certificate wrong.
+                let answer = read(&mut from).await?;
+                let member = hello.member.clone(); // until it says who it is
+                Ok::<_, String>((Acquaintance { connection, to, from, member }, answer))
+            };
+            match timeout_at(deadline, attempt).await {
+                Ok(Ok((there, Answer::Heard))) if identity.is_of_this_job(&there.connection, peer) => {
+                    return Ok(there);
+                }
+                Ok(Ok((_, Answer::Heard))) => {
+                    return Err(JoinError::Lost { peer, reason: "its certificate is of another job".into() });
+                }
+                Ok(Ok((_, Answer::Refused(reason)))) => {
+                    return Err(JoinError::Refused { by: peer, here, reason });
+                }
+                Ok(Ok(_)) => return Err(JoinError::Lost { peer, reason: NONSENSE.to_owned() }),
+                Ok(Err(reason)) => {
+                    last = reason;
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                }
+                Err(_) => {}
+            }
+            patience = (2 * patience).min(MAX_RETRY);
+        }
+        Err(JoinError::Unreachable { here, peer, address, waited, last })
+    }
+}
+
+const NONSENSE: &str = "it answered something unexpected";
+const COMPLETE: &str = "the group is complete and running";
+
+/// A rank of this job.
+struct Newcomer {
+    process: u64,
+    known: Box<Acquaintance>,
+}
+
+/// Hears what a process of the cluster has to say. Once nobody listens at the other end of `door`, the
+/// group is complete.
+async fn hear(
+    connection: Connection,
+    identity: Arc<Identity>,
+    mine: Hello,
+    refusals: Arc<Refusals>,
+    door: mpsc::Sender<Newcomer>,
+) {
     let from = connection.remote_address();
-    match timeout(PATIENCE, receive(connection, &identity, &mine)).await {
+    match timeout(HELLO_TIMEOUT, receive(connection, &identity, &mine)).await {
         Ok(Ok(newcomer)) => {
-            if let Err(mpsc::error::SendError(Newcomer::Fine(late))) = door.send(newcomer).await {
-                tracing::warn!(%from, rank = late.hello.rank, "refused a process: the group is complete");
-                refuse(*late, "the group is complete and running").await;
+            if let Err(mpsc::error::SendError(Newcomer { known, .. })) = door.send(newcomer).await {
+                turn_away(known, COMPLETE.to_owned(), &refusals);
             }
         }
-        Ok(Err(reason)) => tracing::warn!(%from, reason, "refused a process"),
-        Err(_) => tracing::warn!(%from, "refused a process that said nothing"),
+        Ok(Err(reason)) => refusals.add(from, &reason),
+        Err(_) => refusals.add(from, "it said nothing"),
     }
 }
 
-/// One newcomer's hello.
+/// One newcomer's hello, or why it was refused, which it has been told.
 async fn receive(connection: Connection, identity: &Identity, mine: &Hello) -> Result<Newcomer, String> {
-    let (to, mut from) = connection.accept_bi().await.map_err(|error| error.to_string())?;
-    let hello: Hello = read(&mut from).await?;
-    let rank = hello.rank;
-    let mut known = Acquaintance { connection, to, from, hello };
-    if !identity.is_certified(&known.connection, Peer(rank)) {
-        refuse(known, "the certificate is not for this rank").await;
-        return Err(format!("its certificate is not for rank {rank}"));
-    }
-    let theirs = &known.hello;
-    let misfit = if theirs.version != mine.version {
-        Some(format!(
-            "{} speaks wire version {}, {} speaks {}; run the same farwire on all",
-            Peer(rank),
-            theirs.version,
-            Peer(mine.rank),
-            mine.version
-        ))
-    } else if theirs.world != mine.world {
-        Some(format!(
-            "{} was started for {} ranks, {} for {}; give all the same world size",
-            Peer(rank),
-            theirs.world,
-            Peer(mine.rank),
-            mine.world
-        ))
-    } else if WorldSize::new(mine.world).is_none_or(|world| rank >= world.get()) {
-        Some(format!("rank {rank} is not below the world size {}", mine.world))
-    } else {
-        None
-    };
-    match misfit {
-        None => {
-            write(&mut known.to, &Answer::Heard).await?;
-            Ok(Newcomer::Fine(Box::new(known)))
+    let (mut to, mut from) = connection.accept_bi().await.map_err(|error| error.to_string())?;
+    let text = read_bytes(&mut from, MAX_MESSAGE).await?;
+    match judge(&text, &connection, identity, mine) {
+        Ok(Hello { process, member, .. }) => {
+            write(&mut to, &Answer::Heard).await?;
+            Ok(Newcomer { process, known: Box::new(Acquaintance { connection, to, from, member }) })
         }
-        Some(reason) => {
-            refuse(known, &reason).await;
-            Ok(Newcomer::Misfit(rank, reason))
+        Err(reason) => {
+            let member = mine.member.clone(); // it is not known who it is
+            refuse(Acquaintance { connection, to, from, member }, &reason).await;
+            Err(reason)
         }
     }
 }
 
-/// Writes a message: its length, then JSON.
-pub(crate) async fn write(to: &mut SendStream, message: &impl Serialize) -> Result<(), String> {
+/// A hello from a process that may take part, or why it may not.
+fn judge(text: &[u8], connection: &Connection, identity: &Identity, mine: &Hello) -> Result<Hello, String> {
+    #[derive(Deserialize)]
+    struct Version {
+        version: u8,
+    }
+    let here = Peer(mine.member.rank);
+    let Version { version } =
+        serde_json::from_slice(text).map_err(|error| format!("its hello is not one: {error}"))?;
+    if version != mine.version {
+        return Err(format!(
+            "it speaks wire version {version}, {here} speaks {}; run the same farwire on all",
+            mine.version
+        ));
+    }
+    let hello: Hello =
+        serde_json::from_slice(text).map_err(|error| format!("its hello is not one: {error}"))?;
+    let there = Peer(hello.member.rank);
+    if hello.job != mine.job {
+        return Err(format!(
+            "{there} belongs to {}, {here} to {}; give all ranks of a job the same FARWIRE_JOB, and every \
+             job a MASTER_PORT of its own",
+            hello.job, mine.job
+        ));
+    }
+    if hello.world != mine.world {
+        return Err(format!(
+            "{there} was started for {} ranks, {here} for {}; give all ranks of a job the same world size, \
+             and every job a name (FARWIRE_JOB)",
+            hello.world, mine.world
+        ));
+    }
+    if there.0 >= mine.world {
+        return Err(format!("{there} is not below the world size, {}", mine.world));
+    }
+    if hello.epoch != mine.epoch {
+        return Err(format!("{there} is of generation {}, {here} of {}", hello.epoch, mine.epoch));
+    }
+    if !identity.is_certified(connection, there) {
+        return Err(format!("its certificate is not for {there}"));
+    }
+    if !identity.is_of_this_job(connection, there) {
+        return Err("its certificate is not for this job".to_owned());
+    }
+    if hello.member.host.len() > MAX_HOST {
+        return Err("the name of its host is too long".to_owned());
+    }
+    Ok(hello)
+}
+
+/// A message: its length, then JSON.
+fn encode(message: &impl Serialize) -> Result<Vec<u8>, String> {
     let text = serde_json::to_vec(message).map_err(|error| error.to_string())?;
     let length = u32::try_from(text.len()).map_err(|error| error.to_string())?;
-    to.write_all(&length.to_le_bytes()).await.map_err(|error| error.to_string())?;
-    to.write_all(&text).await.map_err(|error| error.to_string())
+    Ok([&length.to_le_bytes()[..], &text].concat())
+}
+
+/// Writes a message.
+pub(crate) async fn write(to: &mut SendStream, message: &impl Serialize) -> Result<(), String> {
+    to.write_all(&encode(message)?).await.map_err(|error| error.to_string())
 }
 
 /// Reads what [`write()`] wrote, if it is not too long.
 pub(crate) async fn read<T: DeserializeOwned>(from: &mut RecvStream) -> Result<T, String> {
+    read_up_to(from, MAX_MESSAGE).await
+}
+
+async fn read_up_to<T: DeserializeOwned>(from: &mut RecvStream, limit: usize) -> Result<T, String> {
+    serde_json::from_slice(&read_bytes(from, limit).await?).map_err(|error| error.to_string())
+}
+
+async fn read_bytes(from: &mut RecvStream, limit: usize) -> Result<Vec<u8>, String> {
     let mut length = [0; 4];
     from.read_exact(&mut length).await.map_err(|error| error.to_string())?;
     let length = u32::from_le_bytes(length) as usize;
-    if length > LONGEST {
-        return Err(format!("a message of {length} bytes is too long"));
+    if length > limit {
+        return Err(format!("a message of {length} bytes is longer than {limit}"));
     }
     let mut text = vec![0; length];
     from.read_exact(&mut text).await.map_err(|error| error.to_string())?;
-    serde_json::from_slice(&text).map_err(|error| error.to_string())
+    Ok(text)
 }
 
 /// Makes the system keep more packets for a socket while this process is busy, as far as it allows; those it cannot keep have to be sent again.
@@ -471,7 +638,7 @@ pub(crate) fn transport() -> quinn::TransportConfig {
         .receive_window(link::STREAM_WINDOW)
         .send_window(link::CONNECTION_WINDOW.into_inner())
         .datagram_receive_buffer_size(None)
-        // Who waits for others to join, for longer than that, is still there.
+        // A peer that waits for others to join may have nothing to say for longer than the idle timeout.
         .keep_alive_interval(Some(Duration::from_secs(3)))
         // A first packet that finds nobody listening yet is soon sent again.
         .initial_rtt(Duration::from_millis(50))
@@ -480,8 +647,8 @@ pub(crate) fn transport() -> quinn::TransportConfig {
 }
 
 /// Whether a peer says it is on this host.
-pub(crate) fn is_this_host(hello: &Hello) -> bool {
-    !hello.host.is_empty() && hello.host == host_id()
+pub(crate) fn is_this_host(member: &Member) -> bool {
+    !member.host.is_empty() && member.host == host_id()
 }
 
 /// The same for all processes between two boots of one machine.
@@ -489,4 +656,117 @@ fn host_id() -> String {
     std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
         .map(|id| id.trim().to_owned())
         .unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use farwire_proto::WorldSize;
+
+    use super::*;
+    use crate::token::Token;
+
+    fn hello(job: &str, rank: u32, version: u8) -> Hello {
+        let member = Member { rank, port: 1, host: "h".to_owned(), cores: 1 };
+        Hello { version, job: JobName::new(job).unwrap(), world: 4, epoch: 0, process: 7, member }
+    }
+
+    /// A rank that listens, and what others are told who say these hellos, all of which have the
+    /// certificate of their job and rank.
+    async fn answers(hellos: &[Hello]) -> Vec<Result<(), String>> {
+        let token = Token::generate();
+        let place = Place {
+            rank: Peer(1),
+            world: WorldSize::new(4).unwrap(),
+            master_host: String::new(),
+            master_port: 1,
+            job: None,
+            source: "the test",
+        };
+        let job = JobName::new("here").unwrap();
+        let terms = Terms {
+            place: &place,
+            job: &job,
+            epoch: Epoch(0),
+            master: SocketAddr::from(([127, 0, 0, 1], 1)),
+            port_is_held: false,
+            port: 0,
+            timeout: Duration::from_secs(60),
+        };
+        let identity = Arc::new(Identity::new(&token, Peer(1), Epoch(0), &job).unwrap());
+        let listening = listen(&terms, &identity).unwrap();
+        let address = listening.local_addr().unwrap();
+        let (door, _newcomers) = mpsc::channel(100);
+        tokio::spawn(door::keep(listening, move |connection| {
+            let mine = hello("here", 1, VERSION);
+            tokio::spawn(hear(connection, identity.clone(), mine, Arc::default(), door.clone()));
+        }));
+        let mut answers = Vec::new();
+        for hello in hellos {
+            let rank = Peer(hello.member.rank);
+            let identity = Identity::new(&token, rank, Epoch(0), &hello.job).unwrap();
+            let mut client = identity.client_config().unwrap();
+            client.transport_config(Arc::new(transport()));
+            let mut endpoint = Endpoint::client(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+            endpoint.set_default_client_config(client);
+            let caller = Caller { endpoint: &endpoint, identity: &identity, hello };
+            let deadline = Instant::now() + Duration::from_secs(60);
+            let heard = caller.connect(Peer(1), address, deadline, Duration::from_secs(60)).await;
+            answers.push(heard.map(|_| ()).map_err(|error| error.to_string()));
+        }
+        answers
+    }
+
+    /// Not only rank 0 looks at who comes: so does every rank that others connect to.
+    #[tokio::test]
+    async fn every_rank_refuses_strangers_and_says_why() {
+        let large = Hello { world: 5, ..hello("here", 2, VERSION) };
+        let older = Hello { epoch: 1, ..hello("here", 2, VERSION) };
+        let mut long = hello("here", 2, VERSION);
+        long.member.host = "h".repeat(65);
+        let cases = [
+            (hello("elsewhere", 2, VERSION), "rank 2 belongs to job \"elsewhere\", rank 1 to job \"here\""),
+            (hello("here", 2, VERSION + 1), "run the same farwire on all"),
+            (large, "started for 5 ranks, rank 1 for 4"),
+            (hello("here", 4, VERSION), "rank 4 is not below the world size"),
+            (older, "generation"),
+            (long, "too long"),
+        ];
+        let (hellos, says): (Vec<_>, Vec<_>) = cases.into_iter().unzip();
+        for (answer, says) in answers(&hellos).await.into_iter().zip(says) {
+            let error = answer.unwrap_err();
+            assert!(error.contains("rank 1 refused rank") && error.contains(says), "{error}");
+        }
+        assert_eq!(answers(&[hello("here", 2, VERSION)]).await, [Ok(())]);
+    }
+
+    /// Else a large job could not be joined.
+    #[test]
+    fn every_entry_of_the_table_of_ranks_fits() {
+        let host = "\u{1}".repeat(MAX_HOST); // which JSON writes with six bytes each
+        let member = Member { rank: u32::MAX, port: u16::MAX, host, cores: u32::MAX };
+        let address = "[ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff%4294967295]:65535".parse().unwrap();
+        let table = |ranks| encode(&Answer::Welcome(vec![(member.clone(), Some(address)); ranks])).unwrap();
+        assert!(table(2).len() - table(1).len() <= MAX_ENTRY);
+    }
+
+    /// A name that is only claimed is not enough.
+    #[tokio::test]
+    async fn a_certificate_of_another_job_is_not_of_this_one() {
+        let token = Token::generate();
+        let of = |job: &str| Identity::new(&token, Peer(1), Epoch(0), &JobName::new(job).unwrap()).unwrap();
+        let server = Endpoint::server(of("a").server_config().unwrap(), ([127, 0, 0, 1], 0).into()).unwrap();
+        let address = server.local_addr().unwrap();
+        let accepted = tokio::spawn(async move { server.accept().await.unwrap().await.unwrap() });
+        let mut client = Endpoint::client(([127, 0, 0, 1], 0).into()).unwrap();
+        client.set_default_client_config(of("b").client_config().unwrap());
+        let here = client.connect(address, &of("b").name_of(Peer(1))).unwrap().await.unwrap();
+        let there = accepted.await.unwrap();
+        for (connection, job) in [(&here, "a"), (&there, "b")] {
+            assert!(of("c").is_certified(connection, Peer(1)));
+            assert!(!of("c").is_certified(connection, Peer(2)));
+            assert!(of(job).is_of_this_job(connection, Peer(1)));
+            assert!(!of(job).is_of_this_job(connection, Peer(2)));
+            assert!(!of("c").is_of_this_job(connection, Peer(1)));
+        }
+    }
 }

@@ -1,10 +1,14 @@
 //! Shared memory with a peer on the same host.
 //!
-//! Two processes that name the same host try: one listens on a socket that only this host has, the other connects to it with a word it was told over the
-//! authenticated connection, and they pass each other the files behind the memory. Success proves what the name only suggests. If it fails (containers with
-//! separate networks, a limit on files) the two use QUIC, and say so in the log.
+//! Two processes that name the same host try: one listens on a socket that only this host has, the
+//! other connects to it with a word it was told over the authenticated connection, and they pass each
+//! other the files behind the memory. Success proves what the name only suggests. If it fails (containers
+//! with separate networks, a limit on files) the two use QUIC, and say so in the log.
+//!
+//! The name of such a socket can be seen by every user of the host. Connections of other users are
+//! dropped at once, and those of this user are served side by side, so none can delay the peer.
 
-use std::io::{self, IoSlice, IoSliceMut, Read, Write};
+use std::io::{self, IoSlice, IoSliceMut, Write};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
@@ -16,12 +20,17 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
     SendFlags,
 };
+use tokio::io::AsyncReadExt;
+use tokio::task::JoinSet;
 
 use crate::shm::bell::Bell;
 use crate::shm::ring::{self, Receiver, Sender};
 
-/// How long the exchange may take. Long, because ranks may outnumber cores by far; that a peer is lost or cannot share memory is found out by other means.
+/// How long the exchange may take. Long, because ranks may outnumber cores by far; that a peer is lost
+/// or cannot share memory is found out by other means.
 const PATIENCE: Duration = Duration::from_secs(60);
+/// Connections that are waited on at once. The peer makes one.
+const MAX_CONNECTIONS: usize = 64;
 
 /// What the two ends of an exchange give each other.
 #[derive(Debug)]
@@ -60,44 +69,52 @@ impl Offer {
     pub(crate) async fn meet(self, peer: Peer, payload: usize, bell: Bell) -> io::Result<Shared> {
         let listener = tokio::net::UnixListener::from_std(self.listener)?;
         let deadline = tokio::time::Instant::now() + PATIENCE;
-        loop {
-            let (stream, _) = tokio::time::timeout_at(deadline, listener.accept()).await??;
-            let (stream, word, bell) = (stream.into_std()?, self.word.clone(), bell.clone());
-            let exchange = move || exchange(stream, &word, peer, payload, &bell);
-            // Whoever does not know the word is not the peer.
-            if let Some(shared) = tokio::task::spawn_blocking(exchange).await?? {
-                return Ok(shared);
+        let user = rustix::process::geteuid();
+        let mut listening = JoinSet::new();
+        let stream = loop {
+            let spoken = tokio::select! {
+                accepted = listener.accept(), if listening.len() < MAX_CONNECTIONS => {
+                    let (stream, _) = accepted?;
+                    // A process that does not know the word is not the peer.
+                    if rustix::net::sockopt::socket_peercred(&stream)?.uid == user {
+                        listening.spawn(knows(stream, self.word.clone()));
+                    }
+                    continue;
+                }
+                Some(spoken) = listening.join_next() => spoken,
+                () = tokio::time::sleep_until(deadline) => return Err(io::ErrorKind::TimedOut.into()),
+            };
+            if let Ok(Some(stream)) = spoken {
+                break stream.into_std()?;
             }
-        }
+        };
+        tokio::task::spawn_blocking(move || exchange(stream, peer, payload, &bell)).await?
     }
 }
 
-/// The side that made the offer. None if the other does not know the word.
-fn exchange(
-    mut stream: UnixStream,
-    word: &str,
-    peer: Peer,
-    payload: usize,
-    bell: &Bell,
-) -> io::Result<Option<Shared>> {
+/// A stream from which the word came, and nothing else.
+async fn knows(mut stream: tokio::net::UnixStream, word: String) -> Option<tokio::net::UnixStream> {
+    let mut said = vec![0; word.len()];
+    let read = tokio::time::timeout(PATIENCE, stream.read_exact(&mut said)).await;
+    (matches!(read, Ok(Ok(_))) && said == word.as_bytes()).then_some(stream)
+}
+
+/// The side that made the offer.
+fn exchange(mut stream: UnixStream, peer: Peer, payload: usize, bell: &Bell) -> io::Result<Shared> {
     stream.set_nonblocking(false)?;
     stream.set_read_timeout(Some(PATIENCE))?;
     stream.set_write_timeout(Some(PATIENCE))?;
-    let mut said = vec![0; word.len()];
-    if stream.read_exact(&mut said).is_err() || said != word.as_bytes() {
-        return Ok(None);
-    }
     let there = ring::region(payload)?;
     let back = ring::region(payload)?;
     send_files(&mut stream, &[there.file(), back.file(), bell.file()])?;
     let [theirs] = receive_files(&mut stream)?;
     stream.set_nonblocking(true)?;
-    Ok(Some(Shared {
+    Ok(Shared {
         sender: Sender::new(there, payload),
         receiver: Receiver::new(back, payload, peer),
         bell: Bell::from_file(theirs)?,
         lifeline: stream,
-    }))
+    })
 }
 
 /// Takes up a peer's offer.
@@ -153,8 +170,31 @@ fn receive_files<const N: usize>(stream: &mut UnixStream) -> io::Result<[OwnedFd
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
+
     use super::*;
     use crate::shm::region::Region;
+
+    fn runtime() -> tokio::runtime::Runtime {
+        tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
+    }
+
+    #[test]
+    fn silent_strangers_do_not_keep_the_peer_waiting() {
+        let (mine, theirs) = (Bell::new().unwrap(), Bell::new().unwrap());
+        let offer = Offer::new().unwrap();
+        let (name, word) = (offer.name.clone(), offer.word.clone());
+        let address = SocketAddr::from_abstract_name(&name).unwrap();
+        // Waiting for one after the other would take longer than the meeting may.
+        let strangers = [(); 3].map(|()| UnixStream::connect_addr(&address).unwrap());
+        let met = std::thread::scope(|scope| {
+            let meet = scope.spawn(|| runtime().block_on(offer.meet(Peer(1), 1000, mine)));
+            accept(&name, &word, Peer(0), 1000, &theirs).unwrap();
+            meet.join().unwrap()
+        });
+        assert!(met.is_ok());
+        drop(strangers);
+    }
 
     #[test]
     fn two_ends_meet_and_pass_a_frame() {
@@ -165,10 +205,7 @@ mod tests {
         let (name, word) = (offer.name.clone(), offer.word.clone());
         let payload = 1000;
         let (mut here, mut there) = std::thread::scope(|scope| {
-            let meet = scope.spawn(|| {
-                let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-                runtime.block_on(offer.meet(Peer(1), payload, mine))
-            });
+            let meet = scope.spawn(|| runtime().block_on(offer.meet(Peer(1), payload, mine)));
             // A stranger on the same host who does not know the word is passed over.
             let stranger = accept(&name, &"0".repeat(word.len()), Peer(0), payload, &theirs);
             assert!(stranger.is_err());

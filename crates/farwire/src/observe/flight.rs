@@ -3,8 +3,10 @@
 //! It is always on. When a communicator fails, each rank writes what it knows to a file of its own; `farwire doctor FILE…` reads those of all ranks and says who was
 //! missing. [`Communicator::flight`](crate::Communicator::flight) gives the same at any time.
 //!
-//! Files go to the directory that `FARWIRE_FLIGHT_DIR` names (`farwire launch` sets it for its ranks), else to `farwire-flight` among the system's temporary files;
-//! if the variable is set and empty, none are written.
+//! Files go to the folder that [`Builder::flight_dir`](crate::Builder::flight_dir) or
+//! `FARWIRE_FLIGHT_DIR` names (`farwire launch` sets it for its ranks); if that is empty, none are
+//! written. Else they go to [a folder of this user's](user_folder), where the 64 newest are kept for a
+//! week.
 
 use std::collections::VecDeque;
 use std::io;
@@ -13,6 +15,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use farwire_proto::{CommId, Epoch, Fingerprint, OpError, OpId, OpSeq, Peer, Wait, WorldSize};
 use serde::{Deserialize, Serialize};
+
+use super::folder::Folder;
 
 /// Operations that are remembered.
 const CAPACITY: usize = 1024;
@@ -38,7 +42,7 @@ pub struct Flight {
     pub operations: Vec<Operation>,
     /// Where it is to be written.
     #[serde(skip)]
-    path: Option<PathBuf>,
+    records: Records,
 }
 
 /// One operation in a [`Flight`].
@@ -92,37 +96,56 @@ impl Flight {
         serde_json::from_str(&text).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
     }
 
-    /// Writes it where the environment says, if it does. Failing to is not worth failing for.
+    /// Writes it where records go. Failing to is not worth failing for.
     pub(crate) fn save(&self) {
-        let Some(path) = &self.path else { return };
-        // Whole or not at all: a full disk must not leave half a record.
-        let draft = path.with_extension("json.partial");
-        let written = path
-            .parent()
-            .map_or(Ok(()), std::fs::create_dir_all)
-            .and_then(|()| std::fs::write(&draft, self.to_json()))
-            .and_then(|()| std::fs::rename(&draft, path));
-        if written.is_err() {
-            let _ = std::fs::remove_file(&draft);
-        }
+        let folder = match &self.records {
+            Records::Nowhere => return,
+            Records::UserFolder => Folder::of_user(),
+            Records::Folder(path) => Folder::named(path),
+        };
+        let name = format!("rank{}-{}.json", self.rank, self.pid);
+        let written = folder.and_then(|folder| {
+            folder.write(&name, self.to_json().as_bytes())?;
+            Ok(folder.path().join(&name))
+        });
         match written {
-            Ok(()) => {
+            Ok(path) => {
                 tracing::warn!(path = %path.display(), "wrote a flight record; `farwire doctor` reads it")
             }
-            Err(error) => {
-                tracing::warn!(path = %path.display(), %error, "could not write a flight record");
-            }
+            Err(error) => tracing::warn!(%error, "could not write a flight record"),
         }
     }
 }
 
-/// Where records go: see the top of this file.
-pub(super) fn directory() -> Option<PathBuf> {
-    match std::env::var_os("FARWIRE_FLIGHT_DIR") {
-        Some(directory) if directory.is_empty() => None,
-        Some(directory) => Some(directory.into()),
-        None => Some(std::env::temp_dir().join("farwire-flight")),
+/// Where flight records go.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Records {
+    #[default]
+    Nowhere,
+    /// To [`user_folder`].
+    UserFolder,
+    /// Where the user says.
+    Folder(PathBuf),
+}
+
+impl Records {
+    /// What a setting means, if there is one.
+    pub(crate) fn from_setting(setting: Option<PathBuf>) -> Self {
+        match setting {
+            None => Self::UserFolder,
+            Some(path) if path.as_os_str().is_empty() => Self::Nowhere,
+            Some(path) => Self::Folder(path),
+        }
     }
+}
+
+/// This user's folder for flight records: `farwire` in `XDG_RUNTIME_DIR`, if that is this user's, else
+/// `farwire-` and the user's number among the system's temporary files.
+///
+/// Makes it if need be, removes old records, and fails if the folder is a link, another user's, or open
+/// to others.
+pub fn user_folder() -> io::Result<PathBuf> {
+    Folder::of_user().map(|folder| folder.path().to_owned())
 }
 
 /// Names an operation's record.
@@ -169,7 +192,7 @@ pub(crate) struct Recorder {
     me: Peer,
     world: WorldSize,
     epoch: Epoch,
-    directory: Option<PathBuf>,
+    destination: Records,
     started: Instant,
     origin: Duration,
     records: VecDeque<Record>,
@@ -178,12 +201,12 @@ pub(crate) struct Recorder {
 }
 
 impl Recorder {
-    pub(super) fn new(me: Peer, world: WorldSize, epoch: Epoch, directory: Option<PathBuf>) -> Self {
+    pub(super) fn new(me: Peer, world: WorldSize, epoch: Epoch, destination: Records) -> Self {
         Self {
             me,
             world,
             epoch,
-            directory,
+            destination,
             started: Instant::now(),
             origin: since_1970(),
             records: VecDeque::with_capacity(CAPACITY),
@@ -250,18 +273,16 @@ impl Recorder {
         links: impl Iterator<Item = Option<&'static str>>,
         waits: &[Wait],
     ) -> Flight {
-        let pid = std::process::id();
-        let name = format!("rank{}-{pid}.json", self.me.0);
         Flight {
             rank: self.me.0,
             world: self.world.get(),
             epoch: self.epoch.0,
-            pid,
+            pid: std::process::id(),
             written_us: micros(since_1970()),
             reason: reason.to_owned(),
             links: links.map(|link| link.map(str::to_owned)).collect(),
             operations: self.records.iter().map(|record| self.operation(record, waits)).collect(),
-            path: self.directory.as_ref().map(|directory| directory.join(name)),
+            records: self.destination.clone(),
         }
     }
 
@@ -311,7 +332,7 @@ mod tests {
     fn the_last_operations_are_kept() {
         let world = WorldSize::new(2).unwrap();
         let mut engine = Engine::new(Peer(0), world, Config::default());
-        let mut recorder = Recorder::new(Peer(0), world, Epoch(0), None);
+        let mut recorder = Recorder::new(Peer(0), world, Epoch(0), Records::Nowhere);
         let tickets: Vec<_> = (0..CAPACITY + 3)
             .map(|_| {
                 let plan = engine.plan(CommId::WORLD, &Call::Barrier, &Options::default()).unwrap();

@@ -1,6 +1,7 @@
 //! Counters for Prometheus, in its text format, over HTTP.
 //!
-//! `FARWIRE_METRICS=addr:port` asks for it. Several ranks on one host share the setting: each takes the first free port from there on, and every line carries the rank.
+//! `FARWIRE_METRICS=addr:port` asks for it. Several ranks on one host share the setting: each takes the
+//! first free port from there on, among 64 or as many as there are ranks, and every line carries the rank.
 //! `/flight` gives the flight record. Whoever can reach the port can read; bind it to loopback or a private address.
 
 use std::fmt::Write as _;
@@ -8,14 +9,13 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use farwire_proto::Kind;
+use farwire_proto::{Kind, WorldSize};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
 use super::flight::Record;
 use crate::driver::Driver;
-use crate::join::env::EnvError;
 use crate::node::Node;
 
 /// Upper bounds of the histogram's buckets, in seconds.
@@ -105,41 +105,25 @@ pub(crate) fn render(driver: &Driver, rank: u32) -> String {
     text
 }
 
-/// The address that `FARWIRE_METRICS` asks for.
-pub(crate) fn address() -> Result<Option<SocketAddr>, EnvError> {
-    match std::env::var_os("FARWIRE_METRICS").filter(|value| !value.is_empty()) {
-        None => Ok(None),
-        Some(value) => {
-            let value = value.to_string_lossy().into_owned();
-            match value.parse() {
-                Ok(address) => Ok(Some(address)),
-                Err(_) => {
-                    let what = "an address and a port, like 127.0.0.1:9464";
-                    Err(EnvError::Value { name: "FARWIRE_METRICS", value, what })
-                }
-            }
-        }
-    }
-}
-
-/// Ports that are tried.
-const PORTS: u16 = 64;
+/// Ports that are tried at least; in a larger world, one for each rank.
+const MIN_PORTS: u32 = 64;
 
 /// The first free port from `address` on.
-pub(crate) fn listen(address: SocketAddr) -> std::io::Result<std::net::TcpListener> {
-    let ports = (0..PORTS).map_while(|offset| address.port().checked_add(offset));
-    let mut last = None;
-    for port in ports {
+pub(crate) fn listen(address: SocketAddr, world: WorldSize) -> std::io::Result<std::net::TcpListener> {
+    let last = u32::from(address.port()) + world.get().max(MIN_PORTS) - 1;
+    let last = u16::try_from(last).unwrap_or(u16::MAX);
+    for port in address.port()..=last {
         match std::net::TcpListener::bind((address.ip(), port)) {
             Ok(listener) => {
                 listener.set_nonblocking(true)?;
                 return Ok(listener);
             }
-            Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => last = Some(error),
+            Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {}
             Err(error) => return Err(error),
         }
     }
-    Err(last.unwrap_or_else(|| std::io::ErrorKind::AddrInUse.into()))
+    let text = format!("all ports from {} to {last} are in use; begin at another", address.port());
+    Err(std::io::Error::new(std::io::ErrorKind::AddrInUse, text))
 }
 
 /// Connections at once, and how long each may take.
@@ -194,4 +178,17 @@ async fn answer(mut stream: TcpStream, rank: u32, node: &Weak<Node>) -> std::io:
     stream.write_all(head.as_bytes()).await?;
     stream.write_all(body.as_bytes()).await?;
     stream.shutdown().await
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ports_that_are_all_in_use_are_named() {
+        let last = SocketAddr::from(([127, 0, 0, 1], u16::MAX));
+        let _taken = std::net::TcpListener::bind(last); // or somebody else has it
+        let error = listen(last, WorldSize::new(2).unwrap()).unwrap_err().to_string();
+        assert!(error.contains("from 65535 to 65535"), "{error}");
+    }
 }

@@ -1,15 +1,16 @@
 //! What happens, for people to see: a flight recorder that is always on, a trace, metrics, spans.
 
 pub mod flight;
+mod folder;
 pub(crate) mod metrics;
 mod trace;
 
-use std::path::PathBuf;
+use std::path::Path;
 
 use farwire_proto::{CommId, Epoch, Fault, Fingerprint, OpError, OpId, OpSeq, Peer, WorldSize};
 
 use crate::error::Error;
-use flight::{Recorder, Ticket};
+use flight::{Recorder, Records, Ticket};
 use metrics::Tally;
 use trace::Trace;
 
@@ -28,20 +29,24 @@ pub(crate) struct Observer {
 impl Observer {
     /// A recorder and no more, which keeps its records to itself.
     pub(crate) fn quiet(me: Peer, world: WorldSize, epoch: Epoch) -> Self {
-        let recorder = Recorder::new(me, world, epoch, None);
+        let recorder = Recorder::new(me, world, epoch, Records::Nowhere);
         Self { me, epoch, recorder, tally: Tally::default(), trace: None, failure: None }
     }
 
-    /// What the environment asks for: `FARWIRE_FLIGHT_DIR` and `FARWIRE_TRACE`.
-    pub(crate) fn from_env(me: Peer, world: WorldSize, epoch: Epoch) -> Result<Self, Error> {
-        let trace = match std::env::var_os("FARWIRE_TRACE").filter(|path| !path.is_empty()) {
-            None => None,
-            Some(path) => Some(Trace::create(&PathBuf::from(path), me).map_err(|error| Error::System {
-                what: "could not write the trace that FARWIRE_TRACE asks for",
-                error,
-            })?),
-        };
-        let recorder = Recorder::new(me, world, epoch, flight::directory());
+    /// A recorder that leaves its records there, and a trace if one is asked for.
+    pub(crate) fn new(
+        me: Peer,
+        world: WorldSize,
+        epoch: Epoch,
+        trace: Option<&Path>,
+        records: Records,
+    ) -> Result<Self, Error> {
+        let trace = trace.map(|path| Trace::create(path, me)).transpose();
+        let trace = trace.map_err(|error| Error::System {
+            what: "could not write the trace that was asked for (FARWIRE_TRACE)",
+            error,
+        })?;
+        let recorder = Recorder::new(me, world, epoch, records);
         Ok(Self { recorder, trace, ..Self::quiet(me, world, epoch) })
     }
 

@@ -353,7 +353,7 @@ mod tests {
             tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
         let token = Token::generate();
         let endpoint = |rank| {
-            let identity = Identity::new(&token, Peer(rank), Epoch(0)).unwrap();
+            let identity = Identity::new(&token, Peer(rank), Epoch(0), &Default::default()).unwrap();
             let (mut server, mut client) =
                 (identity.server_config().unwrap(), identity.client_config().unwrap());
             server.transport_config(Arc::new(transport()));

@@ -1,0 +1,86 @@
+//! A UDP port that a launcher keeps free for rank 0.
+//!
+//! A launcher has to name rank 0's port before rank 0 runs. If it only looked for a free one, another
+//! process (a sibling rank that asks for any port, say) could take it in between. So it holds the port:
+//! it binds a socket with `SO_REUSEADDR`, which keeps the port from everyone who binds without it. Rank
+//! 0 is told in [`VARIABLE`], binds with it, and switches it off again at once, so that from then on
+//! nobody can bind the port at all. The launcher's own socket is connected to itself: packets of others
+//! never go there.
+
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
+
+use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
+
+/// Set to the held port by a launcher that holds one.
+pub(crate) const VARIABLE: &str = "FARWIRE_HELD_PORT";
+
+/// A port of loopback that is kept free for rank 0 until this is dropped.
+#[derive(Debug)]
+pub struct HeldPort {
+    port: u16,
+    _socket: UdpSocket,
+}
+
+impl HeldPort {
+    /// Any free port.
+    pub fn any() -> io::Result<Self> {
+        let socket = bind_reusable((Ipv4Addr::LOCALHOST, 0).into())?;
+        let address = socket.local_addr()?;
+        socket.connect(address)?;
+        Ok(Self { port: address.port(), _socket: socket })
+    }
+
+    /// Its number, for MASTER_PORT.
+    pub fn port(&self) -> u16 {
+        self.port
+    }
+
+    /// The variable that tells rank 0 of it, and its value.
+    pub fn variable(&self) -> (&'static str, String) {
+        (VARIABLE, self.port.to_string())
+    }
+}
+
+/// A socket for this process alone, at a port that a launcher may hold for it.
+pub(super) fn bind(address: SocketAddr, is_held: bool) -> io::Result<UdpSocket> {
+    if !is_held {
+        return UdpSocket::bind(address);
+    }
+    let socket = bind_reusable(address)?;
+    sockopt::set_socket_reuseaddr(&socket, false)?;
+    Ok(socket)
+}
+
+fn bind_reusable(address: SocketAddr) -> io::Result<UdpSocket> {
+    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    let socket = rustix::net::socket_with(family, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
+    sockopt::set_socket_reuseaddr(&socket, true)?;
+    rustix::net::bind(&socket, &address)?;
+    Ok(socket.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_held_port_is_for_rank_0_alone() {
+        let held = HeldPort::any().unwrap();
+        let address = SocketAddr::from((Ipv4Addr::LOCALHOST, held.port()));
+        assert_eq!(UdpSocket::bind(address).unwrap_err().kind(), io::ErrorKind::AddrInUse);
+        let rank_0 = bind(address, true).unwrap();
+        // Nobody else, whatever they ask for, and packets go to rank 0.
+        for is_held in [true, false] {
+            assert_eq!(bind(address, is_held).unwrap_err().kind(), io::ErrorKind::AddrInUse);
+        }
+        rank_0.set_read_timeout(Some(std::time::Duration::from_secs(60))).unwrap();
+        let peer = UdpSocket::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        for word in ["one", "two", "three"] {
+            peer.send_to(word.as_bytes(), address).unwrap();
+            let mut bytes = [0; 16];
+            let length = rank_0.recv(&mut bytes).unwrap();
+            assert_eq!(&bytes[..length], word.as_bytes());
+        }
+    }
+}
