@@ -89,8 +89,8 @@ impl Drop for DriverGuard<'_> {
     fn drop(&mut self) {
         let afterwards = self.driver.take().and_then(|mut driver| driver.take_afterwards());
         if let Some(Afterwards { wake, foreign, failure }) = afterwards {
-            drop(foreign);
             wake.into_iter().for_each(Waker::wake);
+            drop(foreign);
             if let Some(flight) = failure {
                 flight.save();
             }
@@ -175,10 +175,8 @@ impl Node {
                 taken = self.role_changed.wait_timeout(taken, NAP).unwrap_or_else(PoisonError::into_inner).0;
                 continue;
             }
-            let role = Role::take(self, taken);
-            self.drive(|| completion.is_done());
-            drop(role);
-            taken = self.role();
+            let _role = Role::take(self, taken);
+            return self.drive(|| completion.is_done());
         }
     }
 

@@ -209,15 +209,10 @@ fn members_that_list_a_group_in_another_order_are_told_so() {
 #[test]
 fn a_fault_in_a_group_names_ranks_of_the_group_and_of_the_world() {
     on_threads(4, |comm| {
-        comm.barrier().wait().unwrap();
-        if comm.rank() == 0 {
+        if [0, 2].contains(&comm.rank()) {
             return;
         }
         let group = comm.subgroup(&[3, 2, 1], "some").unwrap();
-        group.barrier().wait().unwrap();
-        if comm.rank() == 2 {
-            return;
-        }
         for _ in 0..2 {
             // On the way, and before it has begun.
             let error = group.all_reduce(vec![1.0f32; 10], ReduceOp::Sum).wait().unwrap_err().to_string();

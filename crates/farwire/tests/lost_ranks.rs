@@ -64,7 +64,8 @@ fn a_rank_killed_during_an_in_place_call_leaves_the_others_their_memory() {
     const LEN: usize = 8 << 20;
     for link in ["shm", "quic"] {
         let mut children = start_processes(TEST, 3, link, |comm| {
-            comm.barrier().wait().unwrap();
+            // All have joined. (A slow rank may hear of the death before it has left the barrier.)
+            let _maybe_lost = comm.barrier().wait();
             let mut mine = vec![1.0f32; LEN];
             if comm.rank() == VICTIM {
                 let _under_way = comm.in_place().all_reduce(mine, ReduceOp::Sum);
