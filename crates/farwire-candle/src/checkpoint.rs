@@ -114,7 +114,7 @@ impl Trainer {
                 step: self.steps_done(),
                 skipped: self.steps_skipped(),
                 settings: self.settings().clone(),
-                data: hex(digest::digest(&SHA256, self.batches().text())),
+                data: self.batches().sha256().to_owned(),
                 codec: self.codec().clone(),
                 notes,
                 damaged: Vec::new(),
@@ -172,10 +172,9 @@ impl Trainer {
             match read(&folder) {
                 Err(why) => damaged.push((folder, format!("{name} is damaged: {why}"))),
                 Ok((mut about, mut saved)) => {
-                    let data = hex(digest::digest(&SHA256, self.batches().text()));
                     let continues = self.settings().continues(&about.settings);
                     continues
-                        .and_then(|()| same_data(&data, &about.data))
+                        .and_then(|()| same_data(self.batches().sha256(), &about.data))
                         .map_err(|what| bad(&folder, what))?;
                     // What was owed belongs to ranks: in another layout it is left behind.
                     if self.settings().layout() != about.settings.layout() {
@@ -372,7 +371,7 @@ fn read(folder: &Path) -> Result<(Checkpoint, Saved), String> {
             io::ErrorKind::NotFound => format!("{name} is missing"),
             _ => format!("{name}: {error}"),
         })?;
-        match hex(digest::digest(&SHA256, &bytes)) == **expected {
+        match sha256(&bytes) == **expected {
             true => Ok(bytes),
             false if bytes.is_empty() => Err(format!("{name} is empty")),
             false => Err(format!("{name} does not match its hash in {SUMS}")),
@@ -441,7 +440,13 @@ fn create_folder(dir: &Path) -> io::Result<()> {
 
 fn sync_folder(path: &Path) -> io::Result<()> {
     let here = if path.as_os_str().is_empty() { Path::new(".") } else { path };
-    File::open(here)?.sync_all()
+    match File::open(here)?.sync_all() {
+        // Some network file systems cannot do this, and need not be told.
+        Err(error) if matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) => {
+            Ok(())
+        }
+        result => result,
+    }
 }
 
 /// Removes a folder with all that is in it, a file, or a link (not what it leads to).
@@ -460,6 +465,11 @@ fn sync_and_hash(path: &Path) -> io::Result<String> {
             count => hash.update(&buffer[..count]),
         }
     }
+}
+
+/// The hash of some bytes.
+pub(crate) fn sha256(bytes: &[u8]) -> String {
+    hex(digest::digest(&SHA256, bytes))
 }
 
 fn hex(digest: digest::Digest) -> String {

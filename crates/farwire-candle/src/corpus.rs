@@ -3,8 +3,9 @@
 //! Step s of a run sees the same windows of text whatever the layout and whether or not the run was interrupted: they depend on the seed and s only.
 
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
+use crate::checkpoint::sha256;
 use crate::error::TrainError;
 
 /// Text to learn from: this project's own.
@@ -46,6 +47,7 @@ pub struct Batches {
     seed: u64,
     context: usize,
     batch: usize,
+    sha256: OnceLock<String>,
 }
 
 /// Sequences of tokens, one after the other: what is seen, and what follows each token of it.
@@ -73,12 +75,12 @@ impl Batches {
                 context + 1
             )));
         }
-        Ok(Self { text, seed, context, batch })
+        Ok(Self { text, seed, context, batch, sha256: OnceLock::new() })
     }
 
-    /// The whole text.
-    pub fn text(&self) -> &[u8] {
-        &self.text
+    /// The SHA-256 of the whole text, in hexadecimal digits: by which a run knows its data again.
+    pub fn sha256(&self) -> &str {
+        self.sha256.get_or_init(|| sha256(&self.text))
     }
 
     /// Some of the sequences of a step's batch.

@@ -1,8 +1,8 @@
 //! Training over a mesh, one step at a time.
 //!
 //! ```text
-//!  batch ─▶ pipeline (forward, backward) ─▶ exchange over dp ─▶ norm over the mesh ─▶ all agree ─▶ AdamW
-//!                │ sums over tp inside         │ starts while backward runs                └▶ or nothing moves
+//!  batch ─▶ pipeline (forward, backward) ─▶ exchange over dp ─▶ norm ─▶ all agree ─▶ AdamW
+//!                │ sums over tp inside         │ during backward      └▶ or nothing moves
 //! ```
 //!
 //! The mesh is `pp` × `dp` × `tp`, of which `tp` runs fastest: ranks that talk most are neighbours.
@@ -116,7 +116,7 @@ impl FromStr for OnNan {
 }
 
 /// A run that leaves out so many steps in a row will not recover.
-pub(crate) const MAX_SKIPPED_IN_A_ROW: usize = 100;
+const MAX_SKIPPED_IN_A_ROW: usize = 100;
 
 impl Default for Settings {
     fn default() -> Self {
@@ -509,12 +509,10 @@ impl Trainer {
         }
         self.skipped += 1;
         self.skipped_in_a_row += 1;
-        match self.skipped_in_a_row {
-            MAX_SKIPPED_IN_A_ROW => {
-                Err(TrainError::TooManySkipped { steps: MAX_SKIPPED_IN_A_ROW, step, found })
-            }
-            _ => Ok(found),
+        if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW {
+            return Err(TrainError::TooManySkipped { steps: self.skipped_in_a_row, step, found });
         }
+        Ok(found)
     }
 
     /// Computes and exchanges the gradients of the next step, without the update. They are then in [`gathered_gradients`](Self::gathered_gradients), finite or not.

@@ -71,8 +71,11 @@ fn a_sharded_optimizer_takes_the_same_steps() {
         let sharded = Settings { shard_optimizer: true, ..plain.clone() };
         let run = |settings: Settings| {
             let mut trainer = Trainer::new(&comm, settings, &text).unwrap();
-            let losses: Vec<u64> = (0..6).map(|_| trainer.step(false).unwrap().loss.to_bits()).collect();
+            let reports: Vec<_> = (0..6).map(|_| trainer.step(false).unwrap()).collect();
             assert!(trainer.replicas_agree().unwrap());
+            // Updates count with the step after.
+            assert!(reports[1..].iter().all(|report| report.wire_bytes >= report.dense_bytes));
+            let losses: Vec<u64> = reports.iter().map(|report| report.loss.to_bits()).collect();
             (losses, trainer.optimizer_elements())
         };
         let ((expected, all), (losses, mine)) = (run(plain), run(sharded));

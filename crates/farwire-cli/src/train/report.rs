@@ -155,12 +155,12 @@ impl Line {
     /// `x` is made of a step and of what had been sent after it.
     fn of(run: &Run, x: impl Fn(&StepReport, f64) -> f64) -> Self {
         let mut sent = 0.0;
-        let points = run.steps.iter().map(|step| {
+        let points = run.steps.iter().filter_map(|step| {
             sent += step.wire_bytes as f64;
-            (x(step, sent), step.loss)
+            // The loss of a step that was skipped may be anything, or nothing.
+            step.skipped.is_none().then(|| (x(step, sent), step.loss))
         });
-        // A loss that is not finite has no place.
-        Self { name: run.name(), points: points.filter(|(_, loss)| loss.is_finite()).collect() }
+        Self { name: run.name(), points: points.collect() }
     }
 
     /// The same, each point the mean of those around it, which shows where it goes.
