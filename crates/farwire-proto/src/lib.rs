@@ -51,7 +51,7 @@
 //!         let to = to.index();
 //!         while let Some((header, bytes)) = stream.front() {
 //!             match engines[to].handle_frame(lane.from, header) {
-//!                 Verdict::Later => break,
+//!                 Verdict::Later | Verdict::Early => break,
 //!                 Verdict::Drop => {}
 //!                 Verdict::Take(take) => {
 //!                     works[to].apply(&take.action, bytes, &inputs[to], &mut outputs[to]);

@@ -511,7 +511,7 @@ impl Sim {
             };
             let flight = &self.flights[id.0];
             match node.engine.handle_frame(lane.from, &flight.header) {
-                Verdict::Later => return,
+                Verdict::Later | Verdict::Early => return,
                 Verdict::Drop => {}
                 Verdict::Take(take) => {
                     if !self.takes_step(peer) {

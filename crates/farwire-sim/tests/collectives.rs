@@ -28,8 +28,7 @@ fn jittery(n: u32, window: usize, seed: u64) -> Network {
 }
 
 /// How far ranks may run ahead of each other: hardly at all, a little, or as far as the tests go.
-const ALLOWANCES: [Allowance; 4] =
-    [Allowance::Frames(1), Allowance::Frames(12), Allowance::Bytes(100_000), Allowance::Bytes(48 << 20)];
+const ALLOWANCES: [Allowance; 4] = [Allowance(1), Allowance(12_000), Allowance(100_000), Allowance(48 << 20)];
 
 fn check(case: &Case, network: Network, credit: u32) -> Result<(), TestCaseError> {
     let allowance = ALLOWANCES[network.seed as usize % ALLOWANCES.len()];

@@ -387,9 +387,7 @@ fn a_message_that_never_comes_fails_alone() {
 #[test]
 fn messages_after_some_that_were_given_up_arrive() {
     let dtype = DType::U8;
-    for (allowance, count) in
-        [(Allowance::Frames(9), 5), (Allowance::Frames(9), 60), (Allowance::Bytes(20_000), 900)]
-    {
+    for (allowance, count) in [(Allowance(9_000), 5), (Allowance(9_000), 60), (Allowance(20_000), 900)] {
         let mut sim = Sim::with_config(network(2), Config { allowance, ..Config::default() });
         sim.limit(Time(Duration::from_secs(100)));
         let segment = std::num::NonZeroUsize::new(20);

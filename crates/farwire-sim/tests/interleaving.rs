@@ -33,8 +33,7 @@ fn a_thousand_interleavings_of_eight_operations_are_right_bit_for_bit() {
             ..Link::IDEAL
         };
         let window = *[1, 200, 1 << 20].choose(&mut rng).unwrap();
-        let allowance =
-            *[Allowance::Frames(1), Allowance::Frames(20), Allowance::default()].choose(&mut rng).unwrap();
+        let allowance = *[Allowance(1), Allowance(20_000), Allowance::default()].choose(&mut rng).unwrap();
         let network = Network { link, window, seed, ..Network::lan(5) };
         let mut sim = Sim::with_config(network, Config { allowance, ..Config::default() });
         sim.limit(Time(Duration::from_secs(60)));

@@ -163,16 +163,11 @@ impl Work {
 impl Driver {
     /// A driver for links whose frames carry up to `longest` bytes.
     pub(crate) fn new(
-        mut engine: Engine,
+        engine: Engine,
         links: Vec<Option<Box<dyn Link>>>,
         longest: usize,
         observer: Observer,
     ) -> Self {
-        for (peer, link) in links.iter().enumerate() {
-            if let Some(link) = link {
-                engine.allow(Peer(peer as u32), link.allowance());
-            }
-        }
         Self {
             engine,
             longest,
@@ -442,6 +437,10 @@ impl Driver {
         while let Some((header, payload)) = link.head(&lane) {
             match self.engine.handle_frame(lane.from, &header) {
                 Verdict::Later => break,
+                Verdict::Early => {
+                    read |= link.set_aside(&lane);
+                    break;
+                }
                 Verdict::Drop => {}
                 Verdict::Take(take) => {
                     if let Some(job) = self.jobs.get_mut(&take.op) {

@@ -1,6 +1,6 @@
 //! What carries frames between two processes.
 
-use farwire_proto::{Allowance, CommId, Header, Lane, OpSeq};
+use farwire_proto::{CommId, Header, Lane, OpSeq};
 
 /// A connection to one peer. Frames of one lane stay in order; lanes do not hold each other up.
 pub(crate) trait Link: Send + std::fmt::Debug {
@@ -16,8 +16,10 @@ pub(crate) trait Link: Send + std::fmt::Debug {
     fn head(&self, lane: &Lane) -> Option<(Header, &[u8])>;
     /// Done with the next frame of a lane.
     fn pop(&mut self, lane: &Lane);
-    /// What may lie in it for operations that the other end has not called, so that room is left for others.
-    fn allowance(&self) -> Allowance;
+    /// The frames of a lane may wait for long: if they take room that others need, they are moved. `true` if so.
+    fn set_aside(&mut self, _lane: &Lane) -> bool {
+        false
+    }
     /// Nothing more comes on the lanes of an operation, or of a whole communicator: it has failed.
     fn abandon(&mut self, _comm: CommId, _seq: Option<OpSeq>) {}
     /// Tells the peer that there is something to see.

@@ -21,7 +21,7 @@ fn the_message_after_one_that_timed_out_arrives() {
     on_threads(2, |comm| {
         if comm.rank() == 0 {
             let brief = hurried(&comm, Duration::from_millis(300));
-            let sends: Vec<_> = (0..300u32).map(|i| brief.send(vec![i; 100], 1, 7)).collect();
+            let sends: Vec<_> = (0..300u32).map(|i| brief.send(vec![i; 25_000], 1, 7)).collect();
             let sent: Vec<_> = sends.into_iter().map(|send| send.wait()).collect();
             let lost = sent.iter().find_map(|send| send.as_ref().err()).expect("there is a bound");
             assert!(
@@ -31,13 +31,13 @@ fn the_message_after_one_that_timed_out_arrives() {
             assert!(lost.to_string().contains("rank 1"), "{lost}");
             let count = sent.iter().filter(|send| send.is_ok()).count() as u32;
             comm.send(vec![count], 1, 8).wait().unwrap();
-            comm.send(vec![1_000_000u32; 100], 1, 7).wait().unwrap();
+            comm.send(vec![1_000_000u32; 25_000], 1, 7).wait().unwrap();
         } else {
             let count = comm.recv::<u32>(1, 0, 8).wait().unwrap()[0];
             for i in 0..count {
-                assert_eq!(comm.recv::<u32>(100, 0, 7).wait().unwrap(), vec![i; 100]);
+                assert_eq!(comm.recv::<u32>(25_000, 0, 7).wait().unwrap(), vec![i; 25_000]);
             }
-            assert_eq!(comm.recv::<u32>(100, 0, 7).wait().unwrap(), vec![1_000_000; 100]);
+            assert_eq!(comm.recv::<u32>(25_000, 0, 7).wait().unwrap(), vec![1_000_000; 25_000]);
         }
         comm.barrier().wait().unwrap();
     });

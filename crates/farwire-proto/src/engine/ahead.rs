@@ -17,51 +17,29 @@ use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 
 use crate::ids::{CommId, OpId, OpSeq, Tag};
 
-/// What may lie unread at a peer, for operations that it has not called.
+/// Bytes that may lie unread at a peer, for operations that it has not called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Allowance {
-    /// So many bytes, each frame with [`Allowance::FRAME_BYTES`] of overhead and each unfinished lane with
-    /// [`Allowance::LANE_BYTES`]: for links that hold frames of any length, and a stream for each lane.
-    Bytes(usize),
-    /// So many frames of any length: for links with a fixed number of places.
-    Frames(usize),
-}
+pub struct Allowance(pub usize);
 
 impl Default for Allowance {
     fn default() -> Self {
-        Self::Bytes(48 << 20)
+        Self(48 << 20)
     }
 }
 
 impl Allowance {
     /// What a frame takes besides its payload: its header, and entries in tables.
-    pub const FRAME_BYTES: usize = 1 << 10;
-    /// What a lane takes that more frames will follow on: a stream stays open for it.
-    pub const LANE_BYTES: usize = 64 << 10;
-
-    fn whole(self) -> usize {
-        let (Self::Bytes(whole) | Self::Frames(whole)) = self;
-        whole
-    }
+    const FRAME: usize = 1 << 10;
+    /// What a lane takes that more frames will follow on: a stream may stay open for it.
+    const LANE: usize = 64 << 10;
 
     /// What one channel may use, so that one on which nobody receives does not slow the others down.
     pub(super) fn channel(self) -> usize {
-        self.whole().div_ceil(3)
+        self.0.div_ceil(3)
     }
 
-    /// Whether a message is longer than what a channel may use.
-    pub(super) fn is_long(self, bytes: usize, frames: usize) -> bool {
-        match self {
-            Self::Bytes(_) => bytes > self.channel(),
-            Self::Frames(_) => frames > self.channel(),
-        }
-    }
-
-    pub(super) fn cost(self, payload: usize, opens_lane: bool) -> usize {
-        match self {
-            Self::Bytes(_) => payload + Self::FRAME_BYTES + if opens_lane { Self::LANE_BYTES } else { 0 },
-            Self::Frames(_) => 1,
-        }
+    pub(super) fn cost(payload: usize, opens_lane: bool) -> usize {
+        payload + Self::FRAME + if opens_lane { Self::LANE } else { 0 }
     }
 }
 
@@ -137,7 +115,7 @@ impl Ahead {
 
     /// Whether a frame of an operation may go now. If not, its lane waits until it is released.
     pub(super) fn leave(&mut self, channel: Channel, number: u64, lane: (OpId, usize)) -> Leave {
-        let (limit, whole) = (self.allowance.channel(), self.allowance.whole());
+        let (limit, whole) = (self.allowance.channel(), self.allowance.0);
         let state = self.channels.entry(channel).or_default();
         if number < state.called {
             Leave::Free
@@ -198,7 +176,7 @@ impl Ahead {
     /// Lets the first lane that waits go, if there is room for its frame; when that has been counted, the
     /// next one follows. Else the peer is to be asked about it, once.
     fn release(&mut self, channel: Channel, ready: &mut Ready) {
-        let room = self.spent < self.allowance.whole();
+        let room = self.spent < self.allowance.0;
         let limit = self.allowance.channel();
         let Some(state) = self.channels.get_mut(&channel) else { return };
         match state.waiting.first_entry() {

@@ -40,7 +40,7 @@ pub struct Config {
     pub credit: NonZeroU32,
     /// The generation of the group.
     pub epoch: Epoch,
-    /// What may lie unread at a peer, unless [`Engine::allow`] says otherwise for that peer.
+    /// What may lie unread at a peer; the same on all ranks.
     pub allowance: Allowance,
 }
 
@@ -173,6 +173,8 @@ pub enum Verdict {
     Take(Take),
     /// Leave it in its stream, unread, until [`Engine::poll_resume`] names the lane.
     Later,
+    /// The same, and perhaps for long: this rank has not called its operation.
+    Early,
     /// It belongs to nothing any more; throw it away.
     Drop,
 }
@@ -271,7 +273,7 @@ struct Inbox {
     waiting: VecDeque<OpId>,
     /// Messages, from `next` on, that were given up.
     void: BTreeSet<u64>,
-    /// What was taken since the sender was last told, in the units of its allowance.
+    /// What of the sender's allowance was taken since it was last told.
     untold: usize,
 }
 
@@ -340,15 +342,6 @@ impl Engine {
     /// This process.
     pub fn me(&self) -> Peer {
         self.me
-    }
-
-    /// What may lie unread at `peer`, and what of the peer's may lie unread here: it depends on the link between the two, and both must be told the same.
-    ///
-    /// # Panics
-    ///
-    /// If there is no such peer.
-    pub fn allow(&mut self, peer: Peer, allowance: Allowance) {
-        self.ahead[peer.index()].allowance = allowance;
     }
 
     /// Opens a communicator of some of the processes. Their ranks in it are their places in `members`, which every member must give in
@@ -489,7 +482,7 @@ impl Engine {
                 inbox.waiting.push_back(id);
                 let (called, next) = (inbox.called(), Address { seq: channel.seq(inbox.next), ..address });
                 let ahead = &mut self.ahead[from.index()];
-                let long = ahead.allowance.is_long(op.plan.output_bytes(), op.frames_to_take());
+                let long = op.plan.output_bytes() > ahead.allowance.channel();
                 if ahead.owes_answer(channel, called) || long {
                     self.notify(from, FrameKind::Called, channel, called - 1);
                 }
@@ -637,7 +630,7 @@ impl Engine {
             self.handle_peer_lost(lane.from);
             return Verdict::Drop;
         }
-        Verdict::Later
+        Verdict::Early
     }
 
     /// The payload of a taken frame has been applied.
@@ -658,7 +651,7 @@ impl Engine {
     fn count_taken(&mut self, from: Peer, channel: Channel, payload: usize) {
         let allowance = self.ahead[from.index()].allowance;
         let Some(inbox) = self.inboxes.get_mut(&(from, channel)) else { return };
-        inbox.untold += allowance.cost(payload, false);
+        inbox.untold += Allowance::cost(payload, false);
         if inbox.untold >= allowance.channel().div_ceil(4) {
             inbox.untold = 0;
             let called = inbox.called();
@@ -827,7 +820,7 @@ impl Engine {
                 Leave::Counted => {
                     let transmit = op.transmit(lane, epoch, &mut self.queues, credit);
                     let opens_lane = transmit.header.index == 0 && !transmit.last;
-                    let cost = ahead.allowance.cost(transmit.header.payload as usize, opens_lane);
+                    let cost = Allowance::cost(transmit.header.payload as usize, opens_lane);
                     ahead.charge(channel, number, cost, &mut self.queues.ready);
                     self.ask(peer);
                     return Some(transmit);

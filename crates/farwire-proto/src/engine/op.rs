@@ -123,14 +123,6 @@ impl Op {
         state.heard && !std::mem::replace(&mut state.told, true) && self.plan.partner().is_none()
     }
 
-    /// Frames that a receive takes, where that is known.
-    pub(super) fn frames_to_take(&self) -> usize {
-        match (self.plan.partner(), self.plan.parcels()) {
-            (Some(partner), None) => self.plan.recvs(partner.rank),
-            _ => 0,
-        }
-    }
-
     /// Where frames for this operation arrive; nowhere for a message on its way out.
     pub(super) fn inbound_address(&self) -> Option<Address> {
         let comm = self.plan.comm();

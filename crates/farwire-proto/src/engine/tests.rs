@@ -166,7 +166,7 @@ fn communicators_are_checked_when_opened() {
 fn frames_of_another_epoch_are_dropped() {
     let mut engine = busy_engine();
     let data = Header { frame: FrameKind::Data, seq: OpSeq::Collective(9), ..blank_header() };
-    assert!(matches!(engine.handle_frame(Peer(0), &data), Verdict::Later));
+    assert!(matches!(engine.handle_frame(Peer(0), &data), Verdict::Early));
     let old = Header { epoch: Epoch(1), ..data };
     assert!(matches!(engine.handle_frame(Peer(2), &old), Verdict::Drop));
     let old = Header { epoch: Epoch(1), ..blank_header() };
@@ -184,13 +184,13 @@ fn early_header(engine: &Engine) -> Header {
 fn early_frames_wait_for_their_call_and_go_with_their_communicator() {
     let mut engine = busy_engine();
     let header = early_header(&engine);
-    assert!(matches!(engine.handle_frame(Peer(2), &header), Verdict::Later));
+    assert!(matches!(engine.handle_frame(Peer(2), &header), Verdict::Early));
     let plan = engine.plan(CommId::WORLD, &Call::Barrier, &Options::default()).unwrap();
     engine.submit(Time::ZERO, plan).unwrap();
     assert_eq!(engine.poll_resume(), Some(Lane::of(Peer(2), &header)));
 
     let header = early_header(&engine);
-    assert!(matches!(engine.handle_frame(Peer(2), &header), Verdict::Later));
+    assert!(matches!(engine.handle_frame(Peer(2), &header), Verdict::Early));
     engine.handle_peer_lost(Peer(3));
     assert_eq!(engine.poll_resume(), Some(Lane::of(Peer(2), &header)), "so that its stream can be emptied");
     assert!(matches!(engine.handle_frame(Peer(2), &header), Verdict::Drop));
@@ -208,7 +208,7 @@ fn early_frames_from_strangers_are_dropped_and_a_peer_beyond_the_limit_is_lost()
     };
     assert!(matches!(engine.handle_frame(Peer(4), &header(0)), Verdict::Drop), "the world has four");
     for seq in 0..MAX_EARLY as u64 {
-        assert!(matches!(engine.handle_frame(Peer(3), &header(seq)), Verdict::Later));
+        assert!(matches!(engine.handle_frame(Peer(3), &header(seq)), Verdict::Early));
     }
     assert!(matches!(engine.handle_frame(Peer(3), &header(MAX_EARLY as u64)), Verdict::Drop));
     assert!(engine.lost.contains(&Peer(3)) && engine.early.is_empty());
@@ -274,7 +274,7 @@ fn a_message_that_overtook_another_waits_for_it() {
         fingerprint,
         ..blank_header()
     };
-    assert!(matches!(engine.handle_frame(Peer(0), &message(1)), Verdict::Later));
+    assert!(matches!(engine.handle_frame(Peer(0), &message(1)), Verdict::Early));
     let Verdict::Take(take) = engine.handle_frame(Peer(0), &message(0)) else { panic!("it is awaited") };
     assert_eq!(take.op, OpId(4));
     assert_eq!(engine.poll_resume(), Some(Lane::of(Peer(0), &message(1))));
@@ -294,7 +294,7 @@ fn messages_that_were_given_up_are_skipped() {
         fingerprint,
         ..blank_header()
     };
-    assert!(matches!(engine.handle_frame(Peer(0), &frame(FrameKind::Data, 1)), Verdict::Later));
+    assert!(matches!(engine.handle_frame(Peer(0), &frame(FrameKind::Data, 1)), Verdict::Early));
     for number in [1, 2, 0] {
         engine.handle_notice(Peer(0), &frame(FrameKind::Void, number), &[]).unwrap();
     }
@@ -313,7 +313,7 @@ fn messages_that_were_given_up_are_skipped() {
 /// A sender that nobody listens to stops at its allowance and asks, and other channels go on.
 #[test]
 fn a_channel_that_nobody_reads_stops_at_its_allowance() {
-    let config = Config { allowance: Allowance::Frames(6), ..Config::default() };
+    let config = Config { allowance: Allowance(6 * Allowance::cost(1, false)), ..Config::default() };
     let mut engine = Engine::new(Peer(1), WorldSize::new(2).unwrap(), config);
     let send = |engine: &mut Engine, tag| {
         let call = Call::Send { to: Rank(0), tag: Tag(tag), count: 1, dtype: DType::U8 };
@@ -350,7 +350,8 @@ fn a_channel_that_nobody_reads_stops_at_its_allowance() {
     assert_eq!(sent(&mut engine), [(Data, message(1, 2)), (Ask, message(1, 3))]);
     engine.handle_notice(Peer(0), &called(4), &[]).unwrap();
     assert_eq!(sent(&mut engine), [(Data, message(1, 3)), (Data, message(1, 4))]);
-    assert_eq!(engine.ahead[0].spent(), 2, "the message with tag 2 and the barrier");
+    let two = Allowance::cost(1, false) + Allowance::cost(0, false);
+    assert_eq!(engine.ahead[0].spent(), two, "the message with tag 2 and the barrier");
 }
 
 /// A rank that is asked answers once it has called what it was asked about.
@@ -587,7 +588,7 @@ fn a_closed_communicator_is_forgotten() {
     let mut engine = busy_engine();
     let early =
         Header { frame: FrameKind::Data, comm: CommId(7), seq: OpSeq::Collective(4), ..blank_header() };
-    assert!(matches!(engine.handle_frame(Peer(2), &early), Verdict::Later));
+    assert!(matches!(engine.handle_frame(Peer(2), &early), Verdict::Early));
     engine.close(CommId(7));
     assert!(engine.comms.contains_key(&CommId(7)), "a scan and a receive are in flight");
     let news = Header { comm: CommId(7), ..blank_header() };

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytes::{Bytes, BytesMut};
-use farwire_proto::{Allowance, CommId, FAULT_LEN, HEADER_LEN, Header, Lane, OpSeq, Peer};
+use farwire_proto::{CommId, FAULT_LEN, HEADER_LEN, Header, Lane, OpSeq, Peer};
 use quinn::{Connection, RecvStream, SendStream, VarInt};
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
@@ -219,10 +219,6 @@ impl Link for QuicLink {
         if frames.is_empty() {
             self.incoming.remove(lane);
         }
-    }
-
-    fn allowance(&self) -> Allowance {
-        Allowance::default()
     }
 
     fn abandon(&mut self, comm: CommId, seq: Option<OpSeq>) {

@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use farwire_proto::{Allowance, Header, Lane};
+use farwire_proto::{Header, Lane};
 
 use super::bell::Bell;
-use super::ring::{AHEAD, Receiver, Sender};
+use super::ring::{Receiver, Sender};
 use crate::link::{Arrival, Broken, Link};
 use crate::quic::control::Health;
 
@@ -66,8 +66,8 @@ impl Link for SharedLink {
         self.receiver.pop(lane);
     }
 
-    fn allowance(&self) -> Allowance {
-        Allowance::Frames(AHEAD)
+    fn set_aside(&mut self, lane: &Lane) -> bool {
+        self.receiver.set_aside(lane)
     }
 
     fn ring(&self) {

@@ -9,8 +9,8 @@
 //! ```
 //!
 //! Slots come back in any order, so a frame that has to wait blocks no other lane. Frames that may wait
-//! for long, since the receiver has not called their operation, are few: the engine sees to that. The
-//! sender gives the most recently freed slot out first: the one that is still in the cache. Who may
+//! for long, since the receiver has not called their operation, are copied out when they take too many
+//! slots; the engine sees to it that they do not fill the memory instead. The sender gives the most recently freed slot out first: the one that is still in the cache. Who may
 //! access a slot is for `slots.rs`, which refuses numbers that make no sense; headers are copied out
 //! before they are looked at, and checked before they are used.
 
@@ -30,8 +30,8 @@ const SLOTS: usize = 256;
 const RESERVE: usize = SLOTS / 2;
 /// Slots that only notices may take. These are read as soon as they arrive, so they always get through.
 const NOTICES: usize = 8;
-/// Frames for operations that the receiver has not called: they leave room beyond the reserve.
-pub(crate) const AHEAD: usize = SLOTS / 4;
+/// Slots that may hold frames for operations which the receiver has not called; more are copied out.
+const EARLY: usize = SLOTS / 4;
 /// Frames of one lane that can be on their way.
 const WINDOW: usize = 8;
 
@@ -152,8 +152,17 @@ pub(crate) struct Receiver {
     from: Peer,
     /// The sender's goodbye has been passed on.
     closed: bool,
-    /// Frames not taken yet, by lane: header and slot.
-    lanes: HashMap<Lane, VecDeque<(Header, Slot<Receiving>)>>,
+    /// Frames not taken yet, by lane: header, and where the payload is.
+    lanes: HashMap<Lane, VecDeque<(Header, Kept)>>,
+    /// How many of them are in slots.
+    in_slots: usize,
+}
+
+/// Where a frame is that was not taken yet.
+#[derive(Debug)]
+enum Kept {
+    Slot(Slot<Receiving>),
+    Aside(Vec<u8>),
 }
 
 impl Receiver {
@@ -163,7 +172,7 @@ impl Receiver {
     }
 
     fn over(end: End<Region, Receiving, SLOTS>, payload: usize, from: Peer) -> Self {
-        Self { end, payload, from, closed: false, lanes: HashMap::new() }
+        Self { end, payload, from, closed: false, lanes: HashMap::new(), in_slots: 0 }
     }
 
     /// What has arrived next.
@@ -187,24 +196,49 @@ impl Receiver {
             return Ok(Some(Arrival::Notice(header, payload)));
         }
         let lane = Lane::of(self.from, &header);
-        self.lanes.entry(lane).or_default().push_back((header, slot));
+        self.lanes.entry(lane).or_default().push_back((header, Kept::Slot(slot)));
+        self.in_slots += 1;
         Ok(Some(Arrival::Frame(lane)))
     }
 
     /// The next frame of a lane, read in place.
     pub(crate) fn head(&self, lane: &Lane) -> Option<(Header, &[u8])> {
-        let (header, slot) = self.lanes.get(lane)?.front()?;
-        Some((*header, self.end.read(slot, HEADER_LEN, header.payload as usize)))
+        let (header, kept) = self.lanes.get(lane)?.front()?;
+        let payload = match kept {
+            Kept::Slot(slot) => self.end.read(slot, HEADER_LEN, header.payload as usize),
+            Kept::Aside(payload) => payload,
+        };
+        Some((*header, payload))
     }
 
     /// Done with the next frame of a lane.
     pub(crate) fn pop(&mut self, lane: &Lane) {
         let frames = self.lanes.get_mut(lane).expect("a frame is popped after it was looked at");
-        let (_, slot) = frames.pop_front().expect("a frame is popped after it was looked at");
+        let (_, kept) = frames.pop_front().expect("a frame is popped after it was looked at");
         if frames.is_empty() {
             self.lanes.remove(lane);
         }
-        self.end.pass(slot);
+        if let Kept::Slot(slot) = kept {
+            self.in_slots -= 1;
+            self.end.pass(slot);
+        }
+    }
+
+    /// The frames of a lane may wait for long. If too many are in slots, they are copied out of theirs.
+    pub(crate) fn set_aside(&mut self, lane: &Lane) -> bool {
+        if self.in_slots <= EARLY {
+            return false;
+        }
+        for (header, kept) in self.lanes.get_mut(lane).into_iter().flatten() {
+            if let Kept::Slot(slot) = kept {
+                let payload = self.end.read(slot, HEADER_LEN, header.payload as usize).to_vec();
+                if let Kept::Slot(slot) = std::mem::replace(kept, Kept::Aside(payload)) {
+                    self.in_slots -= 1;
+                    self.end.pass(slot);
+                }
+            }
+        }
+        true
     }
 }
 
