@@ -2,7 +2,7 @@
 
 mod coded;
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::VecDeque;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -13,6 +13,7 @@ use farwire_proto::{
     Action, Call, CommId, Engine, Event, FrameKind, HEADER_LEN, Header, Lane, OpId, OpenError, Options,
     Outcome, Parcels, Payload, Peer, Plan, Rank, Source, Time, Transmit, Verdict, Workspace, WorldSize,
 };
+use rustc_hash::{FxHashMap as HashMap, FxHashSet as HashSet};
 
 use crate::buffer::Pool;
 use crate::error::Error;
@@ -179,9 +180,9 @@ impl Driver {
             told: 0,
             short: VecDeque::new(),
             links,
-            jobs: HashMap::new(),
-            closed: HashSet::new(),
-            held: HashMap::new(),
+            jobs: HashMap::default(),
+            closed: HashSet::default(),
+            held: HashMap::default(),
             held_notices: VecDeque::new(),
             pool: Pool::default(),
             origin: Instant::now(),

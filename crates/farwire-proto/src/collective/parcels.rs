@@ -9,10 +9,10 @@
 //!
 //! The sender supplies a parcel when it has it ([`Engine::supply`](crate::Engine::supply)). The receiver knows how long one can be at most, and a longer one is a breach.
 
-use std::collections::HashMap;
 use std::num::NonZeroUsize;
 
 use bytes::Bytes;
+use rustc_hash::FxHashMap as HashMap;
 
 use crate::ids::Rank;
 use crate::schedule::{Incoming, Outcome, Outgoing, ParcelPart, Schedule};

@@ -13,7 +13,9 @@
 //!    at least one frame, so those need no notice. For messages, the receiver gives notice each time it has
 //!    taken a quarter of what a channel may hold, and when it calls for a message that is longer than that.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use rustc_hash::FxHashMap as HashMap;
 
 use crate::ids::{CommId, OpId, OpSeq, Tag};
 

@@ -3,10 +3,12 @@
 mod ahead;
 mod op;
 
-use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::time::Duration;
+
+use rustc_hash::{FxHashMap as HashMap, FxHashSet as HashSet};
 
 use crate::call::{Algorithm, Call, CallError, Kind, Options};
 use crate::collective::message::End;
@@ -319,17 +321,17 @@ impl Engine {
             me,
             world,
             config,
-            comms: HashMap::new(),
-            closed: HashSet::new(),
-            early_faults: HashMap::new(),
-            lost: HashSet::new(),
-            ops: HashMap::new(),
+            comms: HashMap::default(),
+            closed: HashSet::default(),
+            early_faults: HashMap::default(),
+            lost: HashSet::default(),
+            ops: HashMap::default(),
             next_op: 0,
-            inbound: HashMap::new(),
-            early: HashMap::new(),
+            inbound: HashMap::default(),
+            early: HashMap::default(),
             early_lanes: vec![0; world.len()],
             ahead: (0..world.get()).map(|_| Ahead::new(config.allowance)).collect(),
-            inboxes: HashMap::new(),
+            inboxes: HashMap::default(),
             deadlines: BTreeSet::new(),
             queues: Queues::default(),
             spare: Vec::new(),
@@ -350,7 +352,7 @@ impl Engine {
         if self.comms.contains_key(&id) || self.closed.contains(&id) {
             return Err(OpenError::Taken(id));
         }
-        let mut ranks = HashMap::with_capacity(members.len());
+        let mut ranks = HashMap::with_capacity_and_hasher(members.len(), Default::default());
         for (peer, rank) in members.iter().zip((0..).map(Rank)) {
             if ranks.insert(*peer, rank).is_some() {
                 return Err(OpenError::Twice(*peer));
@@ -369,7 +371,7 @@ impl Engine {
             },
             ranks,
             next_collective: 0,
-            next_sent: HashMap::new(),
+            next_sent: HashMap::default(),
             failed: None,
             closed: false,
         };

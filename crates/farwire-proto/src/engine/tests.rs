@@ -438,9 +438,9 @@ fn exchange(
     let mut engines: Vec<_> =
         world.ranks().map(|r| Engine::new(Peer(r.0), world, Config::default())).collect();
     let mut parcels: Vec<_> = world.ranks().map(|_| crate::Parcels::default()).collect();
-    let mut came = vec![HashMap::new(); ranks as usize];
+    let mut came = vec![HashMap::default(); ranks as usize];
     let mut done = 0;
-    let mut streams: HashMap<_, VecDeque<(Header, Vec<u8>)>> = HashMap::new();
+    let mut streams: HashMap<_, VecDeque<(Header, Vec<u8>)>> = HashMap::default();
     let supply = |engine: &mut Engine, store: &mut crate::Parcels, op, round| {
         let me = engine.me().0;
         for to in world.others(Rank(me)) {

@@ -14,11 +14,12 @@
 //! access a slot is for `slots.rs`, which refuses numbers that make no sense; headers are copied out
 //! before they are looked at, and checked before they are used.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
 
 use farwire_proto::{FAULT_LEN, HEADER_LEN, Header, Lane, Peer};
+use rustc_hash::{FxHashMap as HashMap, FxHashSet as HashSet};
 
 use super::region::Region;
 use super::slots::{self, End, Receiving, Sending, Slot};
@@ -84,8 +85,8 @@ impl Sender {
             payload,
             free,
             lane_of: vec![None; SLOTS],
-            on_its_way: HashMap::new(),
-            refused: HashSet::new(),
+            on_its_way: HashMap::default(),
+            refused: HashSet::default(),
             writable: VecDeque::new(),
         }
     }
@@ -172,7 +173,7 @@ impl Receiver {
     }
 
     fn over(end: End<Region, Receiving, SLOTS>, payload: usize, from: Peer) -> Self {
-        Self { end, payload, from, closed: false, lanes: HashMap::new(), in_slots: 0 }
+        Self { end, payload, from, closed: false, lanes: HashMap::default(), in_slots: 0 }
     }
 
     /// What has arrived next.
