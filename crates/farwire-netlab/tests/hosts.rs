@@ -72,13 +72,13 @@ fn packets_cross_and_some_are_lost() {
     };
     let Some(lab) = lab(2, &what) else { return };
     ping(&lab, |socket| {
-        for number in 0u32..500 {
+        for number in 0u32..200 {
             socket.send_to(&number.to_le_bytes(), address(1)).unwrap();
         }
     });
     let tally = lab.close();
-    assert!((20..90).contains(&tally[0].lost), "a tenth of 500 were to be lost: {tally:?}");
-    assert!(tally[1].passed > 300, "echoes came back: {tally:?}");
+    assert!((8..40).contains(&tally[0].lost), "a tenth of 200 were to be lost: {tally:?}");
+    assert!(tally[1].passed > 100, "echoes came back: {tally:?}");
 }
 
 #[test]

@@ -20,6 +20,7 @@ use crate::join::same_host::{self, Offer};
 use crate::link::Link;
 use crate::node::Node;
 use crate::observe::{Observer, metrics};
+use crate::quic::congestion::Congestion;
 use crate::quic::control::{self, Beats, Health};
 use crate::quic::link::QuicLink;
 use crate::shm::bell::Bell;
@@ -74,7 +75,8 @@ impl Communicator {
     /// `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` set by hand.
     ///
     /// Blocks until all ranks have come. `FARWIRE_TOKEN` or `FARWIRE_TOKEN_FILE` has the cluster token; on loopback none is needed. `FARWIRE_LINK` is `auto`, `shm` or
-    /// `quic`; `FARWIRE_PRESET` is `lan` or `wan`; `FARWIRE_PORT` fixes this rank's UDP port.
+    /// `quic`; `FARWIRE_PRESET` is `lan` or `wan`; `FARWIRE_PORT` fixes this rank's UDP port;
+    /// `FARWIRE_CONGESTION` is `model` (the default: random loss is not taken for congestion) or `cubic`.
     ///
     /// To see what happens: `FARWIRE_METRICS=127.0.0.1:9464` serves counters to Prometheus, `FARWIRE_TRACE=trace.json` writes a trace that Perfetto opens, and
     /// `FARWIRE_FLIGHT_DIR` is where a failing rank leaves its flight record ([`flight`](crate::flight)).
@@ -191,6 +193,8 @@ impl Builder {
             Some("wan") => Preset::Wan,
             Some(other) => return Err(wrong("FARWIRE_PRESET", other, "lan or wan").into()),
         };
+        let congestion = Congestion::parse(variable("FARWIRE_CONGESTION").as_deref())
+            .map_err(|other| wrong("FARWIRE_CONGESTION", &other, "model or cubic"))?;
         let port = match (self.port, variable("FARWIRE_PORT")) {
             (Some(port), _) => port,
             (None, None) => 0,
@@ -213,7 +217,7 @@ impl Builder {
             };
         let patience = self.patience.unwrap_or(Duration::from_secs(60));
         let config = Config { credit: NonZeroU32::new(4).unwrap_or(NonZeroU32::MIN), ..self.config };
-        Ok(Settings { place, token, preset, link, port, patience, config })
+        Ok(Settings { place, token, preset, link, congestion, port, patience, config })
     }
 }
 
@@ -224,6 +228,7 @@ struct Settings {
     token: Option<Token>,
     preset: Preset,
     link: LinkChoice,
+    congestion: Congestion,
     port: u16,
     patience: Duration,
     config: Config,
@@ -242,8 +247,10 @@ impl Settings {
         let token = self.token_for(master)?;
         let epoch = self.config.epoch;
         let identity = Arc::new(Identity::new(&token, self.place.rank, epoch)?);
-        let (endpoint, peers) =
-            rendezvous::join(&self.place, master, self.port, epoch, identity, self.patience).await?;
+        let transport = rendezvous::transport(self.congestion);
+        let joined =
+            rendezvous::join(&self.place, master, self.port, epoch, identity, transport, self.patience);
+        let (endpoint, peers) = joined.await?;
 
         let crowds: Vec<_> = peers.iter().map(|peer| crowd(peer.as_ref(), &peers)).collect();
         let busiest_here = crowds

@@ -21,6 +21,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 use super::door;
 use super::env::Place;
 use super::identity::{Identity, IdentityError};
+use crate::quic::congestion::Congestion;
 use crate::quic::link;
 
 /// How long one hello may take.
@@ -160,6 +161,7 @@ pub(crate) async fn join(
     port: u16,
     epoch: Epoch,
     identity: Arc<Identity>,
+    transport: quinn::TransportConfig,
     waits: Duration,
 ) -> Result<(Endpoint, Vec<Option<Acquaintance>>), JoinError> {
     let deadline = Instant::now() + waits;
@@ -171,7 +173,8 @@ pub(crate) async fn join(
     };
     let address = SocketAddr::new(any, if me == Peer(0) { master.port() } else { port });
     let mut server = identity.server_config()?;
-    server.transport_config(Arc::new(transport()));
+    let transport = Arc::new(transport);
+    server.transport_config(transport.clone());
     door::limit_incoming(&mut server);
     let listen = || {
         let socket = UdpSocket::bind(address)?;
@@ -181,7 +184,7 @@ pub(crate) async fn join(
     };
     let mut endpoint = listen().map_err(|source| JoinError::Listen { address, source })?;
     let mut client = identity.client_config()?;
-    client.transport_config(Arc::new(transport()));
+    client.transport_config(transport);
     endpoint.set_default_client_config(client);
     let port = endpoint.local_addr().map_err(|source| JoinError::Listen { address, source })?.port();
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
@@ -462,9 +465,10 @@ pub(crate) fn widen(socket: &UdpSocket) -> usize {
 pub(crate) const BUFFER: usize = 8 << 20;
 
 /// Limits for connections of all kinds. A link that carries data asks for more; strangers never get there, and a handshake costs little memory.
-pub(crate) fn transport() -> quinn::TransportConfig {
+pub(crate) fn transport(congestion: Congestion) -> quinn::TransportConfig {
     let mut transport = quinn::TransportConfig::default();
     transport
+        .congestion_controller_factory(congestion.factory())
         .max_concurrent_uni_streams(0u32.into())
         .max_concurrent_bidi_streams(4u32.into())
         .stream_receive_window(link::STREAM_WINDOW)

@@ -3,5 +3,6 @@
 //! Each lane is a stream of its own, so lanes do not hold each other up, and a lane whose frames nobody wants yet is held back by flow control. A *control stream*
 //! per peer carries [heartbeats](control) and the goodbye.
 
+pub(crate) mod congestion;
 pub(crate) mod control;
 pub(crate) mod link;

@@ -1,0 +1,619 @@
+//! How much may be under way: congestion control by a model of the path.
+//!
+//! CUBIC takes every lost packet for congestion. At 100 ms and one packet in a thousand lost, that is
+//! 4 Mbit/s, whatever the line could carry. This controller, in the manner of BBRv3, measures the path
+//! instead:
+//!
+//! - **bandwidth**: the highest rate at which data was delivered lately. Each packet remembers what had
+//!   been delivered when it was sent; when it is acknowledged, what was delivered since, over the time
+//!   that took (or the time it took to send it, if that was longer), is a sample. Samples from times in
+//!   which this side had nothing to send say little: they count only if they are higher.
+//! - **least round trip**: the shortest round trip of the last ten seconds. If none came near it for
+//!   that long, or the path seems to have become longer, *ProbeRtt* halves the window for a moment and
+//!   measures anew.
+//!
+//! Their product is what the path holds without a queue. The window is that, plus an eighth (at least
+//! 10 ms) so that a late acknowledgement or a busy core leaves no gap, plus what is usually lost. If a queue
+//! stays although this side has drained its own, others fill it (CUBIC does), and the window covers the
+//! wait behind them too, up to twice the least round trip: else they would push this side out.
+//!
+//! ```text
+//!         Startup ──▶ Down ──▶ Cruise ──▶ Up ──▶ Down ──▶ Cruise …
+//! window  ×2          ×0.875   ×1         ×1.25  ×0.875          (ProbeRtt: half of what the path holds)
+//! rounds  as needed   2        6 to 11    2 + n  2
+//! ```
+//!
+//! - **Startup** doubles the window each round, up to twice what the path is known to hold, until the queue
+//!   begins to fill: even the fastest packet of a round had to wait. (Or the rate has not grown for three
+//!   rounds, or a tenth is lost.)
+//! - **Up** asks once in a while whether there is more: one round with a quarter more. It goes on for as
+//!   long as the rate grows, so a doubled rate is found within a few round trips. **Down** drains what
+//!   Up left in the queue, which also shows the least round trip again.
+//! - **Loss** lowers the window's ceiling only if it is more than the path loses anyway. What it loses
+//!   anyway is learnt from rounds whose packets met no queue: no queue can have dropped those. A round
+//!   that loses 2 % more than twice that, and met a queue, sets the ceiling to what did get through.
+//!   Up raises it again.
+//! - **A fallen rate** shows as a round trip longer than the window explains. ProbeRtt then tells whether
+//!   this side's own queue is to blame: if so, the rate is what was delivered lately; if not, the path has
+//!   become longer, or is shared. In any case the highest rate is forgotten after two cycles.
+//!
+//! **Pacing.** quinn has one number for both window and pace: it sends at 1.25 × window / round trip. So
+//! there is no pace to set here, and no gain on it; all gains act on the window. That is enough: with a
+//! window of the path's content and an eighth, the pacer's 1.25 is above the line's rate, acknowledgements
+//! set the pace, and the queue cannot exceed the window's excess. quinn's pace also falls by itself as
+//! the round trip rises. What is lost against BBR is that Up fills its quarter in a burst at 1.25 times the
+//! rate over one round, not more slowly; with a queue shorter than that, the ceiling takes over.
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::fmt;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use quinn::congestion::{Controller, ControllerFactory};
+use quinn_proto::RttEstimator;
+
+/// Which controller a connection has: `FARWIRE_CONGESTION`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) enum Congestion {
+    /// This file's.
+    #[default]
+    Model,
+    /// quinn's CUBIC.
+    Cubic,
+}
+
+impl Congestion {
+    /// What the variable's value means.
+    pub(crate) fn parse(text: Option<&str>) -> Result<Self, String> {
+        match text {
+            None | Some("model") => Ok(Self::Model),
+            Some("cubic") => Ok(Self::Cubic),
+            Some(other) => Err(other.to_owned()),
+        }
+    }
+
+    pub(crate) fn factory(self) -> Arc<dyn ControllerFactory + Send + Sync> {
+        match self {
+            Self::Model => Arc::new(ModelConfig::new(RandomState::new().build_hasher().finish())),
+            Self::Cubic => Arc::new(quinn::congestion::CubicConfig::default()),
+        }
+    }
+}
+
+/// Packets that may be under way before anything is known; quinn paces them.
+const INITIAL_PACKETS: u64 = 32;
+const LEAST_PACKETS: u64 = 4;
+/// What the window holds beyond the path's own content: an eighth of it, and at least this much time.
+const LEAST_EXCESS: Duration = Duration::from_millis(10);
+const UP: f64 = 1.25;
+const DOWN: f64 = 0.875;
+/// A round that grew by less than this did not grow.
+const STARTUP_GROWTH: f64 = 1.25;
+const UP_GROWTH: f64 = 1.05;
+/// Rounds without growth after which Startup ends, if no queue shows it earlier.
+const PLATEAU: u32 = 3;
+/// Loss beyond what the path has anyway.
+const EXCESS_LOSS: f64 = 0.02;
+const STARTUP_LOSS: f64 = 0.1;
+/// Too few to be called a share.
+const FEW_PACKETS: u64 = 4;
+/// How far a ceiling falls at most in one round.
+const FALL: f64 = 0.7;
+/// How far below a known ceiling the window stays, and how far above it Up tries.
+const HEADROOM: f64 = 0.9;
+const ABOVE: f64 = 1.1;
+/// Startup's window, as a multiple of what the path is known to hold.
+const STARTUP: f64 = 2.0;
+const CRUISE_ROUNDS: u32 = 6;
+/// Rounds whose round trip is too long, before it is asked why.
+const LONG_ROUNDS: u32 = 3;
+/// Down costs an eighth of the rate in a queue of others; one that falls below this has another reason.
+const SLOWED: f64 = 0.75;
+/// A cycle lasts at least this long: where round trips are short, one says little.
+const SHORTEST_CYCLE: Duration = Duration::from_millis(100);
+const RTT_LASTS: Duration = Duration::from_secs(10);
+const BETWEEN_PROBES: Duration = Duration::from_secs(1);
+/// Sent when nothing else is under way, something shorter is an acknowledgement.
+const SHORT: u64 = 600;
+/// Records of sent batches; more than a window of any path has.
+const MOST_RECORDS: usize = 1 << 16;
+
+/// Makes [`Model`]s. Each has a seed of its own: flows that ask for more at the same times would not learn
+/// that they share a line unequally.
+#[derive(Debug)]
+pub(crate) struct ModelConfig {
+    next_seed: AtomicU64,
+}
+
+impl ModelConfig {
+    fn new(seed: u64) -> Self {
+        Self { next_seed: seed.into() }
+    }
+}
+
+impl ControllerFactory for ModelConfig {
+    fn build(self: Arc<Self>, now: Instant, mtu: u16) -> Box<dyn Controller> {
+        Box::new(Model::new(now, mtu, self.next_seed.fetch_add(1, Ordering::Relaxed)))
+    }
+}
+
+/// What the controller does now, and for how many rounds it has.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Phase {
+    Startup { best: f64, plateau: u32 },
+    Cruise { rounds: u32 },
+    Up { best: f64 },
+    Down,
+    ProbeRtt { why: Probe, least: Duration, rate: f64 },
+}
+
+/// Why the round trip is measured anew.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Probe {
+    /// The least one is old.
+    Stale,
+    /// It is longer than this window explains: the path, or the bandwidth, has changed.
+    Longer,
+}
+
+/// A batch of packets, as it was sent.
+#[derive(Clone, Copy, Debug)]
+struct Sent {
+    at: Instant,
+    /// Delivered by then, and when that was.
+    delivered: u64,
+    delivered_at: Instant,
+    /// When the packet was sent that was acknowledged last by then.
+    first_sent: Instant,
+    app_limited: bool,
+}
+
+/// What happened since the last round began. A round lasts until something is acknowledged that was sent
+/// in it.
+#[derive(Clone, Copy, Debug)]
+struct Round {
+    /// It ends when something is acknowledged that was sent when this much had been delivered.
+    ends_at: u64,
+    began_with: u64,
+    lost: u64,
+    marked: bool,
+    rate: f64,
+    app_limited: bool,
+    least_rtt: Duration,
+    rtt_sum: Duration,
+    rtts: u32,
+}
+
+impl Round {
+    fn new(delivered: u64) -> Self {
+        Self {
+            ends_at: delivered,
+            began_with: delivered,
+            lost: 0,
+            marked: false,
+            rate: 0.0,
+            app_limited: false,
+            least_rtt: Duration::MAX,
+            rtt_sum: Duration::ZERO,
+            rtts: 0,
+        }
+    }
+
+    fn mean_rtt(&self) -> Duration {
+        self.rtt_sum.checked_div(self.rtts).unwrap_or_default()
+    }
+}
+
+/// The controller of one path.
+#[derive(Clone)]
+pub(crate) struct Model {
+    mtu: u64,
+    window: u64,
+    phase: Phase,
+    phase_rounds: u32,
+    cycle_began: Instant,
+
+    // What is measured.
+    delivered: u64,
+    delivered_at: Instant,
+    first_sent: Instant,
+    in_flight: u64,
+    idle: bool,
+    /// Until this much is delivered, what is sent is limited by the application.
+    app_limited_until: u64,
+    sent: VecDeque<Sent>,
+    /// The newest batch that the acknowledgements now being read are for.
+    newest: Option<Sent>,
+    round: Round,
+
+    // What is believed.
+    /// The highest rate, in bytes per second, of this cycle and of the one before.
+    rates: [f64; 2],
+    least_rtt: Duration,
+    least_rtt_at: Instant,
+    probed_at: Instant,
+    /// Waiting behind packets of others.
+    others: Duration,
+    /// Whether more than tolerated was lost since the last Down.
+    overfull: bool,
+    /// Rounds in a row whose round trip was too long, and the highest rate in them.
+    long_rounds: u32,
+    long_rate: f64,
+    /// The share of packets that the path loses without any queue.
+    loss: f64,
+    /// What may be under way without losing more than that.
+    ceiling: u64,
+    random: u64,
+}
+
+impl fmt::Debug for Model {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Model")
+            .field("phase", &self.phase)
+            .field("window", &self.window)
+            .field("in_flight", &self.in_flight)
+            .field("mbit", &(self.rate() * 8e-6))
+            .field("least_rtt", &self.least_rtt)
+            .field("loss", &self.loss)
+            .field("ceiling", &self.ceiling)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Model {
+    fn new(now: Instant, mtu: u16, seed: u64) -> Self {
+        let mtu = u64::from(mtu);
+        Self {
+            mtu,
+            window: INITIAL_PACKETS * mtu,
+            phase: Phase::Startup { best: 0.0, plateau: 0 },
+            phase_rounds: 0,
+            cycle_began: now,
+            delivered: 0,
+            delivered_at: now,
+            first_sent: now,
+            in_flight: 0,
+            idle: true,
+            app_limited_until: 0,
+            sent: VecDeque::new(),
+            newest: None,
+            round: Round::new(0),
+            rates: [0.0; 2],
+            least_rtt: Duration::MAX,
+            least_rtt_at: now,
+            probed_at: now,
+            others: Duration::ZERO,
+            overfull: false,
+            long_rounds: 0,
+            long_rate: 0.0,
+            loss: 0.0,
+            ceiling: u64::MAX,
+            random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
+        }
+    }
+
+    fn rate(&self) -> f64 {
+        self.rates[0].max(self.rates[1])
+    }
+
+    /// What the window holds beyond the path's content, as a time.
+    fn excess(&self) -> Duration {
+        LEAST_EXCESS.max(self.least_rtt / 8)
+    }
+
+    /// How long packets should travel with this window.
+    fn expected_rtt(&self) -> Duration {
+        self.least_rtt + self.excess() + self.others
+    }
+
+    /// Packets took `rtt` although this side left no queue: what is beyond the usual is others' queue.
+    fn set_others(&mut self, rtt: Duration) {
+        let most = self.least_rtt.max(LEAST_EXCESS);
+        self.others = rtt.saturating_sub(self.least_rtt + self.excess()).min(most);
+    }
+
+    /// What the path holds without any queue.
+    fn content(&self) -> f64 {
+        self.rate() * self.least_rtt.as_secs_f64() / (1.0 - self.loss.min(0.2))
+    }
+
+    /// The window that keeps the line busy.
+    fn target(&self, rate: f64) -> f64 {
+        rate * self.expected_rtt().as_secs_f64() / (1.0 - self.loss.min(0.2))
+    }
+
+    fn least_window(&self) -> u64 {
+        LEAST_PACKETS * self.mtu
+    }
+
+    fn enter(&mut self, phase: Phase) {
+        self.phase = phase;
+        self.phase_rounds = 0;
+    }
+
+    fn set_window(&mut self) {
+        if self.rate() == 0.0 || matches!(self.phase, Phase::Startup { .. }) {
+            return; // it grows as acknowledgements come
+        }
+        let target = self.target(self.rate());
+        let (ceiling, content) = (self.ceiling as f64, self.content());
+        let window = match self.phase {
+            Phase::Startup { .. } => return,
+            Phase::Cruise { .. } => target.min((HEADROOM * ceiling).max(content)),
+            Phase::Up { .. } => (UP * target).min(ABOVE * ceiling),
+            Phase::Down => DOWN * target.min(ceiling),
+            Phase::ProbeRtt { rate, .. } => 0.5 * rate * self.least_rtt.as_secs_f64(),
+        };
+        self.window = (window as u64).max(self.least_window());
+    }
+
+    /// The acknowledgements of one packet have been read: a sample of rate and round trip.
+    fn sample(&mut self, now: Instant, newest: &Sent) {
+        let rtt = now.saturating_duration_since(newest.at);
+        self.round.least_rtt = self.round.least_rtt.min(rtt);
+        self.round.rtt_sum += rtt;
+        self.round.rtts += 1;
+        if rtt <= self.least_rtt {
+            self.least_rtt = rtt.max(Duration::from_micros(1));
+        }
+        // Close enough to show that the path is still as short.
+        if rtt <= self.least_rtt + self.least_rtt / 32 {
+            self.least_rtt_at = now;
+        }
+        let sending = newest.at.saturating_duration_since(newest.first_sent);
+        let time = now.saturating_duration_since(newest.delivered_at).max(sending);
+        self.first_sent = newest.at;
+        // Acknowledgements that come in a bunch would make it any rate.
+        if time < self.least_rtt {
+            return;
+        }
+        let rate = (self.delivered - newest.delivered) as f64 / time.as_secs_f64();
+        self.round.app_limited |= newest.app_limited;
+        if !newest.app_limited || rate > self.rate() {
+            self.round.rate = self.round.rate.max(rate);
+            self.rates[0] = self.rates[0].max(rate);
+        }
+    }
+
+    /// All that was under way when the round began has been acknowledged or lost.
+    fn end_round(&mut self, now: Instant) {
+        let round = std::mem::replace(&mut self.round, Round::new(self.delivered));
+        self.phase_rounds += 1;
+        let delivered = self.delivered - round.began_with;
+        let enough = round.lost >= FEW_PACKETS * self.mtu;
+        let loss = if enough { round.lost as f64 / (round.lost + delivered) as f64 } else { 0.0 };
+        let queued = round.mean_rtt().saturating_sub(self.least_rtt)
+            > Duration::from_millis(2).max(self.least_rtt / 20);
+        let starting = matches!(self.phase, Phase::Startup { .. });
+        let tolerated = if starting { STARTUP_LOSS } else { EXCESS_LOSS + 2.0 * self.loss };
+        let too_much = queued && loss > tolerated || round.marked;
+        if too_much {
+            if !starting {
+                let fallen = round.rate.max(FALL * self.rate());
+                self.rates = self.rates.map(|rate| rate.min(fallen));
+            }
+            let fallen = (FALL * self.window.min(self.ceiling) as f64) as u64;
+            self.ceiling = delivered.max(fallen).max(self.content() as u64).max(self.least_window());
+        }
+        if delivered > 16 * FEW_PACKETS * self.mtu {
+            let loss = round.lost as f64 / (round.lost + delivered) as f64;
+            // In the second round of Down, packets were sent into an empty queue, unless others fill it.
+            let down = self.phase == Phase::Down && self.phase_rounds == 2;
+            let empty = round.mean_rtt() < self.least_rtt + self.least_rtt / 10 + Duration::from_millis(2);
+            if down && empty && !std::mem::take(&mut self.overfull) {
+                self.loss += 0.3 * (loss - self.loss);
+            } else if loss < self.loss {
+                self.loss += 0.1 * (loss - self.loss);
+            }
+        }
+        self.overfull |= too_much || starting;
+        self.next_phase(now, &round, too_much);
+    }
+
+    fn next_phase(&mut self, now: Instant, round: &Round, too_much: bool) {
+        match self.phase {
+            Phase::Startup { best, plateau } => {
+                if round.app_limited && !too_much {
+                    return;
+                }
+                let grown = round.rate >= STARTUP_GROWTH * best;
+                let plateau = if grown { 0 } else { plateau + 1 };
+                // Even the fastest packet of the round had to wait, so the line is busy all the time.
+                let queue = round.least_rtt > self.least_rtt + self.excess() / 2;
+                if too_much || plateau >= PLATEAU || queue {
+                    self.begin_cycle(now);
+                    return self.enter(Phase::Down);
+                }
+                self.phase = Phase::Startup { best: best.max(round.rate), plateau };
+            }
+            Phase::Up { best } => {
+                // The first round shows what was sent before it.
+                if too_much {
+                    return self.enter(Phase::Down);
+                }
+                if self.phase_rounds < 2 {
+                    return;
+                }
+                self.ceiling = self.ceiling.max(self.window);
+                if round.rate >= UP_GROWTH * best && !round.app_limited {
+                    self.phase = Phase::Up { best: round.rate };
+                } else {
+                    self.enter(Phase::Down);
+                }
+            }
+            Phase::Down => {
+                if self.phase_rounds >= 2 {
+                    let long = round.least_rtt > self.least_rtt + self.excess();
+                    if long && round.rate < SLOWED * self.rate() && !round.app_limited && self.may_probe(now)
+                    {
+                        // Others' queue, or is this one's window too large for a line that has slowed?
+                        return self.probe(Probe::Longer, round.rate);
+                    }
+                    self.set_others(if round.rtts > 0 { round.least_rtt } else { Duration::ZERO });
+                    self.begin_cycle(now);
+                    self.random = self.random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+                    let rounds = CRUISE_ROUNDS + (self.random >> 60) as u32 / 3;
+                    self.enter(Phase::Cruise { rounds });
+                }
+            }
+            Phase::Cruise { rounds } => {
+                let expected = self.expected_rtt();
+                let long = round.mean_rtt() > expected + expected / 4 + Duration::from_millis(5);
+                if long && !round.app_limited {
+                    self.long_rounds += 1;
+                    self.long_rate = self.long_rate.max(round.rate);
+                } else {
+                    (self.long_rounds, self.long_rate) = (0, 0.0);
+                }
+                let stale = now.saturating_duration_since(self.least_rtt_at) > RTT_LASTS;
+                if stale || self.long_rounds >= LONG_ROUNDS && self.may_probe(now) {
+                    let rate = if self.long_rate > 0.0 { self.long_rate } else { self.rate() };
+                    return self.probe(if stale { Probe::Stale } else { Probe::Longer }, rate);
+                }
+                let lasted = now.saturating_duration_since(self.cycle_began);
+                if self.phase_rounds >= rounds && lasted >= SHORTEST_CYCLE {
+                    self.enter(Phase::Up { best: self.rate() });
+                }
+            }
+            Phase::ProbeRtt { why, least, rate } => {
+                // The first round drains; what it shows is the queue.
+                let least = if self.phase_rounds > 1 { least.min(round.least_rtt) } else { least };
+                self.phase = Phase::ProbeRtt { why, least, rate };
+                if self.phase_rounds < 3 {
+                    return;
+                }
+                (self.least_rtt_at, self.probed_at) = (now, now);
+                if least == Duration::MAX {
+                    // Nothing was sent, so nothing is known.
+                } else if why == Probe::Stale || least > 2 * self.least_rtt {
+                    self.least_rtt = least;
+                    self.others = Duration::ZERO;
+                } else if least > self.least_rtt + self.least_rtt / 4 {
+                    self.set_others(least);
+                } else {
+                    // It was this window's own queue: the line is slower than it was.
+                    self.rates = [rate; 2];
+                    self.others = Duration::ZERO;
+                }
+                (self.long_rounds, self.long_rate) = (0, 0.0);
+                self.enter(Phase::Down);
+            }
+        }
+    }
+
+    fn may_probe(&self, now: Instant) -> bool {
+        now.saturating_duration_since(self.probed_at) >= BETWEEN_PROBES
+    }
+
+    fn probe(&mut self, why: Probe, rate: f64) {
+        self.enter(Phase::ProbeRtt { why, least: Duration::MAX, rate });
+    }
+
+    /// Forgets the highest rate of the cycle before the last, unless nothing was learnt since.
+    fn begin_cycle(&mut self, now: Instant) {
+        self.cycle_began = now;
+        if self.rates[0] > 0.0 {
+            self.rates = [0.0, self.rates[0]];
+        }
+    }
+}
+
+impl Controller for Model {
+    fn on_sent(&mut self, now: Instant, bytes: u64, _: u64) {
+        if self.idle {
+            (self.first_sent, self.delivered_at) = (now, now);
+            self.idle = bytes < SHORT;
+        }
+        self.in_flight += bytes;
+        if self.sent.back().is_some_and(|last| last.at == now) {
+            return;
+        }
+        if self.sent.len() == MOST_RECORDS {
+            self.sent.pop_front();
+        }
+        self.sent.push_back(Sent {
+            at: now,
+            delivered: self.delivered,
+            delivered_at: self.delivered_at,
+            first_sent: self.first_sent,
+            app_limited: self.app_limited_until > self.delivered,
+        });
+    }
+
+    fn on_ack(&mut self, _: Instant, sent: Instant, bytes: u64, app_limited: bool, _: &RttEstimator) {
+        self.delivered += bytes;
+        if matches!(self.phase, Phase::Startup { .. }) && !app_limited {
+            let most = match self.rate() {
+                0.0 => u64::MAX,
+                rate => (STARTUP * self.target(rate)) as u64,
+            };
+            self.window = (self.window + bytes).min(most.max(self.window));
+        }
+        if self.newest.is_none_or(|newest| sent > newest.at)
+            && let Ok(index) = self.sent.binary_search_by_key(&sent, |record| record.at)
+        {
+            self.newest = Some(self.sent[index]);
+        }
+    }
+
+    fn on_end_acks(&mut self, now: Instant, in_flight: u64, app_limited: bool, _: Option<u64>) {
+        self.in_flight = in_flight;
+        self.idle = in_flight == 0;
+        if let Some(newest) = self.newest.take() {
+            self.sample(now, &newest);
+            if newest.delivered >= self.round.ends_at {
+                self.end_round(now);
+            }
+            // Whatever was sent a good deal earlier is known to have arrived or not.
+            let old = newest.at.checked_sub(4 * self.least_rtt.min(RTT_LASTS));
+            while self.sent.front().is_some_and(|record| old.is_some_and(|old| record.at < old)) {
+                self.sent.pop_front();
+            }
+        }
+        self.delivered_at = now;
+        if app_limited {
+            self.app_limited_until = self.delivered + in_flight.max(1);
+        }
+        self.set_window();
+    }
+
+    fn on_congestion_event(&mut self, now: Instant, _: Instant, persistent: bool, lost: u64) {
+        self.in_flight = self.in_flight.saturating_sub(lost);
+        self.round.lost += lost;
+        self.round.marked |= lost == 0; // the network itself said that a queue is long
+        if persistent {
+            // Nothing has arrived for several round trips. Whatever comes after is another path.
+            let mtu = self.mtu as u16;
+            let fresh = Self::new(now, mtu, self.random);
+            let (delivered, sent) = (self.delivered, std::mem::take(&mut self.sent));
+            *self = Self { delivered, sent, round: Round::new(delivered), ..fresh };
+        }
+    }
+
+    fn on_mtu_update(&mut self, mtu: u16) {
+        self.mtu = u64::from(mtu);
+        self.window = self.window.max(self.least_window());
+    }
+
+    fn window(&self) -> u64 {
+        self.window
+    }
+
+    fn clone_box(&self) -> Box<dyn Controller> {
+        Box::new(self.clone())
+    }
+
+    fn initial_window(&self) -> u64 {
+        INITIAL_PACKETS * self.mtu
+    }
+
+    fn into_any(self: Box<Self>) -> Box<dyn Any> {
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests;
