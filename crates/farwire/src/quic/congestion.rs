@@ -12,8 +12,8 @@
 //!   that long, or the path seems to have become longer, *ProbeRtt* halves the window for a moment and
 //!   measures anew.
 //!
-//! Their product is what the path holds without a queue. The window is that, plus an eighth (at least
-//! 10 ms) so that a late acknowledgement or a busy core leaves no gap, plus what is usually lost. If a queue
+//! Their product is what the path holds without a queue. The window is that, plus a sixth (at least
+//! 8 ms) so that a late acknowledgement or a busy core leaves no gap, plus what is usually lost. If a queue
 //! stays although this side has drained its own, others fill it (CUBIC does), and the window covers the
 //! wait behind them too, up to twice the least round trip: else they would push this side out.
 //!
@@ -38,8 +38,7 @@
 //!   become longer, or is shared. In any case the highest rate is forgotten after two cycles.
 //!
 //! **Pacing.** quinn has one number for both window and pace: it sends at 1.25 × window / round trip. So
-//! there is no pace to set here, and no gain on it; all gains act on the window. That is enough: with a
-//! window of the path's content and an eighth, the pacer's 1.25 is above the line's rate, acknowledgements
+//! there is no pace to set here, and no gain on it; all gains act on the window. That is enough: with content and a sixth, the pacer's 1.25 is above the line's rate, acknowledgements
 //! set the pace, and the queue cannot exceed the window's excess. quinn's pace also falls by itself as
 //! the round trip rises. What is lost against BBR is that Up fills its quarter in a burst at 1.25 times the
 //! rate over one round, not more slowly; with a queue shorter than that, the ceiling takes over.
@@ -86,8 +85,8 @@ impl Congestion {
 /// Packets that may be under way before anything is known; quinn paces them.
 const INITIAL_PACKETS: u64 = 32;
 const LEAST_PACKETS: u64 = 4;
-/// What the window holds beyond the path's own content: an eighth of it, and at least this much time.
-const LEAST_EXCESS: Duration = Duration::from_millis(10);
+/// What the window holds beyond the path's own content: a sixth of it, and at least this much time.
+const LEAST_EXCESS: Duration = Duration::from_millis(8);
 const UP: f64 = 1.25;
 const DOWN: f64 = 0.875;
 /// A round that grew by less than this did not grow.
@@ -98,8 +97,8 @@ const PLATEAU: u32 = 3;
 /// Loss beyond what the path has anyway.
 const EXCESS_LOSS: f64 = 0.02;
 const STARTUP_LOSS: f64 = 0.1;
-/// Too few to be called a share.
-const FEW_PACKETS: u64 = 4;
+/// A round with fewer says nothing of what the path loses.
+const LEARN_PACKETS: u64 = 64;
 /// How far a ceiling falls at most in one round.
 const FALL: f64 = 0.7;
 /// How far below a known ceiling the window stays, and how far above it Up tries.
@@ -110,8 +109,6 @@ const STARTUP: f64 = 2.0;
 const CRUISE_ROUNDS: u32 = 6;
 /// Rounds whose round trip is too long, before it is asked why.
 const LONG_ROUNDS: u32 = 3;
-/// Down costs an eighth of the rate in a queue of others; one that falls below this has another reason.
-const SLOWED: f64 = 0.75;
 /// A cycle lasts at least this long: where round trips are short, one says little.
 const SHORTEST_CYCLE: Duration = Duration::from_millis(100);
 const RTT_LASTS: Duration = Duration::from_secs(10);
@@ -301,7 +298,7 @@ impl Model {
 
     /// What the window holds beyond the path's content, as a time.
     fn excess(&self) -> Duration {
-        LEAST_EXCESS.max(self.least_rtt / 8)
+        LEAST_EXCESS.max(self.least_rtt / 6)
     }
 
     /// How long packets should travel with this window.
@@ -309,10 +306,12 @@ impl Model {
         self.least_rtt + self.excess() + self.others
     }
 
-    /// Packets took `rtt` although this side left no queue: what is beyond the usual is others' queue.
+    /// Packets took `rtt` although this side left no queue: others did, or the acknowledgements' way is
+    /// busy. The window then covers that, and a quarter of the usual excess; more would have flows like
+    /// this one lengthen each other's queues without end.
     fn set_others(&mut self, rtt: Duration) {
-        let most = self.least_rtt.max(LEAST_EXCESS);
-        self.others = rtt.saturating_sub(self.least_rtt + self.excess()).min(most);
+        let most = self.least_rtt.max(LEAST_EXCESS / 2);
+        self.others = rtt.saturating_sub(self.least_rtt + 3 * self.excess() / 4).min(most);
     }
 
     /// What the path holds without any queue.
@@ -383,13 +382,15 @@ impl Model {
         let round = std::mem::replace(&mut self.round, Round::new(self.delivered));
         self.phase_rounds += 1;
         let delivered = self.delivered - round.began_with;
-        let enough = round.lost >= FEW_PACKETS * self.mtu;
-        let loss = if enough { round.lost as f64 / (round.lost + delivered) as f64 } else { 0.0 };
         let queued = round.mean_rtt().saturating_sub(self.least_rtt)
             > Duration::from_millis(2).max(self.least_rtt / 20);
         let starting = matches!(self.phase, Phase::Startup { .. });
-        let tolerated = if starting { STARTUP_LOSS } else { EXCESS_LOSS + 2.0 * self.loss };
-        let too_much = queued && loss > tolerated || round.marked;
+        // By chance, some rounds lose more than the others; the fewer packets, the more so.
+        let packets = (round.lost + delivered) as f64 / self.mtu as f64;
+        let usual = if starting { STARTUP_LOSS } else { EXCESS_LOSS + 2.0 * self.loss };
+        let chance = 3.0 * (packets * (0.01 + self.loss)).sqrt();
+        let lost = round.lost as f64 / self.mtu as f64;
+        let too_much = queued && lost > packets * usual + chance || round.marked;
         if too_much {
             if !starting {
                 let fallen = round.rate.max(FALL * self.rate());
@@ -398,18 +399,28 @@ impl Model {
             let fallen = (FALL * self.window.min(self.ceiling) as f64) as u64;
             self.ceiling = delivered.max(fallen).max(self.content() as u64).max(self.least_window());
         }
-        if delivered > 16 * FEW_PACKETS * self.mtu {
+        if delivered > LEARN_PACKETS * self.mtu {
             let loss = round.lost as f64 / (round.lost + delivered) as f64;
-            // In the second round of Down, packets were sent into an empty queue, unless others fill it.
-            let down = self.phase == Phase::Down && self.phase_rounds == 2;
-            let empty = round.mean_rtt() < self.least_rtt + self.least_rtt / 10 + Duration::from_millis(2);
-            if down && empty && !std::mem::take(&mut self.overfull) {
+            // In the last round of Down, packets were sent into an empty queue, unless others fill it.
+            let down = self.phase == Phase::Down && self.phase_rounds == self.down_rounds();
+            let empty = round.mean_rtt() < self.least_rtt + self.least_rtt / 8 + Duration::from_millis(2);
+            if down && empty {
                 self.loss += 0.3 * (loss - self.loss);
             } else if loss < self.loss {
-                self.loss += 0.1 * (loss - self.loss);
+                self.loss += 0.02 * (loss - self.loss);
             }
         }
-        self.overfull |= too_much || starting;
+        self.overfull |= too_much && self.phase != Phase::Down || starting;
+        tracing::trace!(
+            model = ?self,
+            mbit = round.rate * 8e-6,
+            rtt = ?round.mean_rtt(),
+            lost,
+            packets,
+            too_much,
+            round.app_limited,
+            "round"
+        );
         self.next_phase(now, &round, too_much);
     }
 
@@ -445,17 +456,19 @@ impl Model {
                 }
             }
             Phase::Down => {
-                if self.phase_rounds >= 2 {
-                    let long = round.least_rtt > self.least_rtt + self.excess();
-                    if long && round.rate < SLOWED * self.rate() && !round.app_limited && self.may_probe(now)
-                    {
-                        // Others' queue, or is this one's window too large for a line that has slowed?
+                if self.phase_rounds >= self.down_rounds() {
+                    self.overfull = false;
+                    let longer = round.mean_rtt() > self.expected_rtt() + self.excess();
+                    if longer && !round.app_limited && self.may_probe(now) {
+                        // Others' queue, or this side's own, since the line has slowed?
                         return self.probe(Probe::Longer, round.rate);
                     }
-                    self.set_others(if round.rtts > 0 { round.least_rtt } else { Duration::ZERO });
+                    self.set_others(round.mean_rtt());
                     self.begin_cycle(now);
                     self.random = self.random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
                     let rounds = CRUISE_ROUNDS + (self.random >> 60) as u32 / 3;
+                    // Others, who ask for more by filling the queue, need time to do so.
+                    let rounds = if self.others > self.excess() / 2 { 2 * rounds } else { rounds };
                     self.enter(Phase::Cruise { rounds });
                 }
             }
@@ -502,6 +515,12 @@ impl Model {
                 self.enter(Phase::Down);
             }
         }
+    }
+
+    /// One to drain the queue, one more if losses of an overfull queue are still to be reported, and one
+    /// that shows the path as it is.
+    fn down_rounds(&self) -> u32 {
+        2 + u32::from(self.overfull)
     }
 
     fn may_probe(&self, now: Instant) -> bool {

@@ -368,16 +368,16 @@ async fn write_stream(
 ) {
     let written = async {
         let mut stream: SendStream = connection.open_uni().await.ok()?;
-        let mut priority = ahead;
-        stream.set_priority(priority).ok()?;
+        stream.set_priority(ahead).ok()?;
+        let mut first = true;
         while let Some(frame) = frames.recv().await {
+            if !std::mem::take(&mut first) && ahead != 0 {
+                stream.set_priority(0).ok()?;
+            }
             stream.write_chunk(frame).await.ok()?;
             if let Some(lane) = lane {
                 shared.writable.lock().unwrap_or_else(PoisonError::into_inner).push_back(lane);
                 shared.bell.ring();
-                if std::mem::take(&mut priority) != 0 && !frames.is_empty() {
-                    stream.set_priority(0).ok()?;
-                }
             }
         }
         stream.finish().ok()?;

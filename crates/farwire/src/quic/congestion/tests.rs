@@ -32,6 +32,8 @@ struct Scene {
     /// After this many seconds the rate and the delay are these.
     change: Option<(u64, f64, Duration)>,
     flows: Vec<Congestion>,
+    /// Whether as much goes the other way, over as bad a path.
+    both_ways: bool,
 }
 
 impl Scene {
@@ -44,6 +46,7 @@ impl Scene {
             seconds: 12,
             change: None,
             flows: vec![flow],
+            both_ways: false,
         }
     }
 
@@ -57,13 +60,21 @@ impl Scene {
     async fn play(&self) -> Vec<Trace> {
         let network = MemoryNetwork::new();
         let token = Token::generate();
-        let sender = Impairments { delay: self.delay, loss: self.loss, ..Impairments::default() };
-        let receiver = Impairments {
+        let sender = Impairments {
+            down_rate: self.both_ways.then_some(self.rate),
+            delay: self.delay,
+            loss: self.loss,
+            ..Impairments::default()
+        };
+        let mut receiver = Impairments {
             delay: self.delay,
             down_rate: Some(self.rate),
             queue: Queue::Time(self.queue),
             ..Impairments::default()
         };
+        if self.both_ways {
+            (receiver.rate, receiver.loss) = (Some(self.rate), self.loss);
+        }
         let endpoint = |host: usize, what: &Impairments, congestion: Congestion| {
             let identity = Identity::new(&token, Peer(host as u32), Epoch(0)).unwrap();
             let mut transport = TransportConfig::default();
@@ -97,6 +108,10 @@ impl Scene {
             let near = near.unwrap();
             tokio::spawn(send(near.clone()));
             tokio::spawn(receive(far.clone()));
+            if self.both_ways {
+                tokio::spawn(send(far.clone()));
+                tokio::spawn(receive(near.clone()));
+            }
             flows.push((here, near, far));
         }
         let mut traces: Vec<_> = flows.iter().map(|_| Trace::default()).collect();
@@ -197,6 +212,16 @@ fn random_loss_is_not_taken_for_congestion() {
     let scene = Scene { loss: Loss::Random(0.01), ..Scene::new(Congestion::Cubic) };
     let share = alone(&scene, "cubic, 1 %").rate(2, 12) / LINE;
     assert!(share < 0.3, "then there was no need for this controller: {share}");
+}
+
+/// Acknowledgements wait in the other direction's queue, and some are lost.
+#[test]
+fn both_directions_are_filled_at_once() {
+    for (loss, wanted) in [(Loss::None, 0.9), (Loss::Random(0.01), 0.88), (Loss::Random(0.03), 0.8)] {
+        let scene = Scene { loss, both_ways: true, ..Scene::new(Congestion::Model) };
+        let share = alone(&scene, &format!("model, both ways, {loss:?}")).rate(2, 12) / LINE;
+        assert!(share > wanted, "{loss:?}: {share} of the line");
+    }
 }
 
 #[test]
