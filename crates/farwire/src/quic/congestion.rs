@@ -7,19 +7,20 @@
 //! - **bandwidth**: the highest rate at which data was delivered lately. Each packet remembers what had
 //!   been delivered when it was sent; when it is acknowledged, what was delivered since, over the time
 //!   that took (or the time it took to send it, if that was longer), is a sample. Samples from times in
-//!   which this side had nothing to send say little: they count only if they are higher.
+//!   which this side had nothing to send, or did not fill the window, say little: they count only if they
+//!   are higher.
 //! - **least round trip**: the shortest round trip of the last ten seconds. If none came near it for
-//!   that long, or the path seems to have become longer, *ProbeRtt* halves the window for a moment and
+//!   that long, or the path seems to have become longer, *ProbeRtt* lowers the window for a moment and
 //!   measures anew.
 //!
-//! Their product is what the path holds without a queue. The window is that, plus a sixth (at least
+//! Their product is what the path holds without a queue. The window is that, plus a fifth (at least
 //! 8 ms) so that a late acknowledgement or a busy core leaves no gap, plus what is usually lost. If a queue
 //! stays although this side has drained its own, others fill it (CUBIC does), and the window covers the
 //! wait behind them too, up to twice the least round trip: else they would push this side out.
 //!
 //! ```text
 //!         Startup ──▶ Down ──▶ Cruise ──▶ Up ──▶ Down ──▶ Cruise …
-//! window  ×2          ×0.875   ×1         ×1.25  ×0.875          (ProbeRtt: half of what the path holds)
+//! window  ×2          ×0.875   ×1         ×1.25  ×0.875          (ProbeRtt: ×0.75 of what the path holds)
 //! rounds  as needed   2        6 to 11    2 + n  2
 //! ```
 //!
@@ -31,14 +32,14 @@
 //!   Up left in the queue, which also shows the least round trip again.
 //! - **Loss** lowers the window's ceiling only if it is more than the path loses anyway. What it loses
 //!   anyway is learnt from rounds whose packets met no queue: no queue can have dropped those. A round
-//!   that loses 2 % more than twice that, and met a queue, sets the ceiling to what did get through.
+//!   that loses 1 % more than twice that, and met a queue, sets the ceiling to what did get through.
 //!   Up raises it again.
 //! - **A fallen rate** shows as a round trip longer than the window explains. ProbeRtt then tells whether
 //!   this side's own queue is to blame: if so, the rate is what was delivered lately; if not, the path has
 //!   become longer, or is shared. In any case the highest rate is forgotten after two cycles.
 //!
 //! **Pacing.** quinn has one number for both window and pace: it sends at 1.25 × window / round trip. So
-//! there is no pace to set here, and no gain on it; all gains act on the window. That is enough: with content and a sixth, the pacer's 1.25 is above the line's rate, acknowledgements
+//! there is no pace to set here, and no gain on it; all gains act on the window. That is enough: with content and a fifth, the pacer's 1.25 is above the line's rate, acknowledgements
 //! set the pace, and the queue cannot exceed the window's excess. quinn's pace also falls by itself as
 //! the round trip rises. What is lost against BBR is that Up fills its quarter in a burst at 1.25 times the
 //! rate over one round, not more slowly; with a queue shorter than that, the ceiling takes over.
@@ -85,9 +86,9 @@ impl Congestion {
 /// Packets that may be under way before anything is known; quinn paces them.
 const INITIAL_PACKETS: u64 = 32;
 const LEAST_PACKETS: u64 = 4;
-/// What the window holds beyond the path's own content: a sixth of it, and at least this much time.
+/// What the window holds beyond the path's own content: a fifth of it, and at least this much time.
 const LEAST_EXCESS: Duration = Duration::from_millis(8);
-const UP: f64 = 1.25;
+const UP: f64 = 1.2;
 const DOWN: f64 = 0.875;
 /// A round that grew by less than this did not grow.
 const STARTUP_GROWTH: f64 = 1.25;
@@ -95,15 +96,19 @@ const UP_GROWTH: f64 = 1.05;
 /// Rounds without growth after which Startup ends, if no queue shows it earlier.
 const PLATEAU: u32 = 3;
 /// Loss beyond what the path has anyway.
-const EXCESS_LOSS: f64 = 0.02;
+const EXCESS_LOSS: f64 = 0.01;
 const STARTUP_LOSS: f64 = 0.1;
 /// A round with fewer says nothing of what the path loses.
 const LEARN_PACKETS: u64 = 64;
 /// How far a ceiling falls at most in one round.
 const FALL: f64 = 0.7;
-/// How far below a known ceiling the window stays, and how far above it Up tries.
+/// How far below a known ceiling the window stays, and how far above it Up tries first.
 const HEADROOM: f64 = 0.9;
 const ABOVE: f64 = 1.1;
+/// A round that had less of the window under way was limited by the application.
+const FILLED: f64 = 0.75;
+/// ProbeRtt's window, as a share of what the path holds: enough to leave no queue, and most of the rate.
+const PROBE: f64 = 0.75;
 /// Startup's window, as a multiple of what the path is known to hold.
 const STARTUP: f64 = 2.0;
 const CRUISE_ROUNDS: u32 = 6;
@@ -179,6 +184,8 @@ struct Round {
     marked: bool,
     rate: f64,
     app_limited: bool,
+    /// The most that was under way.
+    peak: u64,
     least_rtt: Duration,
     rtt_sum: Duration,
     rtts: u32,
@@ -193,6 +200,7 @@ impl Round {
             marked: false,
             rate: 0.0,
             app_limited: false,
+            peak: 0,
             least_rtt: Duration::MAX,
             rtt_sum: Duration::ZERO,
             rtts: 0,
@@ -232,6 +240,8 @@ pub(crate) struct Model {
     least_rtt: Duration,
     least_rtt_at: Instant,
     probed_at: Instant,
+    /// Whether the window was filled in some round of this cycle.
+    learnt: bool,
     /// Waiting behind packets of others.
     others: Duration,
     /// Whether more than tolerated was lost since the last Down.
@@ -282,6 +292,7 @@ impl Model {
             least_rtt: Duration::MAX,
             least_rtt_at: now,
             probed_at: now,
+            learnt: false,
             others: Duration::ZERO,
             overfull: false,
             long_rounds: 0,
@@ -298,7 +309,7 @@ impl Model {
 
     /// What the window holds beyond the path's content, as a time.
     fn excess(&self) -> Duration {
-        LEAST_EXCESS.max(self.least_rtt / 6)
+        LEAST_EXCESS.max(self.least_rtt / 5)
     }
 
     /// How long packets should travel with this window.
@@ -342,9 +353,10 @@ impl Model {
         let window = match self.phase {
             Phase::Startup { .. } => return,
             Phase::Cruise { .. } => target.min((HEADROOM * ceiling).max(content)),
-            Phase::Up { .. } => (UP * target).min(ABOVE * ceiling),
+            Phase::Up { .. } if self.phase_rounds < 2 => (UP * target).min(ABOVE * ceiling),
+            Phase::Up { .. } => UP * target.min(ceiling),
             Phase::Down => DOWN * target.min(ceiling),
-            Phase::ProbeRtt { rate, .. } => 0.5 * rate * self.least_rtt.as_secs_f64(),
+            Phase::ProbeRtt { rate, .. } => PROBE * rate * self.least_rtt.as_secs_f64(),
         };
         self.window = (window as u64).max(self.least_window());
     }
@@ -379,16 +391,19 @@ impl Model {
 
     /// All that was under way when the round began has been acknowledged or lost.
     fn end_round(&mut self, now: Instant) {
-        let round = std::mem::replace(&mut self.round, Round::new(self.delivered));
+        let mut round = std::mem::replace(&mut self.round, Round::new(self.delivered));
         self.phase_rounds += 1;
+        round.app_limited |= (round.peak as f64) < FILLED * self.window as f64;
+        self.learnt |= !round.app_limited;
         let delivered = self.delivered - round.began_with;
-        let queued = round.mean_rtt().saturating_sub(self.least_rtt)
-            > Duration::from_millis(2).max(self.least_rtt / 20);
+        // Even the fastest packet had to wait: a late one alone may have met a busy host.
+        let queued = round.mean_rtt() > self.least_rtt + Duration::from_millis(2).max(self.least_rtt / 20)
+            && round.least_rtt > self.least_rtt + Duration::from_millis(1).max(self.least_rtt / 50);
         let starting = matches!(self.phase, Phase::Startup { .. });
         // By chance, some rounds lose more than the others; the fewer packets, the more so.
         let packets = (round.lost + delivered) as f64 / self.mtu as f64;
         let usual = if starting { STARTUP_LOSS } else { EXCESS_LOSS + 2.0 * self.loss };
-        let chance = 3.0 * (packets * (0.01 + self.loss)).sqrt();
+        let chance = 2.0 * (packets * (0.01 + self.loss)).sqrt();
         let lost = round.lost as f64 / self.mtu as f64;
         let too_much = queued && lost > packets * usual + chance || round.marked;
         if too_much {
@@ -531,10 +546,10 @@ impl Model {
         self.enter(Phase::ProbeRtt { why, least: Duration::MAX, rate });
     }
 
-    /// Forgets the highest rate of the cycle before the last, unless nothing was learnt since.
+    /// Forgets the highest rate of the cycle before the last, unless the window was never filled since.
     fn begin_cycle(&mut self, now: Instant) {
         self.cycle_began = now;
-        if self.rates[0] > 0.0 {
+        if std::mem::take(&mut self.learnt) && self.rates[0] > 0.0 {
             self.rates = [0.0, self.rates[0]];
         }
     }
@@ -547,6 +562,7 @@ impl Controller for Model {
             self.idle = bytes < SHORT;
         }
         self.in_flight += bytes;
+        self.round.peak = self.round.peak.max(self.in_flight);
         if self.sent.back().is_some_and(|last| last.at == now) {
             return;
         }
@@ -567,7 +583,7 @@ impl Controller for Model {
         if matches!(self.phase, Phase::Startup { .. }) && !app_limited {
             let most = match self.rate() {
                 0.0 => u64::MAX,
-                rate => (STARTUP * self.target(rate)) as u64,
+                _ => (STARTUP * self.content()) as u64,
             };
             self.window = (self.window + bytes).min(most.max(self.window));
         }
