@@ -112,8 +112,10 @@ const PROBE: f64 = 0.75;
 /// Startup's window, as a multiple of what the path is known to hold.
 const STARTUP: f64 = 2.0;
 const CRUISE_ROUNDS: u32 = 6;
-/// Rounds whose round trip is too long, before it is asked why.
-const LONG_ROUNDS: u32 = 3;
+/// A full window that delivers less than this share of the rate is too small for the round trip.
+const FALLEN: f64 = 0.96;
+/// A line that delivers less than this share of the rate for a full window may have slowed.
+const SLOWED: f64 = 0.7;
 /// A cycle lasts at least this long: where round trips are short, one says little.
 const SHORTEST_CYCLE: Duration = Duration::from_millis(100);
 const RTT_LASTS: Duration = Duration::from_secs(10);
@@ -180,6 +182,7 @@ struct Round {
     /// It ends when something is acknowledged that was sent when this much had been delivered.
     ends_at: u64,
     began_with: u64,
+    began_at: Instant,
     lost: u64,
     marked: bool,
     rate: f64,
@@ -192,10 +195,11 @@ struct Round {
 }
 
 impl Round {
-    fn new(delivered: u64) -> Self {
+    fn new(delivered: u64, now: Instant) -> Self {
         Self {
             ends_at: delivered,
             began_with: delivered,
+            began_at: now,
             lost: 0,
             marked: false,
             rate: 0.0,
@@ -237,6 +241,8 @@ pub(crate) struct Model {
     // What is believed.
     /// The highest rate, in bytes per second, of this cycle and of the one before.
     rates: [f64; 2],
+    /// The two highest rates of this cycle's rounds.
+    best_rounds: [f64; 2],
     least_rtt: Duration,
     least_rtt_at: Instant,
     probed_at: Instant,
@@ -246,9 +252,6 @@ pub(crate) struct Model {
     others: Duration,
     /// Whether more than tolerated was lost since the last Down.
     overfull: bool,
-    /// Rounds in a row whose round trip was too long, and the highest rate in them.
-    long_rounds: u32,
-    long_rate: f64,
     /// The share of packets that the path loses without any queue.
     loss: f64,
     /// What may be under way without losing more than that.
@@ -287,16 +290,15 @@ impl Model {
             app_limited_until: 0,
             sent: VecDeque::new(),
             newest: None,
-            round: Round::new(0),
+            round: Round::new(0, now),
             rates: [0.0; 2],
+            best_rounds: [0.0; 2],
             least_rtt: Duration::MAX,
             least_rtt_at: now,
             probed_at: now,
             learnt: false,
             others: Duration::ZERO,
             overfull: false,
-            long_rounds: 0,
-            long_rate: 0.0,
             loss: 0.0,
             ceiling: u64::MAX,
             random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
@@ -307,6 +309,18 @@ impl Model {
         self.rates[0].max(self.rates[1])
     }
 
+    /// Takes in a round's rate. The highest of a cycle may be chance: acknowledgements that were held up and
+    /// then came together. So the second highest counts, but while Up looks for more.
+    fn learn(&mut self, rate: f64) {
+        if rate > self.best_rounds[0] {
+            self.best_rounds = [rate, self.best_rounds[0]];
+        } else if rate > self.best_rounds[1] {
+            self.best_rounds[1] = rate;
+        }
+        let up = matches!(self.phase, Phase::Up { .. });
+        self.rates[0] = self.best_rounds[usize::from(!up)];
+    }
+
     /// What the window holds beyond the path's content, as a time.
     fn excess(&self) -> Duration {
         LEAST_EXCESS.max(self.least_rtt / 5)
@@ -315,6 +329,20 @@ impl Model {
     /// How long packets should travel with this window.
     fn expected_rtt(&self) -> Duration {
         self.least_rtt + self.excess() + self.others
+    }
+
+    /// Keeps the window as small as fills the line, whatever packets wait for.
+    fn follow_rtt(&mut self, round: &Round) {
+        let rate = self.rate();
+        if round.rate < FALLEN * rate {
+            // Packets, or their acknowledgements, wait behind others'.
+            let covered = Duration::from_secs_f64(self.window as f64 / rate);
+            let most = self.least_rtt.max(LEAST_EXCESS / 2);
+            self.others = (self.others + round.mean_rtt().saturating_sub(covered) / 2).min(most);
+        } else {
+            // The line is busy; as busy with a little less, perhaps.
+            self.others = self.others.saturating_sub(self.excess() / 3);
+        }
     }
 
     /// Packets took `rtt` although this side left no queue: others did, or the acknowledgements' way is
@@ -383,7 +411,7 @@ impl Model {
         }
         let rate = (self.delivered - newest.delivered) as f64 / time.as_secs_f64();
         self.round.app_limited |= newest.app_limited;
-        if !newest.app_limited || rate > self.rate() {
+        if matches!(self.phase, Phase::Startup { .. }) && (!newest.app_limited || rate > self.rate()) {
             self.round.rate = self.round.rate.max(rate);
             self.rates[0] = self.rates[0].max(rate);
         }
@@ -391,11 +419,18 @@ impl Model {
 
     /// All that was under way when the round began has been acknowledged or lost.
     fn end_round(&mut self, now: Instant) {
-        let mut round = std::mem::replace(&mut self.round, Round::new(self.delivered));
+        let mut round = std::mem::replace(&mut self.round, Round::new(self.delivered, now));
         self.phase_rounds += 1;
         round.app_limited |= (round.peak as f64) < FILLED * self.window as f64;
         self.learnt |= !round.app_limited;
         let delivered = self.delivered - round.began_with;
+        if !matches!(self.phase, Phase::Startup { .. }) {
+            let took = now.saturating_duration_since(round.began_at).max(self.least_rtt);
+            round.rate = delivered as f64 / took.as_secs_f64();
+            if !round.app_limited || round.rate > self.rate() {
+                self.learn(round.rate);
+            }
+        }
         // Even the fastest packet had to wait: a late one alone may have met a busy host.
         let queued = round.mean_rtt() > self.least_rtt + Duration::from_millis(2).max(self.least_rtt / 20)
             && round.least_rtt > self.least_rtt + Duration::from_millis(1).max(self.least_rtt / 50);
@@ -410,15 +445,16 @@ impl Model {
             if !starting {
                 let fallen = round.rate.max(FALL * self.rate());
                 self.rates = self.rates.map(|rate| rate.min(fallen));
+                self.best_rounds = self.best_rounds.map(|rate| rate.min(fallen));
             }
             let fallen = (FALL * self.window.min(self.ceiling) as f64) as u64;
             self.ceiling = delivered.max(fallen).max(self.content() as u64).max(self.least_window());
         }
         if delivered > LEARN_PACKETS * self.mtu {
             let loss = round.lost as f64 / (round.lost + delivered) as f64;
-            // In the last round of Down, packets were sent into an empty queue, unless others fill it.
+            // In the last round of Down, this side leaves no queue. Others' may lose some packets, too.
             let down = self.phase == Phase::Down && self.phase_rounds == self.down_rounds();
-            let empty = round.mean_rtt() < self.least_rtt + self.least_rtt / 8 + Duration::from_millis(2);
+            let empty = round.mean_rtt() < self.expected_rtt();
             if down && empty {
                 self.loss += 0.3 * (loss - self.loss);
             } else if loss < self.loss {
@@ -466,6 +502,8 @@ impl Model {
                 self.ceiling = self.ceiling.max(self.window);
                 if round.rate >= UP_GROWTH * best && !round.app_limited {
                     self.phase = Phase::Up { best: round.rate };
+                } else if round.rate < SLOWED * self.rate() && !round.app_limited && self.may_probe(now) {
+                    self.probe(Probe::Longer, round.rate);
                 } else {
                     self.enter(Phase::Down);
                 }
@@ -474,7 +512,8 @@ impl Model {
                 if self.phase_rounds >= self.down_rounds() {
                     self.overfull = false;
                     let longer = round.mean_rtt() > self.expected_rtt() + self.excess();
-                    if longer && !round.app_limited && self.may_probe(now) {
+                    let slowed = round.rate < SLOWED * self.rate();
+                    if longer && slowed && !round.app_limited && self.may_probe(now) {
                         // Others' queue, or this side's own, since the line has slowed?
                         return self.probe(Probe::Longer, round.rate);
                     }
@@ -488,18 +527,11 @@ impl Model {
                 }
             }
             Phase::Cruise { rounds } => {
-                let expected = self.expected_rtt();
-                let long = round.mean_rtt() > expected + expected / 4 + Duration::from_millis(5);
-                if long && !round.app_limited {
-                    self.long_rounds += 1;
-                    self.long_rate = self.long_rate.max(round.rate);
-                } else {
-                    (self.long_rounds, self.long_rate) = (0, 0.0);
+                if !round.app_limited {
+                    self.follow_rtt(round);
                 }
-                let stale = now.saturating_duration_since(self.least_rtt_at) > RTT_LASTS;
-                if stale || self.long_rounds >= LONG_ROUNDS && self.may_probe(now) {
-                    let rate = if self.long_rate > 0.0 { self.long_rate } else { self.rate() };
-                    return self.probe(if stale { Probe::Stale } else { Probe::Longer }, rate);
+                if now.saturating_duration_since(self.least_rtt_at) > RTT_LASTS {
+                    return self.probe(Probe::Stale, self.rate());
                 }
                 let lasted = now.saturating_duration_since(self.cycle_began);
                 if self.phase_rounds >= rounds && lasted >= SHORTEST_CYCLE {
@@ -523,10 +555,9 @@ impl Model {
                     self.set_others(least);
                 } else {
                     // It was this window's own queue: the line is slower than it was.
-                    self.rates = [rate; 2];
+                    (self.rates, self.best_rounds) = ([rate; 2], [rate; 2]);
                     self.others = Duration::ZERO;
                 }
-                (self.long_rounds, self.long_rate) = (0, 0.0);
                 self.enter(Phase::Down);
             }
         }
@@ -551,6 +582,7 @@ impl Model {
         self.cycle_began = now;
         if std::mem::take(&mut self.learnt) && self.rates[0] > 0.0 {
             self.rates = [0.0, self.rates[0]];
+            self.best_rounds = [0.0; 2];
         }
     }
 }
@@ -624,7 +656,7 @@ impl Controller for Model {
             let mtu = self.mtu as u16;
             let fresh = Self::new(now, mtu, self.random);
             let (delivered, sent) = (self.delivered, std::mem::take(&mut self.sent));
-            *self = Self { delivered, sent, round: Round::new(delivered), ..fresh };
+            *self = Self { delivered, sent, round: Round::new(delivered, now), ..fresh };
         }
     }
 
