@@ -25,8 +25,8 @@
 //! ```
 //!
 //! - **Startup** doubles the window each round, up to twice what the path is known to hold, until the queue
-//!   begins to fill: even the fastest packet of a round had to wait. (Or the rate has not grown for three
-//!   rounds, or a tenth is lost.)
+//!   begins to fill: the rate stops growing, and even the fastest packet of a round had to wait. (Or the rate
+//!   has not grown for three rounds, or a tenth is lost.)
 //! - **Up** asks once in a while whether there is more: one round with a quarter more. It goes on for as
 //!   long as the rate grows, so a doubled rate is found within a few round trips. **Down** drains what
 //!   Up left in the queue, which also shows the least round trip again.
@@ -353,9 +353,10 @@ impl Model {
         self.others = rtt.saturating_sub(self.least_rtt + 3 * self.excess() / 4).min(most);
     }
 
-    /// What the path holds without any queue.
+    /// What the path holds without any queue of this side's.
     fn content(&self) -> f64 {
-        self.rate() * self.least_rtt.as_secs_f64() / (1.0 - self.loss.min(0.2))
+        let time = (self.least_rtt + self.others).as_secs_f64();
+        self.rate() * time / (1.0 - self.loss.min(0.2))
     }
 
     /// The window that keeps the line busy.
@@ -483,9 +484,8 @@ impl Model {
                 }
                 let grown = round.rate >= STARTUP_GROWTH * best;
                 let plateau = if grown { 0 } else { plateau + 1 };
-                // Even the fastest packet of the round had to wait, so the line is busy all the time.
                 let queue = round.least_rtt > self.least_rtt + self.excess() / 2;
-                if too_much || plateau >= PLATEAU || queue {
+                if too_much || plateau >= PLATEAU || plateau > 0 && queue {
                     self.begin_cycle(now);
                     return self.enter(Phase::Down);
                 }
@@ -534,7 +534,10 @@ impl Model {
                     return self.probe(Probe::Stale, self.rate());
                 }
                 let lasted = now.saturating_duration_since(self.cycle_began);
-                if self.phase_rounds >= rounds && lasted >= SHORTEST_CYCLE {
+                // A full window that leaves no queue shows that there is room for more.
+                let room = !round.app_limited && round.mean_rtt() < self.least_rtt + self.excess() / 4;
+                let due = self.phase_rounds >= rounds || room && self.phase_rounds >= 2;
+                if due && lasted >= SHORTEST_CYCLE {
                     self.enter(Phase::Up { best: self.rate() });
                 }
             }
