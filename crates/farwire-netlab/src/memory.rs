@@ -3,7 +3,7 @@
 //! They need no privilege and no port. All time is tokio's, so on a runtime with a paused clock the
 //! network runs in virtual time.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::io::{self, IoSliceMut};
 use std::net::SocketAddr;
 use std::pin::Pin;
@@ -38,7 +38,7 @@ pub struct MemoryNetwork {
 #[derive(Debug)]
 struct Shared {
     start: Instant,
-    hosts: Mutex<HashMap<SocketAddr, Host>>,
+    hosts: Mutex<BTreeMap<SocketAddr, Host>>,
     pushed: Notify,
 }
 
@@ -99,7 +99,7 @@ impl Default for MemoryNetwork {
 }
 
 impl Shared {
-    fn lock(&self) -> MutexGuard<'_, HashMap<SocketAddr, Host>> {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<SocketAddr, Host>> {
         self.hosts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -126,7 +126,9 @@ impl Shared {
                 if host.inbox.len() < INBOX {
                     host.inbox.push_back(datagram);
                 }
-                host.reader.take().map(Waker::wake);
+                if let Some(reader) = host.reader.take() {
+                    reader.wake();
+                }
             }
             for due in [host.up.next_due(), host.down.next_due()].into_iter().flatten() {
                 next = Some(next.map_or(due, |next| next.min(due)));

@@ -442,6 +442,8 @@ impl Model {
         let chance = 2.0 * (packets * (0.01 + self.loss)).sqrt();
         let lost = round.lost as f64 / self.mtu as f64;
         let too_much = queued && lost > packets * usual + chance || round.marked;
+        // What Down hears of was lost before it.
+        let too_much = too_much && !(self.phase == Phase::Down && self.overfull);
         if too_much {
             if !starting {
                 let fallen = round.rate.max(FALL * self.rate());
@@ -502,7 +504,7 @@ impl Model {
                 self.ceiling = self.ceiling.max(self.window);
                 if round.rate >= UP_GROWTH * best && !round.app_limited {
                     self.phase = Phase::Up { best: round.rate };
-                } else if round.rate < SLOWED * self.rate() && !round.app_limited && self.may_probe(now) {
+                } else if round.rate < SLOWED * best && !round.app_limited && self.may_probe(now) {
                     self.probe(Probe::Longer, round.rate);
                 } else {
                     self.enter(Phase::Down);
