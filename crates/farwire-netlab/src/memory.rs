@@ -26,6 +26,8 @@ const SEGMENTS: usize = 10;
 /// Datagrams that wait for their reader; more are lost, as in a system with short buffers.
 const INBOX: usize = 8192;
 
+const IDLE: Duration = Duration::from_millis(100);
+
 /// A network in memory. Clones are the same network.
 ///
 /// Each socket is a host. The way from one to another is shaped as in [`Lab`](crate::Lab): out of the
@@ -143,7 +145,8 @@ async fn carry(network: Weak<Shared>) {
     loop {
         let Some(shared) = network.upgrade() else { return };
         let next = shared.step();
-        let due = shared.start + next.unwrap_or(Duration::from_millis(100));
+        // Now and then in any case, to see whether the network still has an owner.
+        let due = next.map_or_else(|| Instant::now() + IDLE, |next| shared.start + next);
         tokio::select! {
             () = tokio::time::sleep_until(due) => {}
             () = shared.pushed.notified() => {}

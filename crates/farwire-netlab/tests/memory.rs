@@ -40,7 +40,7 @@ async fn a_transfer_takes_the_time_of_its_line() {
     let what = Impairments {
         rate: Some(1.25e6),
         delay: Duration::from_millis(20),
-        loss: Loss::Random(0.001),
+        loss: Loss::Random(0.003),
         ..Impairments::default()
     };
     let network = MemoryNetwork::new();
@@ -56,9 +56,9 @@ async fn a_transfer_takes_the_time_of_its_line() {
     let receiving = async { far.accept_uni().await.unwrap().read_to_end(usize::MAX).await.unwrap() };
     let ((), received) = tokio::join!(sending, receiving);
     assert_eq!(received, data);
-    // Virtual time, so this holds on any machine: 2 s at the rate, and no more than twice that.
+    // Virtual time, so this holds on any machine: 2 s at the rate, and no more than thrice that.
     let took = start.elapsed();
-    assert!((Duration::from_secs(2)..Duration::from_secs(4)).contains(&took), "{took:?}");
+    assert!((Duration::from_secs(2)..Duration::from_secs(6)).contains(&took), "{took:?}");
     assert!(network.tally(address(1)).lost > 0);
 }
 
