@@ -3,6 +3,7 @@
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::io;
+use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{ExitCode, ExitStatus, Stdio};
@@ -122,6 +123,8 @@ pub(crate) struct Job {
     pub(crate) output: JobOutput,
     /// How long ranks have to end by themselves.
     pub(crate) grace: Duration,
+    /// The network namespace of each rank, which is then a host of its own; none is this one's.
+    pub(crate) namespaces: Vec<PathBuf>,
 }
 
 /// What becomes of what ranks print.
@@ -164,6 +167,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, LaunchError> {
         variables: Vec::new(),
         output: JobOutput::Marked,
         grace: GRACE,
+        namespaces: Vec::new(),
     }
     .run()
 }
@@ -335,10 +339,13 @@ impl Job {
         // By way of this program, which ties it to the launcher's life: see `become_rank`.
         let stdio = || if self.output == JobOutput::Theirs { Stdio::inherit() } else { Stdio::piped() };
         let mut command = Command::new("/proc/self/exe");
+        command.arg0("farwire").arg("become-rank").arg(std::process::id().to_string());
+        let (mut local_rank, mut local_world) = (local_rank, self.ranks);
+        if let Some(namespace) = self.namespaces.get(local_rank as usize) {
+            command.arg("--namespace").arg(namespace);
+            (local_rank, local_world) = (0, 1);
+        }
         command
-            .arg0("farwire")
-            .arg("become-rank")
-            .arg(std::process::id().to_string())
             .arg("--")
             .args(&self.command)
             .envs(records.map(|folder| ("FARWIRE_FLIGHT_DIR", folder)))
@@ -347,7 +354,7 @@ impl Job {
             .env("RANK", rank.to_string())
             .env("LOCAL_RANK", local_rank.to_string())
             .env("WORLD_SIZE", self.world.to_string())
-            .env("LOCAL_WORLD_SIZE", self.ranks.to_string())
+            .env("LOCAL_WORLD_SIZE", local_world.to_string())
             .env("MASTER_ADDR", host)
             .env("MASTER_PORT", port.to_string())
             .envs(self.variables.iter().map(|(name, value)| (name, value)))
@@ -424,6 +431,9 @@ async fn pass_on(
 pub(crate) struct BecomeArgs {
     /// The process that this one belongs to.
     launcher: i32,
+    /// The network namespace to move to first.
+    #[arg(long)]
+    namespace: Option<PathBuf>,
     #[arg(last = true, required = true)]
     command: Vec<OsString>,
 }
@@ -440,6 +450,17 @@ pub(crate) fn become_rank(args: &BecomeArgs) -> Result<ExitCode, LaunchError> {
     if rustix::process::getppid().map(Pid::as_raw_nonzero).map(i32::from) != Some(args.launcher) {
         return Ok(ExitCode::FAILURE);
     }
+    if let Some(path) = &args.namespace {
+        enter(path)
+            .map_err(|source| LaunchError::System { what: "could not enter a network namespace", source })?;
+    }
     let source = std::process::Command::new(&args.command[0]).args(&args.command[1..]).exec();
     Err(LaunchError::Start { command: args.command[0].clone(), source })
+}
+
+/// Moves this thread, and so the command it becomes, to another network namespace.
+fn enter(namespace: &Path) -> io::Result<()> {
+    use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+    let namespace = std::fs::File::open(namespace)?;
+    Ok(move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))?)
 }

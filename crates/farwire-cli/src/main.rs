@@ -6,6 +6,7 @@ mod bench;
 mod doctor;
 mod launch;
 mod named;
+mod netlab;
 mod sim;
 mod train;
 mod units;
@@ -30,6 +31,7 @@ enum Command {
     Launch(launch::Args),
     #[command(hide = true)]
     BecomeRank(launch::BecomeArgs),
+    Netlab(Box<netlab::Args>),
     Sim(sim::Args),
     Train(Box<train::Args>),
     /// Print a new cluster token: the only secret of a cluster, for FARWIRE_TOKEN.
@@ -48,6 +50,7 @@ fn main() -> ExitCode {
         Command::Doctor(args) => doctor::run(&args).map_err(Into::into),
         Command::Launch(args) => launch::run(&args).map_err(Into::into),
         Command::BecomeRank(args) => launch::become_rank(&args).map_err(Into::into),
+        Command::Netlab(args) => netlab::run(&args).map_err(Into::into),
         Command::Sim(args) => sim::run(&args).map(|()| ExitCode::SUCCESS).map_err(Into::into),
         Command::Train(args) => train::run(&args).map_err(Into::into),
         Command::Token => {

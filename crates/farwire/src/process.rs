@@ -24,6 +24,7 @@ use crate::link::Link;
 use crate::node::Node;
 use crate::observe::flight::Records;
 use crate::observe::{Observer, metrics};
+use crate::quic::congestion::Congestion;
 use crate::quic::control::{self, Beats, Health};
 use crate::quic::link::QuicLink;
 use crate::shm::bell::Bell;
@@ -75,6 +76,7 @@ pub enum LinkChoice {
 /// | [`job`](Self::job) | `FARWIRE_JOB` | the launcher's name for the job, else none |
 /// | [`token`](Self::token) | `FARWIRE_TOKEN`, else `FARWIRE_TOKEN_FILE` | on loopback, the user's key file |
 /// | [`link`](Self::link) | `FARWIRE_LINK` | `auto` |
+/// | | `FARWIRE_CONGESTION`: `auto`, `model` or `cubic` | `auto`: CUBIC within 5 ms, else a model of the path |
 /// | [`preset`](Self::preset) | `FARWIRE_PRESET` | `lan` |
 /// | [`port`](Self::port) | `FARWIRE_PORT` | any free port |
 /// | [`join_timeout`](Self::join_timeout) | `FARWIRE_JOIN_TIMEOUT` | 60 s |
@@ -270,6 +272,8 @@ impl Builder {
             (None, Some("wan")) => Preset::Wan,
             (None, Some(other)) => return Err(wrong("FARWIRE_PRESET", other, "lan or wan").into()),
         };
+        let congestion = Congestion::parse(variable("FARWIRE_CONGESTION").as_deref())
+            .map_err(|other| wrong("FARWIRE_CONGESTION", &other, "auto, model or cubic"))?;
         let port = match (self.port, variable("FARWIRE_PORT")) {
             (Some(port), _) => port,
             (None, None) => 0,
@@ -324,6 +328,7 @@ impl Builder {
             token,
             preset,
             link,
+            congestion,
             port,
             port_is_held,
             join_timeout,
@@ -347,6 +352,7 @@ struct Settings {
     token: Option<Token>,
     preset: Preset,
     link: LinkChoice,
+    congestion: Congestion,
     port: u16,
     port_is_held: bool,
     join_timeout: Duration,
@@ -378,7 +384,8 @@ impl Settings {
             port: self.port,
             timeout: self.join_timeout,
         };
-        let (endpoint, peers) = rendezvous::join(&terms, identity).await?;
+        let (endpoint, peers) =
+            rendezvous::join(&terms, identity, rendezvous::transport(self.congestion)).await?;
         let here = peers.iter().flatten().filter(|peer| rendezvous::is_this_host(&peer.member)).count();
         if self.link != LinkChoice::Quic {
             files::make_room(here).map_err(JoinError::Files)?;

@@ -307,6 +307,7 @@ fn on_processes(args: &Args, ranks: u32) -> Result<ExitCode, BenchError> {
         variables: vec![("FARWIRE_LINK", args.link.name().to_owned())],
         output: JobOutput::Plain,
         grace: GRACE,
+        namespaces: Vec::new(),
     };
     Ok(job.run()?)
 }

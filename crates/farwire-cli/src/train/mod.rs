@@ -262,6 +262,7 @@ fn start_ranks(args: &Args, ranks: u32) -> Result<ExitCode, TrainCommandError> {
         },
         output: JobOutput::Theirs,
         grace: GRACE,
+        namespaces: Vec::new(),
     };
     Ok(job.run()?)
 }

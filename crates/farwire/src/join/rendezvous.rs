@@ -26,6 +26,7 @@ use super::env::Place;
 use super::identity::{Identity, IdentityError};
 use super::job::JobName;
 use super::{door, held_port};
+use crate::quic::congestion::Congestion;
 use crate::quic::link;
 
 /// How long one hello may take.
@@ -200,13 +201,15 @@ pub(crate) async fn resolve(place: &Place) -> Result<SocketAddr, JoinError> {
 pub(crate) async fn join(
     terms: &Terms<'_>,
     identity: Arc<Identity>,
+    transport: quinn::TransportConfig,
 ) -> Result<(Endpoint, Vec<Option<Acquaintance>>), JoinError> {
     let &Terms { place, master, timeout, .. } = terms;
     let deadline = Instant::now() + timeout;
     let (me, world) = (place.rank, place.world);
-    let mut endpoint = listen(terms, &identity)?;
+    let transport = Arc::new(transport);
+    let mut endpoint = listen(terms, &identity, transport.clone())?;
     let mut client = identity.client_config()?;
-    client.transport_config(Arc::new(transport()));
+    client.transport_config(transport);
     endpoint.set_default_client_config(client);
     let port = endpoint.local_addr().map_err(|error| JoinError::Listen { address: master, error })?.port();
     let mut random = [0; 8];
@@ -321,7 +324,11 @@ pub(crate) async fn join(
 }
 
 /// This process's socket: rank 0's where all look for it.
-fn listen(terms: &Terms<'_>, identity: &Identity) -> Result<Endpoint, JoinError> {
+fn listen(
+    terms: &Terms<'_>,
+    identity: &Identity,
+    transport: Arc<quinn::TransportConfig>,
+) -> Result<Endpoint, JoinError> {
     let master = terms.master;
     let any = match (master.ip().is_loopback(), master.is_ipv6()) {
         (true, _) => master.ip(),
@@ -331,7 +338,7 @@ fn listen(terms: &Terms<'_>, identity: &Identity) -> Result<Endpoint, JoinError>
     let first = terms.place.rank == Peer(0);
     let address = SocketAddr::new(any, if first { master.port() } else { terms.port });
     let mut server = identity.server_config()?;
-    server.transport_config(Arc::new(transport()));
+    server.transport_config(transport);
     door::limit_incoming(&mut server);
     let listen = || {
         let socket = held_port::bind(address, first && terms.port_is_held)?;
@@ -629,9 +636,10 @@ pub(crate) fn widen(socket: &UdpSocket) -> usize {
 pub(crate) const BUFFER: usize = 8 << 20;
 
 /// Limits for connections of all kinds. A link that carries data asks for more; strangers never get there, and a handshake costs little memory.
-pub(crate) fn transport() -> quinn::TransportConfig {
+pub(crate) fn transport(congestion: Congestion) -> quinn::TransportConfig {
     let mut transport = quinn::TransportConfig::default();
     transport
+        .congestion_controller_factory(congestion.factory())
         .max_concurrent_uni_streams(0u32.into())
         .max_concurrent_bidi_streams(4u32.into())
         .stream_receive_window(link::STREAM_WINDOW)
@@ -693,7 +701,7 @@ mod tests {
             timeout: Duration::from_secs(60),
         };
         let identity = Arc::new(Identity::new(&token, Peer(1), Epoch(0), &job).unwrap());
-        let listening = listen(&terms, &identity).unwrap();
+        let listening = listen(&terms, &identity, Arc::new(transport(Congestion::default()))).unwrap();
         let address = listening.local_addr().unwrap();
         let (door, _newcomers) = mpsc::channel(100);
         tokio::spawn(door::keep(listening, move |connection| {
@@ -705,7 +713,7 @@ mod tests {
             let rank = Peer(hello.member.rank);
             let identity = Identity::new(&token, rank, Epoch(0), &hello.job).unwrap();
             let mut client = identity.client_config().unwrap();
-            client.transport_config(Arc::new(transport()));
+            client.transport_config(Arc::new(transport(Congestion::default())));
             let mut endpoint = Endpoint::client(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
             endpoint.set_default_client_config(client);
             let caller = Caller { endpoint: &endpoint, identity: &identity, hello };

@@ -1,7 +1,8 @@
 //! Is the peer alive? Answered heartbeats, and the goodbye.
 //!
 //! Each side sends a ping now and then and answers the other's. Only an *answer* counts as life: what leaves this process may go nowhere. A peer that does not
-//! answer for long enough, stopped, dead or cut off, is lost.
+//! answer for long enough, stopped, dead or cut off, is lost. How long is enough grows with the round trip,
+//! so that a link that is merely long, or has a long queue, is not declared dead.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -78,6 +79,9 @@ impl Health {
     }
 }
 
+/// An answer may have to be sent again several times on its way, and each time takes round trips.
+const ROUND_TRIPS: u32 = 8;
+
 const PING: u8 = 1;
 const PONG: u8 = 2;
 const BYE: u8 = 3;
@@ -90,6 +94,8 @@ pub(crate) async fn watch(
     health: Arc<Health>,
     beats: Beats,
 ) {
+    // Before all data: a busy link must not look like a dead one.
+    let _ = to.set_priority(i32::MAX);
     let (heard, mut messages) = mpsc::channel(16);
     tokio::spawn(listen(from, heard));
     let mut tick = interval(beats.every);
@@ -103,7 +109,8 @@ pub(crate) async fn watch(
                 silence += looked.elapsed().min(2 * beats.every);
                 looked = Instant::now();
                 // Who has said goodbye answers no more.
-                if health.goodbye().is_none() && silence > beats.lost_after {
+                let lost_after = beats.lost_after + ROUND_TRIPS * connection.rtt();
+                if health.goodbye().is_none() && silence > lost_after {
                     break Some(format!("no answer to heartbeats for {silence:?}"));
                 }
                 ticks += 1;

@@ -1,45 +1,67 @@
 //! A link whose lanes are QUIC streams.
+//!
+//! A lane is spread over several streams, frame by frame in turn, and put together again by the index in
+//! each frame's header. So one operation can fill a long link, although a stream holds little, and a lost
+//! packet holds up the frames of one stream only. A stream is a sequence of frames:
+//!
+//! ```text
+//! one byte: 1 if this is its lane's last frame, else 0 │ header │ payload
+//! ```
+//!
+//! Frames of one stream have rising indices. Notices, which belong to no lane, have a stream of their own.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use bytes::{Bytes, BytesMut};
+use bytes::{BufMut, Bytes, BytesMut};
 use farwire_proto::{CommId, FAULT_LEN, HEADER_LEN, Header, Lane, OpSeq, Peer};
 use quinn::{Connection, RecvStream, SendStream, VarInt};
+use rustc_hash::{FxHashMap as HashMap, FxHashSet as HashSet};
 use tokio::runtime::Handle;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 
 use super::control::Health;
 use crate::link::{Arrival, Broken, Link};
 use crate::shm::bell::Bell;
 
-/// Frames of one lane that wait here to be sent, and that wait here to be taken.
-const WINDOW: usize = 8;
-
-// What a peer can make this process hold, whether by mistake or by malice. With the default segments, whose frames have up to 128 KiB:
+// What a peer can make this process hold, whether by mistake or by malice. With the default segments,
+// whose frames have up to 128 KiB:
 //
 //   CONNECTION_WINDOW            256 MiB  in streams, unread
-//   STREAMS × one frame          128 MiB  the heads of lanes
+//   lanes × one frame                     the heads of lanes
 //   SPARE_FRAMES × one frame      64 MiB  what is read beyond the head
 //
-// Frames for an operation that this rank has not submitted stay where they are, so what a peer sends for operations that are wanted must not have to wait behind them:
+// What is sent for operations that are wanted must not have to wait behind what is not wanted yet:
 //
-// - Each lane may always read one frame, whatever the others hold: only further ones are counted against SPARE_FRAMES.
-// - A stream holds STREAM_WINDOW at most, so it takes CONNECTION_WINDOW / STREAM_WINDOW = 256 operations in flight, each with more than that for this rank and none of
-//   them submitted here, to fill the connection; and STREAMS operations of any size to use up the streams.
+// - The next frame of a lane may always be read, whatever else is held. It is at the front of its stream,
+//   since indices rise, so it can be reached. Only frames beyond it count against SPARE_FRAMES, and a lane
+//   may read LANE_FRAMES of those ahead.
+// - What is not read holds its stream's window, so a lane holds at most as many windows as its sender
+//   gives it streams: those that the path needs, and LANE_STREAMS at most.
 //
-// Beyond these numbers, ranks that submit operations in different orders can wait for each other until the operations' deadline. Ranks that submit in the same order,
-// as collectives must be, can only if one is so many operations ahead of the other.
+// How much of it is for operations that this rank has not called is for the engine's allowance. Beyond these
+// numbers, operations that both sides have called, on several communicators and in different orders, can
+// wait for each other until their deadline.
 
-/// Streams of a peer that may be open: operations in flight from it to this rank.
-const STREAMS: VarInt = VarInt::from_u32(1024);
-/// Bytes of one stream that are unread. More than about a thousand gaps on one stream would end the connection, so this stays small, and there are many streams.
-pub(crate) const STREAM_WINDOW: VarInt = VarInt::from_u32(1 << 20);
+/// Streams of a peer that may be open.
+const STREAMS: VarInt = VarInt::from_u32(4096);
+/// Bytes of one stream that are unread. quinn ends a connection one of whose streams has more than 1,024
+/// gaps. Packets carry 1,150 bytes or more, so this many have 912 gaps if every other one is lost.
+pub(crate) const STREAM_WINDOW: VarInt = VarInt::from_u32(2 << 20);
 /// Bytes of all streams of a connection that are unread.
 pub(crate) const CONNECTION_WINDOW: VarInt = VarInt::from_u32(256 << 20);
-/// Frames of all lanes that were read and wait here, but for the first of each.
+/// Streams of one lane, at most: with these, 64 MiB of one operation can be under way.
+const LANE_STREAMS: u64 = 32;
+/// A lane's streams hold this many times what the path does, so that the line stays busy while a packet
+/// is found to be lost, sent again, and lost again.
+const WINDOWS_PER_PATH: u64 = 4;
+/// Frames of one stream that wait here to be sent.
+const QUEUE: usize = 2;
+/// Frames of all lanes that were read and wait here, but for the next of each.
 const SPARE_FRAMES: usize = 512;
+/// Frames of one lane that are read ahead.
+const LANE_FRAMES: u32 = 128;
 
 /// The driver's end. The other ends are tasks, one per stream.
 #[derive(Debug)]
@@ -48,14 +70,30 @@ pub(crate) struct QuicLink {
     runtime: Handle,
     shared: Arc<Shared>,
     health: Arc<Health>,
-    outgoing: HashMap<Lane, mpsc::Sender<Bytes>>,
+    outgoing: HashMap<Lane, Outgoing>,
     /// The stream of notices; until this side has said goodbye.
     notices: Option<mpsc::Sender<Bytes>>,
     /// Lanes that were told to wait.
     refused: HashSet<Lane>,
-    incoming: HashMap<Lane, VecDeque<Frame>>,
+    incoming: HashMap<Lane, Incoming>,
     streams_opened: u64,
     closed: bool,
+}
+
+/// A lane to the peer.
+#[derive(Debug, Default)]
+struct Outgoing {
+    streams: Vec<mpsc::Sender<Bytes>>,
+    /// Whose turn it is; beyond the last, a new one's if the path needs it.
+    turn: usize,
+}
+
+/// A lane from the peer.
+#[derive(Debug, Default)]
+struct Incoming {
+    /// The index of the frame that is to be taken next.
+    next: u32,
+    frames: BTreeMap<u32, Frame>,
 }
 
 /// What the tasks and the driver share.
@@ -67,6 +105,7 @@ struct Shared {
     bell: Bell,
     arrived: Mutex<VecDeque<Result<Frame, Broken>>>,
     writable: Mutex<VecDeque<Lane>>,
+    lanes: Mutex<HashMap<Lane, Progress>>,
     /// Streams of the peer that were accepted, and those of them that are not read to their end.
     accepted: AtomicU64,
     reading: AtomicUsize,
@@ -75,18 +114,61 @@ struct Shared {
     spare: Arc<Semaphore>,
 }
 
+/// How far a lane from the peer has come, for those who read its streams.
+#[derive(Debug, Default)]
+struct Progress {
+    /// As in [`Incoming`].
+    next: u32,
+    /// Those who have read a header and wait for room, by its index.
+    waiting: HashMap<u32, Arc<Notify>>,
+}
+
 #[derive(Debug)]
 struct Frame {
     header: Header,
     body: Vec<u8>,
-    /// Room in its lane, and among the spare frames unless it was the only one of its lane; given back when it is dropped.
-    _room: (OwnedSemaphorePermit, Option<OwnedSemaphorePermit>),
+    /// Whether it is the last of its lane.
+    last: bool,
+    /// Among the spare frames, unless it was the next of its lane; given back when it is dropped.
+    _room: Option<OwnedSemaphorePermit>,
 }
 
 impl Shared {
     fn arrive(&self, frame: Result<Frame, Broken>) {
         self.arrived.lock().unwrap_or_else(PoisonError::into_inner).push_back(frame);
         self.bell.ring();
+    }
+
+    fn lanes(&self) -> MutexGuard<'_, HashMap<Lane, Progress>> {
+        self.lanes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until a frame may be read: it is the next of its lane, or there is room to spare.
+    async fn room(&self, lane: Lane, index: u32) -> Result<Option<OwnedSemaphorePermit>, Broken> {
+        loop {
+            let (turn, near) = {
+                let mut lanes = self.lanes();
+                let progress = lanes.entry(lane).or_default();
+                if index < progress.next {
+                    return Err(Broken("a frame came twice"));
+                }
+                if index == progress.next {
+                    progress.waiting.remove(&index);
+                    return Ok(None);
+                }
+                let near = index - progress.next < LANE_FRAMES;
+                if near && let Ok(room) = self.spare.clone().try_acquire_owned() {
+                    progress.waiting.remove(&index);
+                    return Ok(Some(room));
+                }
+                (progress.waiting.entry(index).or_default().clone(), near)
+            };
+            tokio::select! {
+                () = turn.notified() => {}
+                // Taken by the next turn of the loop, unless another is quicker.
+                room = self.spare.clone().acquire_owned(), if near => drop(room),
+            }
+        }
     }
 }
 
@@ -106,6 +188,7 @@ impl QuicLink {
             bell,
             arrived: Mutex::default(),
             writable: Mutex::default(),
+            lanes: Mutex::default(),
             accepted: AtomicU64::new(0),
             reading: AtomicUsize::new(0),
             writing: AtomicUsize::new(0),
@@ -119,25 +202,56 @@ impl QuicLink {
             runtime,
             shared,
             health,
-            outgoing: HashMap::new(),
+            outgoing: HashMap::default(),
             notices: None,
-            refused: HashSet::new(),
-            incoming: HashMap::new(),
+            refused: HashSet::default(),
+            incoming: HashMap::default(),
             streams_opened: 0,
             closed: false,
         };
         // Opened first, so that it never has to wait for one of the peer's streams.
-        link.notices = Some(link.open_stream(None));
+        link.notices = Some(link.open_stream(None, 2));
         link
     }
 
-    /// A new stream, and the task that writes it.
-    fn open_stream(&mut self, lane: Option<Lane>) -> mpsc::Sender<Bytes> {
-        let (sender, frames) = mpsc::channel(WINDOW);
+    /// A new stream, and the task that writes it. Its first frame goes before others' later ones.
+    fn open_stream(&mut self, lane: Option<Lane>, ahead: i32) -> mpsc::Sender<Bytes> {
+        let (sender, frames) = mpsc::channel(QUEUE);
         self.streams_opened += 1;
         self.shared.writing.fetch_add(1, Ordering::SeqCst);
-        self.runtime.spawn(write_stream(self.connection.clone(), self.shared.clone(), lane, frames));
+        self.runtime.spawn(write_stream(self.connection.clone(), self.shared.clone(), lane, ahead, frames));
         sender
+    }
+
+    /// How many streams a lane should have, as far as is known of the path.
+    fn lane_streams(&self) -> usize {
+        let under_way = WINDOWS_PER_PATH * self.connection.stats().path.cwnd;
+        (under_way / STREAM_WINDOW.into_inner()).clamp(2, LANE_STREAMS) as usize
+    }
+
+    /// Room for a lane's next frame, if one of its streams has any.
+    fn reserve(&mut self, lane: Lane) -> Option<mpsc::OwnedPermit<Bytes>> {
+        let Outgoing { mut streams, mut turn } = self.outgoing.remove(&lane).unwrap_or_default();
+        if turn >= streams.len() {
+            if streams.len() < self.lane_streams() {
+                // A short operation does not wait behind a long one.
+                let ahead = i32::from(streams.is_empty());
+                turn = streams.len();
+                streams.push(self.open_stream(Some(lane), ahead));
+            } else {
+                turn = 0;
+            }
+        }
+        let in_turn = (turn..streams.len()).chain(0..turn);
+        let found = in_turn.into_iter().find_map(|at| {
+            let room = streams[at].clone().try_reserve_owned().ok()?;
+            Some((at, room))
+        });
+        if let Some((at, _)) = &found {
+            turn = at + 1;
+        }
+        self.outgoing.insert(lane, Outgoing { streams, turn });
+        found.map(|(_, room)| room)
     }
 }
 
@@ -147,24 +261,17 @@ impl Link for QuicLink {
     }
 
     fn send(&mut self, lane: Option<Lane>, header: &Header, payload: &[u8], last: bool) -> bool {
-        let stream = match lane {
-            None => self.notices.clone(),
-            Some(lane) => self.outgoing.get(&lane).cloned(),
-        };
-        let stream = match (stream, lane) {
-            (Some(stream), _) => stream,
+        let room = match (lane, &self.notices) {
             (None, None) => return true, // this side has said goodbye
-            (None, Some(lane)) => {
-                let stream = self.open_stream(Some(lane));
-                self.outgoing.insert(lane, stream.clone());
-                stream
-            }
+            (None, Some(notices)) => notices.clone().try_reserve_owned().ok(),
+            (Some(lane), _) => self.reserve(lane),
         };
-        let Ok(room) = stream.try_reserve() else {
+        let Some(room) = room else {
             self.refused.extend(lane);
             return false;
         };
-        let mut frame = BytesMut::with_capacity(HEADER_LEN + payload.len());
+        let mut frame = BytesMut::with_capacity(1 + HEADER_LEN + payload.len());
+        frame.put_u8(last.into());
         frame.extend_from_slice(&header.encode());
         frame.extend_from_slice(payload);
         room.send(frame.freeze());
@@ -194,30 +301,49 @@ impl Link for QuicLink {
             self.shared.accepted.load(Ordering::SeqCst) >= streams
                 && self.shared.reading.load(Ordering::SeqCst) == 0
         });
-        let frame = self.shared.arrived.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
-        let Some(frame) = frame else {
-            let news = all_here && !std::mem::replace(&mut self.closed, all_here);
-            return Ok(news.then_some(Arrival::Closed));
-        };
-        let frame = frame?;
-        if frame.header.frame.is_notice() {
-            return Ok(Some(Arrival::Notice(frame.header, frame.body)));
+        loop {
+            let frame = self.shared.arrived.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
+            let Some(frame) = frame else {
+                let news = all_here && !std::mem::replace(&mut self.closed, all_here);
+                return Ok(news.then_some(Arrival::Closed));
+            };
+            let frame = frame?;
+            if frame.header.frame.is_notice() {
+                return Ok(Some(Arrival::Notice(frame.header, frame.body)));
+            }
+            let (lane, index) = (Lane::of(self.shared.from, &frame.header), frame.header.index);
+            let incoming = self.incoming.entry(lane).or_default();
+            if index < incoming.next || incoming.frames.insert(index, frame).is_some() {
+                return Err(Broken("a frame came twice"));
+            }
+            if index == incoming.next {
+                return Ok(Some(Arrival::Frame(lane)));
+            }
         }
-        let lane = Lane::of(self.shared.from, &frame.header);
-        self.incoming.entry(lane).or_default().push_back(frame);
-        Ok(Some(Arrival::Frame(lane)))
     }
 
     fn head(&self, lane: &Lane) -> Option<(Header, &[u8])> {
-        let frame = self.incoming.get(lane)?.front()?;
+        let incoming = self.incoming.get(lane)?;
+        let frame = incoming.frames.get(&incoming.next)?;
         Some((frame.header, &frame.body))
     }
 
     fn pop(&mut self, lane: &Lane) {
-        let frames = self.incoming.get_mut(lane).expect("a frame is popped after it was looked at");
-        frames.pop_front();
-        if frames.is_empty() {
+        let incoming = self.incoming.get_mut(lane).expect("a frame is popped after it was looked at");
+        let frame = incoming.frames.remove(&incoming.next).expect("a frame is popped after it was looked at");
+        incoming.next = incoming.next.saturating_add(1);
+        let mut lanes = self.shared.lanes();
+        if frame.last {
             self.incoming.remove(lane);
+            lanes.remove(lane);
+        } else if let Some(progress) = lanes.get_mut(lane) {
+            progress.next = incoming.next;
+            // One is the next now, and one has come near.
+            for index in [incoming.next, incoming.next.saturating_add(LANE_FRAMES - 1)] {
+                if let Some(turn) = progress.waiting.get(&index) {
+                    turn.notify_one();
+                }
+            }
         }
     }
 
@@ -243,16 +369,22 @@ impl Link for QuicLink {
     }
 }
 
-/// Sends the frames of one lane, in order.
+/// Sends frames of one lane in order, the first of them `ahead` of other streams; or notices, all of them.
 async fn write_stream(
     connection: Connection,
     shared: Arc<Shared>,
     lane: Option<Lane>,
+    ahead: i32,
     mut frames: mpsc::Receiver<Bytes>,
 ) {
     let written = async {
         let mut stream: SendStream = connection.open_uni().await.ok()?;
+        stream.set_priority(ahead).ok()?;
+        let mut first = true;
         while let Some(frame) = frames.recv().await {
+            if !std::mem::take(&mut first) && ahead != 0 && lane.is_some() {
+                stream.set_priority(0).ok()?;
+            }
             stream.write_chunk(frame).await.ok()?;
             if let Some(lane) = lane {
                 shared.writable.lock().unwrap_or_else(PoisonError::into_inner).push_back(lane);
@@ -285,37 +417,32 @@ async fn accept_streams(connection: Connection, shared: Arc<Shared>) {
 
 /// Reads frames for as long as there is room for them; what there is no room for stays with the peer.
 async fn read_stream(mut stream: RecvStream, shared: &Shared) -> Result<(), Broken> {
-    let window = Arc::new(Semaphore::new(WINDOW));
     loop {
-        let closed = |_| Broken("the window is closed");
-        let mut room = window.clone().acquire_owned().await.map_err(closed)?;
-        let mut spare = None;
-        if window.available_permits() < WINDOW - 1 {
-            // Not the only frame of its lane: it is read when there is room to spare, or when it has become the only one.
-            tokio::select! {
-                taken = shared.spare.clone().acquire_owned() => spare = Some(taken.map_err(closed)?),
-                all = window.clone().acquire_many_owned(WINDOW as u32 - 1) => {
-                    room.merge(all.map_err(closed)?);
-                    drop(room.split(WINDOW - 1));
-                }
-            }
-        }
-        let mut header = [0; HEADER_LEN];
-        match stream.read_exact(&mut header).await {
+        let mut start = [0; 1 + HEADER_LEN];
+        match stream.read_exact(&mut start).await {
             Ok(()) => {}
             // The end; a connection that ends in the middle is told by the heartbeats.
             Err(_) => return Ok(()),
         }
-        let header = Header::decode(&header).map_err(|_| Broken("a frame has no header"))?;
+        let last = match start[0] {
+            0 => false,
+            1 => true,
+            _ => return Err(Broken("a frame is neither the last of its lane nor not")),
+        };
+        let header = Header::decode(&start[1..]).map_err(|_| Broken("a frame has no header"))?;
         let length = header.payload as usize;
         if length > shared.longest.max(FAULT_LEN) {
             return Err(Broken("a frame is longer than agreed"));
         }
+        let room = match header.frame.is_notice() {
+            true => None,
+            false => shared.room(Lane::of(shared.from, &header), header.index).await?,
+        };
         let mut body = vec![0; length];
         if stream.read_exact(&mut body).await.is_err() {
             return Ok(());
         }
-        shared.arrive(Ok(Frame { header, body, _room: (room, spare) }));
+        shared.arrive(Ok(Frame { header, body, last, _room: room }));
     }
 }
 
@@ -331,6 +458,7 @@ mod tests {
     use super::*;
     use crate::join::identity::Identity;
     use crate::join::rendezvous::transport;
+    use crate::quic::congestion::Congestion;
     use crate::token::Token;
 
     const LONGEST: usize = 1000;
@@ -352,8 +480,9 @@ mod tests {
             let identity = Identity::new(&token, Peer(rank), Epoch(0), &Default::default()).unwrap();
             let (mut server, mut client) =
                 (identity.server_config().unwrap(), identity.client_config().unwrap());
-            server.transport_config(Arc::new(transport()));
-            client.transport_config(Arc::new(transport()));
+            let transport = Arc::new(transport(Congestion::Model));
+            server.transport_config(transport.clone());
+            client.transport_config(transport);
             let mut endpoint = Endpoint::server(server, SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
             endpoint.set_default_client_config(client);
             (endpoint, identity)
@@ -390,13 +519,17 @@ mod tests {
         Header { payload: payload as u32, ..engine.poll_transmit().unwrap().header }
     }
 
+    /// A frame as it goes on the wire; its payload is its index.
+    fn frame(seq: u64, index: u32, last: bool) -> Vec<u8> {
+        let header = Header { seq: OpSeq::Collective(seq), index, ..header(LONGEST) };
+        [&[last.into()][..], &header.encode(), &[index as u8; LONGEST]].concat()
+    }
+
     /// Writes frames of one operation for as long as there is room for them.
-    async fn write_frames(peer: Connection, seq: u64, frames: usize) {
-        let header = Header { seq: OpSeq::Collective(seq), ..header(LONGEST) };
-        let frame = [&header.encode()[..], &[7; LONGEST]].concat();
+    async fn write_frames(peer: Connection, seq: u64, indices: impl Iterator<Item = u32>, last: u32) {
         let mut stream = peer.open_uni().await.unwrap();
-        for _ in 0..frames {
-            stream.write_all(&frame).await.unwrap();
+        for index in indices {
+            stream.write_all(&frame(seq, index, index == last)).await.unwrap();
         }
         stream.finish().unwrap();
         stream.stopped().await.unwrap();
@@ -408,6 +541,7 @@ mod tests {
             let Ends { runtime, mut link, bell, peer, _endpoints } = ends();
             runtime.block_on(async {
                 let mut stream = peer.open_uni().await.unwrap();
+                stream.write_all(&[0]).await.unwrap();
                 stream.write_all(&header(payload).encode()).await.unwrap();
             });
             assert_eq!(next(&mut link, &bell).unwrap_err(), Broken("a frame is longer than agreed"));
@@ -419,20 +553,97 @@ mod tests {
         const EARLY: usize = 200;
         const WANTED: u64 = 9999;
         let Ends { runtime, mut link, bell, peer, _endpoints } = ends();
-        let held = |link: &QuicLink| link.incoming.values().map(VecDeque::len).sum::<usize>();
+        let held = |link: &QuicLink| link.incoming.values().map(|lane| lane.frames.len()).sum::<usize>();
         for seq in 0..EARLY {
-            runtime.spawn(write_frames(peer.clone(), seq as u64, 2 * WINDOW));
+            runtime.spawn(write_frames(peer.clone(), seq as u64, 0..16, 15));
         }
         while held(&link) < EARLY + SPARE_FRAMES {
-            assert!(matches!(next(&mut link, &bell), Ok(Arrival::Frame(_))));
+            let count = bell.count();
+            if link.poll_arrived().unwrap().is_none() {
+                bell.sleep(count, Duration::from_millis(100));
+            }
         }
         let frames = 100;
-        runtime.spawn(write_frames(peer, WANTED, frames));
+        runtime.spawn(write_frames(peer.clone(), WANTED, (0..frames).step_by(2), frames - 1));
+        runtime.spawn(write_frames(peer, WANTED, (1..frames).step_by(2), frames - 1));
         for _ in 0..frames {
             let Ok(Arrival::Frame(lane)) = next(&mut link, &bell) else { panic!("only frames are sent") };
             assert_eq!(lane.seq, OpSeq::Collective(WANTED), "there is no room for others");
             link.pop(&lane);
         }
         assert_eq!(held(&link), EARLY + SPARE_FRAMES);
+        assert_eq!(link.incoming.len(), EARLY, "a lane is forgotten with its last frame");
+        assert_eq!(link.shared.lanes().len(), EARLY);
+    }
+
+    #[test]
+    fn frames_that_overtake_others_wait_for_them() {
+        let Ends { runtime, mut link, bell, peer, _endpoints } = ends();
+        let write = |indices: &'static [u32]| {
+            runtime.block_on(write_frames(peer.clone(), 5, indices.iter().copied(), 4));
+        };
+        write(&[2, 3]);
+        write(&[1, 4]);
+        while link.incoming.values().next().is_none_or(|lane| lane.frames.len() < 4) {
+            let count = bell.count();
+            assert!(link.poll_arrived().unwrap().is_none(), "the first is not here");
+            bell.sleep(count, Duration::from_millis(100));
+        }
+        write(&[0]);
+        let Ok(Arrival::Frame(lane)) = next(&mut link, &bell) else { panic!("only frames are sent") };
+        for index in 0..5 {
+            let (header, body) = link.head(&lane).unwrap();
+            assert_eq!((header.index, body[0]), (index, index as u8));
+            link.pop(&lane);
+        }
+        assert!(link.head(&lane).is_none());
+        assert!(link.incoming.is_empty());
+    }
+
+    #[test]
+    fn a_frame_that_comes_twice_breaks_the_link() {
+        for indices in [[1, 1], [0, 0]] {
+            let Ends { runtime, mut link, bell, peer, _endpoints } = ends();
+            runtime.block_on(async {
+                for index in indices {
+                    let mut stream = peer.open_uni().await.unwrap();
+                    stream.write_all(&frame(5, index, false)).await.unwrap();
+                    stream.finish().unwrap();
+                }
+            });
+            let broken = loop {
+                match next(&mut link, &bell) {
+                    Ok(Arrival::Frame(lane)) => link.pop(&lane),
+                    Ok(other) => panic!("{other:?}"),
+                    Err(broken) => break broken,
+                }
+            };
+            assert_eq!(broken, Broken("a frame came twice"));
+        }
+    }
+
+    /// One stream's window must not limit what one operation has under way.
+    #[test]
+    fn a_lane_is_spread_over_streams() {
+        let Ends { runtime, mut link, peer, _endpoints, .. } = ends();
+        peer.set_max_concurrent_uni_streams(STREAMS);
+        let header = Header { seq: OpSeq::Collective(1), ..header(LONGEST) };
+        let lane = Lane::of(Peer(0), &header);
+        for index in 0..4 {
+            assert!(link.send(Some(lane), &Header { index, ..header }, &[0; LONGEST], index == 3));
+        }
+        let indices = runtime.block_on(async {
+            let mut indices = Vec::new();
+            for _ in 0..2 {
+                let mut stream = peer.accept_uni().await.unwrap();
+                let bytes = stream.read_to_end(usize::MAX).await.unwrap();
+                let frames = bytes.chunks(1 + HEADER_LEN + LONGEST);
+                indices.push(frames.map(|frame| Header::decode(&frame[1..]).unwrap().index).collect());
+            }
+            indices
+        });
+        let mut indices: Vec<Vec<u32>> = indices;
+        indices.sort();
+        assert_eq!(indices, [[0, 2], [1, 3]]);
     }
 }

@@ -1,0 +1,183 @@
+//! `farwire netlab`: a command on several hosts of a network that is as bad as asked for.
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use farwire::Token;
+use farwire_netlab::{DEVICE, Impairments, Lab, LabError, Loss, Outage, Queue};
+
+use crate::launch::{GRACE, Job, JobOutput, LaunchError, Master};
+use crate::units::{rate, share, size, time};
+
+/// Run a command on several hosts joined by a slow, long or lossy network, all on this machine.
+///
+/// Each host is a network namespace with one device (far0, addresses 10.77.0.1, 10.77.0.2, …); a relay
+/// in this process carries packets between them and makes the network as bad as asked for. The
+/// command runs once on each, with what `farwire launch` would set: RANK, WORLD_SIZE, MASTER_ADDR,
+/// MASTER_PORT and FARWIRE_TOKEN, so farwire programs just work; GLOO_SOCKET_IFNAME is set for torch.
+/// Needs root on Linux. Nothing stays behind, however it ends.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  Two clouds, 100 ms round trip, one packet in a thousand lost:
+    farwire netlab --hosts 2 --rate 200mbit --delay 50ms --loss 0.1% \\
+      -- farwire bench all_reduce --size 64MiB
+  Two homes, fast down and slow up:
+    farwire netlab --rate 40mbit --down-rate 250mbit --delay 10ms --jitter 5ms \\
+      -- farwire bench all_reduce --size 8MiB --codec topk:0.01
+  A mobile link that loses packets in bursts of ten:
+    farwire netlab --rate 50mbit --delay 30ms --loss 1% --burst 10 -- COMMAND
+  What happens when the network goes away for three seconds, or for good:
+    farwire netlab --delay 20ms --outage 5s..8s -- COMMAND
+    farwire netlab --delay 20ms --outage 5s.. -- COMMAND
+  A path that silently drops packets above 1300 bytes:
+    farwire netlab --mtu 1300 -- COMMAND
+  A shell on the first host: farwire netlab --hosts 1 -- sh -c 'ip address; ping -c 1 10.77.0.1'
+
+--delay is one way: a round trip takes twice as long.")]
+pub(crate) struct Args {
+    /// Hosts, each with one rank.
+    #[arg(long, default_value = "2", value_parser = clap::value_parser!(u32).range(1..=254))]
+    hosts: u32,
+    /// What leaves a host, per second: 200mbit, 25MB/s. No limit if not given.
+    #[arg(long, value_parser = rate)]
+    rate: Option<f64>,
+    /// What reaches a host, per second; the same as --rate if not given.
+    #[arg(long, value_parser = rate)]
+    down_rate: Option<f64>,
+    /// How long a packet travels, one way: 50ms.
+    #[arg(long, default_value = "0", value_parser = time)]
+    delay: Duration,
+    /// Up to this much is added to each packet's delay, without changing the order.
+    #[arg(long, default_value = "0", value_parser = time)]
+    jitter: Duration,
+    /// What may wait in front of the bottleneck, as a time at the rate (100ms) or a size (256KiB).
+    #[arg(long, default_value = "100ms", value_parser = queue)]
+    queue: Queue,
+    /// Packets lost, each by itself unless --burst is given: 0.1%.
+    #[arg(long, default_value = "0", value_parser = share)]
+    loss: f64,
+    /// Packets that --loss takes in a row, on average.
+    #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..))]
+    burst: u32,
+    /// Packets that others overtake.
+    #[arg(long, default_value = "0", value_parser = share)]
+    reorder: f64,
+    /// Packets that arrive twice.
+    #[arg(long, default_value = "0", value_parser = share)]
+    duplicate: f64,
+    /// Packets with more bytes than this vanish, without the ICMP message that would say so.
+    #[arg(long, value_parser = clap::value_parser!(u32).range(68..=1500))]
+    mtu: Option<u32>,
+    /// When nothing arrives, from the start: 5s..8s, or 5s.. for ever. May be given several times.
+    #[arg(long, value_parser = outage)]
+    outage: Vec<Outage>,
+    /// The same seed loses the same packets, as far as the same are sent.
+    #[arg(long, default_value = "1")]
+    seed: u64,
+    /// The command and its arguments.
+    #[arg(last = true, required = true, value_name = "COMMAND")]
+    command: Vec<OsString>,
+}
+
+/// Why it did not run.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum NetlabError {
+    #[error("{0}")]
+    Lab(#[from] LabError),
+    #[error("{0}")]
+    Launch(#[from] LaunchError),
+}
+
+/// In a namespace of its own, any port is free.
+const PORT: u16 = 29500;
+
+fn queue(text: &str) -> Result<Queue, String> {
+    let parsed = time(text).map(Queue::Time).or_else(|_| size(text).map(Queue::Bytes));
+    parsed.map_err(|_| format!("`{text}` is not a queue; write a time (100ms) or a size (256KiB)"))
+}
+
+fn outage(text: &str) -> Result<Outage, String> {
+    let wrong = || format!("`{text}` is not an outage; write 5s..8s, or 5s.. for one without end");
+    let (from, to) = text.split_once("..").ok_or_else(wrong)?;
+    let from = time(from).map_err(|_| wrong())?;
+    let to = if to.is_empty() { None } else { Some(time(to).map_err(|_| wrong())?) };
+    if to.is_some_and(|to| to <= from) {
+        return Err(wrong());
+    }
+    Ok(Outage { from, to })
+}
+
+impl Args {
+    fn impairments(&self) -> Impairments {
+        Impairments {
+            rate: self.rate,
+            down_rate: self.down_rate,
+            delay: self.delay,
+            jitter: self.jitter,
+            queue: self.queue,
+            loss: match (self.loss, self.burst) {
+                (0.0, _) => Loss::None,
+                (share, 1) => Loss::Random(share),
+                (share, length) => Loss::Bursty { share, length: length.into() },
+            },
+            reorder: self.reorder,
+            duplicate: self.duplicate,
+            mtu: self.mtu.map(|mtu| mtu as usize),
+            outages: self.outage.clone(),
+        }
+    }
+}
+
+/// Runs the command.
+pub(crate) fn run(args: &Args) -> Result<ExitCode, NetlabError> {
+    let lab = Lab::new(args.hosts as usize, &args.impairments(), args.seed)?;
+    let unset = |name: &str| std::env::var_os(name).is_none();
+    let has_token = !unset("FARWIRE_TOKEN") || !unset("FARWIRE_TOKEN_FILE");
+    let mut variables = vec![("GLOO_SOCKET_IFNAME", DEVICE.to_owned())];
+    if unset("FARWIRE_LINK") {
+        // The ranks share a machine, but are not meant to notice.
+        variables.push(("FARWIRE_LINK", "quic".to_owned()));
+    }
+    let code = Job {
+        command: args.command.clone(),
+        ranks: args.hosts,
+        first_rank: 0,
+        world: args.hosts,
+        master: Master::Given(Lab::address(0).to_string(), PORT),
+        name: None,
+        token: (!has_token).then(Token::generate),
+        variables,
+        output: JobOutput::Marked,
+        grace: GRACE,
+        namespaces: (0..args.hosts as usize).map(|host| lab.namespace_path(host)).collect(),
+    }
+    .run()?;
+    for (host, tally) in lab.close().into_iter().enumerate() {
+        tracing::info!(host, ?tally, "what became of the packets that left it");
+    }
+    Ok(code)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn queues_are_times_or_sizes() {
+        assert_eq!(queue("20ms"), Ok(Queue::Time(Duration::from_millis(20))));
+        assert_eq!(queue("256KiB"), Ok(Queue::Bytes(256 << 10)));
+        assert!(queue("long").unwrap_err().contains("100ms"));
+    }
+
+    #[test]
+    fn outages_have_a_start_and_perhaps_an_end() {
+        let second = Duration::from_secs(1);
+        assert_eq!(outage("5s..8s"), Ok(Outage { from: 5 * second, to: Some(8 * second) }));
+        assert_eq!(outage("5s.."), Ok(Outage { from: 5 * second, to: None }));
+        for wrong in ["5s", "..5s", "8s..5s", "5s..5s", "", ".."] {
+            assert!(outage(wrong).unwrap_err().contains("5s..8s"), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! `farwire netlab` as its users meet it. Hosts need root; without it the tests say so and pass.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
+
+use std::process::{Command, Output, Stdio};
+
+const FARWIRE: &str = env!("CARGO_BIN_EXE_farwire");
+
+/// What it printed, unless the machine does not allow it.
+fn netlab(arguments: &[&str]) -> Option<Output> {
+    let output = Command::new("timeout").arg("120").arg(FARWIRE).arg("netlab").args(arguments).output();
+    let output = output.unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    if said.contains("network namespaces, which need root") {
+        eprintln!("skipped: {said}");
+        return None;
+    }
+    Some(output)
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8_lossy(bytes).into_owned()
+}
+
+#[test]
+fn every_host_is_told_where_it_stands() {
+    let script = "echo $RANK of $WORLD_SIZE, local $LOCAL_RANK of $LOCAL_WORLD_SIZE at $MASTER_ADDR; \
+                  cat /proc/net/dev | tail -n +3 | cut -d: -f1 | tr -d ' ' | sort | tr '\\n' ' '";
+    let Some(output) = netlab(&["--hosts", "2", "--", "sh", "-c", script]) else { return };
+    let said = text(&output.stdout);
+    let mut lines: Vec<_> = said.lines().map(str::trim_end).collect();
+    lines.sort_unstable();
+    let mut expected: Vec<_> = (0..2)
+        .flat_map(|rank| {
+            let place = format!("[{rank}] {rank} of 2, local 0 of 1 at 10.77.0.1");
+            [place, format!("[{rank}] far0 lo")]
+        })
+        .collect();
+    expected.sort_unstable();
+    assert_eq!(lines, expected, "{}", text(&output.stderr));
+}
+
+#[test]
+fn ranks_reduce_over_a_long_and_lossy_link() {
+    let arguments = ["--rate", "100mbit", "--delay", "10ms", "--loss", "0.5%", "--burst", "3", "--"];
+    let bench = [FARWIRE, "bench", "all_reduce", "--size", "1MiB", "--iters", "2", "--warmup", "1"];
+    let Some(output) = netlab(&[&arguments[..], &bench].concat()) else { return };
+    assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
+    assert!(text(&output.stdout).contains("all_reduce"), "{}", text(&output.stdout));
+}
+
+/// Nothing stays behind, even if it cannot clean up: its ranks end, and with them their hosts.
+#[test]
+fn a_killed_laboratory_leaves_no_process() {
+    use std::io::{BufRead, BufReader};
+    if netlab(&["--hosts", "1", "--", "true"]).is_none() {
+        return;
+    }
+    let mut lab = Command::new(FARWIRE)
+        .args(["netlab", "--hosts", "2", "--", "sh", "-c", "echo $$; exec sleep 600"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut lines = BufReader::new(lab.stdout.take().unwrap()).lines();
+    let mut pid = || lines.next().unwrap().unwrap()[4..].parse::<u32>().unwrap();
+    let ranks = [pid(), pid()];
+    lab.kill().unwrap();
+    lab.wait().unwrap();
+    // Both hold the other end of this pipe, so it ends when they do.
+    assert!(lines.next().is_none());
+    for rank in ranks {
+        let state = std::fs::read_to_string(format!("/proc/{rank}/stat")).unwrap_or_default();
+        assert!(!state.contains("(sleep) S"), "{state}");
+    }
+}
+
+#[test]
+fn what_cannot_be_parsed_shows_what_can() {
+    for (flag, value, hint) in [
+        ("--rate", "fast", "200mbit"),
+        ("--queue", "long", "256KiB"),
+        ("--outage", "8s..5s", "5s..8s"),
+        ("--loss", "200%", "0.1%"),
+    ] {
+        let output = Command::new(FARWIRE).args(["netlab", flag, value, "--", "true"]).output().unwrap();
+        assert!(!output.status.success());
+        let said = text(&output.stderr);
+        assert!(said.contains(hint) || said.contains("1gbit"), "{flag}: {said}");
+    }
+}

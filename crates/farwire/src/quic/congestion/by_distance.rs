@@ -1,0 +1,105 @@
+//! CUBIC between neighbours, the model over a distance.
+//!
+//! Where round trips are short, CUBIC fills the line, shares it as everything else there does, and a lost
+//! packet costs it little: it grows back within milliseconds. The farther the peer, the longer that takes,
+//! and the more a model of the path pays. So the first round trips of a connection decide.
+
+use std::any::Any;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use quinn::congestion::{Controller, ControllerFactory};
+use quinn_proto::RttEstimator;
+
+use super::Congestion;
+
+/// Peers with a shorter round trip are neighbours.
+const NEAR: Duration = Duration::from_millis(5);
+/// Acknowledgements until that is decided: the first of them include the time of a handshake.
+const ENOUGH: u32 = 12;
+
+/// Makes [`ByDistance`]s.
+pub(super) struct ByDistanceConfig {
+    near: Arc<dyn ControllerFactory + Send + Sync>,
+    far: Arc<dyn ControllerFactory + Send + Sync>,
+}
+
+impl Default for ByDistanceConfig {
+    fn default() -> Self {
+        Self { near: Congestion::Cubic.factory(), far: Congestion::Model.factory() }
+    }
+}
+
+impl ControllerFactory for ByDistanceConfig {
+    fn build(self: Arc<Self>, now: Instant, mtu: u16) -> Box<dyn Controller> {
+        let (near, far) = (self.near.clone().build(now, mtu), self.far.clone().build(now, mtu));
+        Box::new(ByDistance { near: Some(near), far: Some(far), acks: 0 })
+    }
+}
+
+/// Two controllers that see the same, until one of them is dropped.
+pub(super) struct ByDistance {
+    near: Option<Box<dyn Controller>>,
+    far: Option<Box<dyn Controller>>,
+    acks: u32,
+}
+
+impl ByDistance {
+    fn both(&mut self) -> impl Iterator<Item = &mut Box<dyn Controller>> {
+        self.near.iter_mut().chain(&mut self.far)
+    }
+
+    /// Whether the peer is a neighbour, once that is decided.
+    #[cfg(test)]
+    pub(super) fn is_near(&self) -> Option<bool> {
+        (self.acks >= ENOUGH).then_some(self.near.is_some())
+    }
+}
+
+impl Controller for ByDistance {
+    fn on_sent(&mut self, now: Instant, bytes: u64, last_packet: u64) {
+        self.both().for_each(|controller| controller.on_sent(now, bytes, last_packet));
+    }
+
+    fn on_ack(&mut self, now: Instant, sent: Instant, bytes: u64, app_limited: bool, rtt: &RttEstimator) {
+        self.both().for_each(|controller| controller.on_ack(now, sent, bytes, app_limited, rtt));
+        self.acks = self.acks.saturating_add(1);
+        if self.acks == ENOUGH {
+            let loser = if rtt.min() < NEAR { &mut self.far } else { &mut self.near };
+            *loser = None;
+        }
+    }
+
+    fn on_end_acks(&mut self, now: Instant, in_flight: u64, app_limited: bool, largest: Option<u64>) {
+        self.both().for_each(|controller| controller.on_end_acks(now, in_flight, app_limited, largest));
+    }
+
+    fn on_congestion_event(&mut self, now: Instant, sent: Instant, persistent: bool, lost: u64) {
+        self.both().for_each(|controller| controller.on_congestion_event(now, sent, persistent, lost));
+    }
+
+    fn on_mtu_update(&mut self, mtu: u16) {
+        self.both().for_each(|controller| controller.on_mtu_update(mtu));
+    }
+
+    fn window(&self) -> u64 {
+        let chosen = self.far.as_ref().or(self.near.as_ref());
+        chosen.map_or(0, |controller| controller.window())
+    }
+
+    fn clone_box(&self) -> Box<dyn Controller> {
+        let clone = |controller: &Option<Box<dyn Controller>>| {
+            controller.as_ref().map(|controller| controller.clone_box())
+        };
+        Box::new(Self { near: clone(&self.near), far: clone(&self.far), acks: self.acks })
+    }
+
+    fn initial_window(&self) -> u64 {
+        let chosen = self.far.as_ref().or(self.near.as_ref());
+        chosen.map_or(0, |controller| controller.initial_window())
+    }
+
+    fn into_any(self: Box<Self>) -> Box<dyn Any> {
+        self
+    }
+}
