@@ -318,7 +318,8 @@ fn a_local_network_is_filled() {
 
 #[test]
 fn only_known_names_are_controllers() {
-    assert_eq!(Congestion::parse(None), Ok(Congestion::Model));
+    assert_eq!(Congestion::parse(None), Ok(Congestion::ByDistance));
+    assert_eq!(Congestion::parse(Some("model")), Ok(Congestion::Model));
     assert_eq!(Congestion::parse(Some("cubic")), Ok(Congestion::Cubic));
     for wrong in ["", "bbr", "Model"] {
         assert_eq!(Congestion::parse(Some(wrong)), Err(wrong.to_owned()));
