@@ -78,7 +78,8 @@ impl Trainer {
         let prepare = || match steps_in(dir)?.pop() {
             Some((_, folder)) => Err(bad(
                 &folder,
-                "is a checkpoint of another run; resume it, or keep checkpoints in another folder".to_owned(),
+                "is a checkpoint of an earlier run; resume it, or keep checkpoints in another folder"
+                    .to_owned(),
             )),
             None => {
                 create_folder(dir).map_err(io(dir))?;
@@ -188,7 +189,7 @@ impl Trainer {
         let whys: Vec<String> = damaged.into_iter().map(|(_, why)| why).collect();
         let what = match &whys[..] {
             [] => "there is no checkpoint here; start without resuming".to_owned(),
-            whys => format!("no checkpoint here is whole: {}; start without resuming", whys.join("; ")),
+            whys => format!("no checkpoint here is whole: {}; start anew in another folder", whys.join("; ")),
         };
         Err(bad(dir, what))
     }

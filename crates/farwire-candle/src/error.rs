@@ -34,8 +34,8 @@ pub enum TrainError {
     },
     /// Every step is left out.
     #[error(
-        "{steps} steps in a row were left out, up to step {}, since {found}; lower the learning rate, or \
-         go on from an older checkpoint", step + 1
+        "{steps} steps in a row were left out, up to step {}, since {found}; start again with a \
+         lower learning rate, perhaps from the weights of an older checkpoint", step + 1
     )]
     TooManySkipped {
         /// How many.

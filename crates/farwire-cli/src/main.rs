@@ -44,6 +44,8 @@ fn main() -> ExitCode {
         .with_env_filter(log.unwrap_or_else(|_| "warn".into()))
         .with_writer(std::io::stderr)
         .without_time()
+        // A log that nobody reads any more is no reason to panic.
+        .log_internal_errors(false)
         .init();
     let result: Result<ExitCode, Box<dyn Error>> = match Cli::parse().command {
         Command::Bench(args) => bench::run(&args).map_err(Into::into),

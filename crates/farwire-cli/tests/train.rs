@@ -213,6 +213,17 @@ fn skipped_steps_are_counted_and_a_run_with_some_can_be_resumed() {
     assert_eq!(lines.last().unwrap()["steps"], 9, "the whole history");
 }
 
+/// Checkpoints of a model that does not move would push out those of when it did.
+#[test]
+fn skipped_steps_leave_older_checkpoints_alone() {
+    let dir = Folder::new("streak");
+    let job = "--ranks 1 --lr 1e9 --on-nan skip --steps 150 --checkpoint kept --checkpoint-every 10";
+    let output = farwire(&dir.0, job);
+    let said = text(&output.stderr);
+    assert!(!output.status.success() && said.contains("100 steps in a row were left out"), "{said}");
+    assert_eq!(names(&dir.0.join("kept")), ["step-00000010"]);
+}
+
 #[test]
 fn a_damaged_checkpoint_is_named_and_the_one_before_taken() {
     let dir = Folder::new("damaged");
@@ -236,7 +247,7 @@ fn a_damaged_checkpoint_is_named_and_the_one_before_taken() {
             format!("{job} --steps 8 --resume").replace("740992", "740993"),
             "seed 9007199254740992, not 9007199254740993",
         ),
-        (format!("{job} --steps 8"), "is a checkpoint of another run"),
+        (format!("{job} --steps 8"), "is a checkpoint of an earlier run"),
     ] {
         let output = farwire(&dir.0, &arguments);
         let said = text(&output.stderr);

@@ -53,7 +53,11 @@ impl Token {
     /// The token in a file, which nobody but its owner may be able to read.
     pub(crate) fn read(path: &Path) -> io::Result<Self> {
         let mut file = fs::File::open(path)?;
-        let mode = file.metadata()?.permissions().mode();
+        let about = file.metadata()?;
+        if !about.is_file() {
+            return Err(io::Error::other(format!("{} is not a file with a token in it", path.display())));
+        }
+        let mode = about.permissions().mode();
         if mode & 0o077 != 0 {
             return Err(io::Error::other(format!(
                 "{0} can be read by others (mode {1:03o}); run: chmod 600 {0}",

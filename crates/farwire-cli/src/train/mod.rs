@@ -313,6 +313,8 @@ fn train(
     };
     let mut run = Run { steps: before, ..Run::new(&trainer) };
     view.begin(&run, &trainer)?;
+    let moved = |trainer: &Trainer| trainer.steps_done() - trainer.steps_skipped();
+    let mut saved = None;
     while trainer.steps_done() < steps && !run.stopped {
         let report = trainer.step(stop.load(Ordering::Relaxed))?;
         run.stopped = report.stop;
@@ -323,9 +325,12 @@ fn train(
         let done = trainer.steps_done();
         let last = done == steps || run.stopped;
         if let Some(dir) = &args.checkpoint
-            && (last || done.is_multiple_of(args.checkpoint_every as usize))
+            // While every step is skipped, new checkpoints would only push out the good ones.
+            && (last
+                || done.is_multiple_of(args.checkpoint_every as usize) && saved != Some(moved(&trainer)))
         {
             save(&mut trainer, dir, &run)?;
+            saved = Some(moved(&trainer));
         }
     }
     run.trace = trainer.trace().to_vec();

@@ -107,7 +107,11 @@ impl Run {
             skipped: self.skipped,
             last_skipped: self.steps.iter().rev().find_map(|step| step.skipped.clone()),
             first_loss: losses(&self.steps).first().copied().unwrap_or(f64::NAN),
-            final_loss: last_losses.iter().sum::<f64>() / last_losses.len() as f64,
+            // A model that is beyond help must not look as it did before.
+            final_loss: match self.steps.last() {
+                Some(step) if step.skipped.is_some() => step.loss,
+                _ => last_losses.iter().sum::<f64>() / last_losses.len() as f64,
+            },
             seconds,
             tokens_per_second: total(|step| step.tokens as f64) / seconds,
             wire_bytes: sent as u64,
