@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use farwire_proto::{Epoch, Peer, VERSION};
-use quinn::{Connection, Endpoint, RecvStream, SendStream};
+use quinn::{ClientConfig, Connection, Endpoint, RecvStream, SendStream, ServerConfig};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
@@ -26,8 +26,7 @@ use super::env::Place;
 use super::identity::{Identity, IdentityError};
 use super::job::JobName;
 use super::{door, held_port};
-use crate::quic::congestion::Congestion;
-use crate::quic::link;
+use crate::quic::transport::Transport;
 
 /// How long one hello may take.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
@@ -201,16 +200,13 @@ pub(crate) async fn resolve(place: &Place) -> Result<SocketAddr, JoinError> {
 pub(crate) async fn join(
     terms: &Terms<'_>,
     identity: Arc<Identity>,
-    transport: quinn::TransportConfig,
+    transport: Transport,
 ) -> Result<(Endpoint, Vec<Option<Acquaintance>>), JoinError> {
     let &Terms { place, master, timeout, .. } = terms;
     let deadline = Instant::now() + timeout;
     let (me, world) = (place.rank, place.world);
-    let transport = Arc::new(transport);
-    let mut endpoint = listen(terms, &identity, transport.clone())?;
-    let mut client = identity.client_config()?;
-    client.transport_config(transport);
-    endpoint.set_default_client_config(client);
+    let (endpoint, server) = listen(terms, &identity)?;
+    let client = identity.client_config()?;
     let port = endpoint.local_addr().map_err(|error| JoinError::Listen { address: master, error })?.port();
     let mut random = [0; 8];
     aws_lc_rs::rand::fill(&mut random).map_err(|_| JoinError::Identity("no randomness".to_owned()))?;
@@ -227,14 +223,15 @@ pub(crate) async fn join(
     let (door, mut newcomers) = mpsc::channel(world.len());
     let refusals = Arc::new(Refusals::default());
     let (certified, mine, refused) = (identity.clone(), hello.clone(), refusals.clone());
-    tokio::spawn(door::keep(endpoint.clone(), move |connection| {
+    tokio::spawn(door::keep(endpoint.clone(), server, transport, move |connection| {
         let (certified, mine, refused) = (certified.clone(), mine.clone(), refused.clone());
         tokio::spawn(hear(connection, certified, mine, refused, door.clone()));
     }));
     let mut peers: Vec<Option<Acquaintance>> = (0..world.get()).map(|_| None).collect();
 
     let connect = async |peer, address| {
-        let caller = Caller { endpoint: &endpoint, identity: &identity, hello: &hello };
+        let client = client.clone();
+        let caller = Caller { endpoint: &endpoint, client, transport, identity: &identity, hello: &hello };
         caller.connect(peer, address, deadline, timeout).await
     };
     let mut table = Vec::new();
@@ -323,12 +320,8 @@ pub(crate) async fn join(
     Ok((endpoint, peers))
 }
 
-/// This process's socket: rank 0's where all look for it.
-fn listen(
-    terms: &Terms<'_>,
-    identity: &Identity,
-    transport: Arc<quinn::TransportConfig>,
-) -> Result<Endpoint, JoinError> {
+/// This process's socket, rank 0's where all look for it; and how it answers those that connect.
+fn listen(terms: &Terms<'_>, identity: &Identity) -> Result<(Endpoint, ServerConfig), JoinError> {
     let master = terms.master;
     let any = match (master.ip().is_loopback(), master.is_ipv6()) {
         (true, _) => master.ip(),
@@ -338,15 +331,15 @@ fn listen(
     let first = terms.place.rank == Peer(0);
     let address = SocketAddr::new(any, if first { master.port() } else { terms.port });
     let mut server = identity.server_config()?;
-    server.transport_config(transport);
     door::limit_incoming(&mut server);
     let listen = || {
         let socket = held_port::bind(address, first && terms.port_is_held)?;
         widen(&socket);
-        let config = quinn::EndpointConfig::default();
-        Endpoint::new(config, Some(server), socket, Arc::new(quinn::TokioRuntime))
+        let runtime = Arc::new(quinn::TokioRuntime);
+        Endpoint::new(Transport::endpoint(), Some(server.clone()), socket, runtime)
     };
-    listen().map_err(|error| JoinError::Listen { address, error })
+    let endpoint = listen().map_err(|error| JoinError::Listen { address, error })?;
+    Ok((endpoint, server))
 }
 
 /// Everyone has come: rank 0 sends the table, the others say who they are.
@@ -428,6 +421,8 @@ impl Refusals {
 /// A process that calls others.
 struct Caller<'a> {
     endpoint: &'a Endpoint,
+    client: ClientConfig,
+    transport: Transport,
     identity: &'a Identity,
     hello: &'a Hello,
 }
@@ -441,14 +436,16 @@ impl Caller<'_> {
         deadline: Instant,
         waited: Duration,
     ) -> Result<Acquaintance, JoinError> {
-        let Self { endpoint, identity, hello } = self;
+        let Self { endpoint, client, transport, identity, hello } = self;
         let here = Peer(hello.member.rank);
         let mut last = "no answer".to_owned();
         let mut patience = FIRST_RETRY;
         while Instant::now() < deadline {
             let attempt = async {
-                let connecting =
-                    endpoint.connect(address, &identity.name_of(peer)).map_err(|error| error.to_string())?;
+                let mut client = client.clone();
+                client.transport_config(transport.to(address));
+                let connecting = endpoint.connect_with(client, address, &identity.name_of(peer));
+                let connecting = connecting.map_err(|error| error.to_string())?;
                 let connection = timeout(patience, connecting).await.map_err(|_| "no answer".to_owned())?;
                 let connection = connection.map_err(|error| error.to_string())?;
                 let (mut to, mut from) = connection.open_bi().await.map_err(|error| error.to_string())?;
@@ -635,25 +632,6 @@ pub(crate) fn widen(socket: &UdpSocket) -> usize {
 /// Bytes that are asked for.
 pub(crate) const BUFFER: usize = 8 << 20;
 
-/// Limits for connections of all kinds. A link that carries data asks for more; strangers never get there, and a handshake costs little memory.
-pub(crate) fn transport(congestion: Congestion) -> quinn::TransportConfig {
-    let mut transport = quinn::TransportConfig::default();
-    transport
-        .congestion_controller_factory(congestion.factory())
-        .max_concurrent_uni_streams(0u32.into())
-        .max_concurrent_bidi_streams(4u32.into())
-        .stream_receive_window(link::STREAM_WINDOW)
-        .receive_window(link::STREAM_WINDOW)
-        .send_window(link::CONNECTION_WINDOW.into_inner())
-        .datagram_receive_buffer_size(None)
-        // A peer that waits for others to join may have nothing to say for longer than the idle timeout.
-        .keep_alive_interval(Some(Duration::from_secs(3)))
-        // A first packet that finds nobody listening yet is soon sent again.
-        .initial_rtt(Duration::from_millis(50))
-        .max_idle_timeout(Some(quinn::VarInt::from_u32(10_000).into()));
-    transport
-}
-
 /// Whether a peer says it is on this host.
 pub(crate) fn is_this_host(member: &Member) -> bool {
     !member.host.is_empty() && member.host == host_id()
@@ -701,10 +679,10 @@ mod tests {
             timeout: Duration::from_secs(60),
         };
         let identity = Arc::new(Identity::new(&token, Peer(1), Epoch(0), &job).unwrap());
-        let listening = listen(&terms, &identity, Arc::new(transport(Congestion::default()))).unwrap();
+        let (listening, server) = listen(&terms, &identity).unwrap();
         let address = listening.local_addr().unwrap();
         let (door, _newcomers) = mpsc::channel(100);
-        tokio::spawn(door::keep(listening, move |connection| {
+        tokio::spawn(door::keep(listening, server, Transport::default(), move |connection| {
             let mine = hello("here", 1, VERSION);
             tokio::spawn(hear(connection, identity.clone(), mine, Arc::default(), door.clone()));
         }));
@@ -712,11 +690,9 @@ mod tests {
         for hello in hellos {
             let rank = Peer(hello.member.rank);
             let identity = Identity::new(&token, rank, Epoch(0), &hello.job).unwrap();
-            let mut client = identity.client_config().unwrap();
-            client.transport_config(Arc::new(transport(Congestion::default())));
-            let mut endpoint = Endpoint::client(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
-            endpoint.set_default_client_config(client);
-            let caller = Caller { endpoint: &endpoint, identity: &identity, hello };
+            let (client, transport) = (identity.client_config().unwrap(), Transport::default());
+            let endpoint = Endpoint::client(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+            let caller = Caller { endpoint: &endpoint, client, transport, identity: &identity, hello };
             let deadline = Instant::now() + Duration::from_secs(60);
             let heard = caller.connect(Peer(1), address, deadline, Duration::from_secs(60)).await;
             answers.push(heard.map(|_| ()).map_err(|error| error.to_string()));

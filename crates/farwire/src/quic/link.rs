@@ -457,8 +457,7 @@ mod tests {
 
     use super::*;
     use crate::join::identity::Identity;
-    use crate::join::rendezvous::transport;
-    use crate::quic::congestion::Congestion;
+    use crate::quic::transport::Transport;
     use crate::token::Token;
 
     const LONGEST: usize = 1000;
@@ -480,10 +479,11 @@ mod tests {
             let identity = Identity::new(&token, Peer(rank), Epoch(0), &Default::default()).unwrap();
             let (mut server, mut client) =
                 (identity.server_config().unwrap(), identity.client_config().unwrap());
-            let transport = Arc::new(transport(Congestion::Model));
+            let address = SocketAddr::from(([127, 0, 0, 1], 0));
+            let transport = Transport::default().to(address);
             server.transport_config(transport.clone());
             client.transport_config(transport);
-            let mut endpoint = Endpoint::server(server, SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+            let mut endpoint = Endpoint::server(server, address).unwrap();
             endpoint.set_default_client_config(client);
             (endpoint, identity)
         };
