@@ -477,10 +477,10 @@ async fn accept_streams(connection: Connection, shared: Arc<Shared>) {
 /// Reads frames for as long as there is room for them; what there is no room for stays with the peer.
 async fn read_stream(mut stream: RecvStream, shared: &Shared) -> Result<(), Broken> {
     let mut lane = None;
-    let end = loop {
+    let given_up = loop {
         let mut start = [0; 1 + HEADER_LEN];
         if let Err(end) = stream.read_exact(&mut start).await {
-            break end;
+            break is_reset(&end);
         }
         let last = match start[0] {
             0 => false,
@@ -498,21 +498,25 @@ async fn read_stream(mut stream: RecvStream, shared: &Shared) -> Result<(), Brok
             match shared.room(of, header.index, &mut stream).await? {
                 Room::Next => {}
                 Room::Spare(room) => spare = Some(room),
-                // Which reading on will tell.
-                Room::NotWanted => continue,
+                Room::NotWanted => break true,
             }
         }
         let mut body = vec![0; length];
         if let Err(end) = stream.read_exact(&mut body).await {
-            break end;
+            break is_reset(&end);
         }
         shared.tell(Ok(News::Frame(Frame { header, body, last, _room: spare })));
     };
-    // A connection that ends in the middle is told by the heartbeats.
-    if let (ReadExactError::ReadError(ReadError::Reset(_)), Some(lane)) = (end, lane) {
+    if let Some(lane) = lane.filter(|_| given_up) {
         shared.tell(Ok(News::GivenUp(lane)));
     }
     Ok(())
+}
+
+/// Whether a stream was given up by the peer. If it has ended, that is well; a connection that has is
+/// told by the heartbeats.
+fn is_reset(end: &ReadExactError) -> bool {
+    matches!(end, ReadExactError::ReadError(ReadError::Reset(_)))
 }
 
 #[cfg(test)]
