@@ -18,6 +18,10 @@ const LONGEST_PAYLOAD: u16 = 6500;
 /// Bytes of the headers of IPv6 and UDP.
 const HEADERS: u32 = 48;
 
+/// After this time without a packet, one is sent. A peer that waits for others to join may have nothing to
+/// say for longer than the idle timeout.
+pub(crate) const KEEP_ALIVE: Duration = Duration::from_secs(3);
+
 /// Settings for the connections of one endpoint.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Transport {
@@ -49,9 +53,7 @@ impl Transport {
             // A frame that has begun is sent to its end before the next, which nobody can use earlier.
             .send_fairness(false)
             .datagram_receive_buffer_size(None)
-            // A peer that waits for others to join may have nothing to say for longer than the idle
-            // timeout.
-            .keep_alive_interval(Some(Duration::from_secs(3)))
+            .keep_alive_interval(Some(KEEP_ALIVE))
             // A first packet that finds nobody listening yet is soon sent again.
             .initial_rtt(Duration::from_millis(50))
             .max_idle_timeout(Some(VarInt::from_u32(10_000).into()));
