@@ -5,7 +5,8 @@
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Optimizer, SGD};
 use farwire::Communicator;
-use farwire_candle::{ColumnParallelLinear, Group, Params, RowParallelLinear};
+use farwire_candle::{ColumnParallelLinear, Params, RowParallelLinear};
+use farwire_train::Group;
 
 /// x + down(relu(up(x))): each rank has a share of the columns between `up` and `down`.
 struct Block {

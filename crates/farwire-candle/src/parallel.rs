@@ -13,8 +13,10 @@
 
 use candle_core::{DType, Result, Tensor};
 
-use crate::collective::{Group, gather_forward, sum_backward, sum_forward};
-use crate::params::{Cut, Init, Params};
+use farwire_train::{Cut, Group, Init};
+
+use crate::collective::{gather_forward, sum_backward, sum_forward};
+use crate::params::Params;
 
 /// `y = x·Wᵀ + b` with the outputs cut: each rank computes its columns of y.
 ///
@@ -22,7 +24,8 @@ use crate::params::{Cut, Init, Params};
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use farwire_candle::{ColumnParallelLinear, Group, Params, RowParallelLinear};
+/// use farwire_candle::{ColumnParallelLinear, Params, RowParallelLinear};
+/// use farwire_train::Group;
 ///
 /// std::thread::scope(|scope| {
 ///     for comm in farwire::local(2).expect("shared memory") {

@@ -12,13 +12,15 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use farwire::{CodecChoice, Communicator, EnvError, Place};
-use farwire_candle::gpt::{Config, Writer};
-use farwire_candle::{OnNan, Settings, StepReport, TrainError, Trainer, embedded};
-use farwire_train::{PhaseIn, Schedule};
+use farwire_train::gpt::{Config, Writer};
+use farwire_train::{Library, OnNan, PhaseIn, Schedule, Settings, StepReport, TrainError, Trainer, embedded};
 
 use crate::launch::{Job, JobOutput, LaunchError, Wishes, hold_port, random_name};
 use crate::units;
 use view::{Run, View};
+
+/// What the model is computed with: the one place that names a tensor library.
+const LIBRARY: &dyn Library = &farwire_candle::Candle;
 
 /// How long ranks have to write a checkpoint once they were asked to end.
 const GRACE: Duration = Duration::from_secs(60);
@@ -302,7 +304,7 @@ fn train(
     view: &mut View,
 ) -> Result<Run, TrainCommandError> {
     let steps = settings.steps;
-    let mut trainer = Trainer::new(comm, settings, text)?;
+    let mut trainer = Trainer::new(LIBRARY, comm, settings, text)?;
     if let Some(path) = &args.init {
         trainer.load_weights(path)?;
     }
@@ -336,9 +338,8 @@ fn train(
     run.trace = trainer.trace().to_vec();
     view.end();
     if let (Some(weights), false) = (trainer.gathered_weights()?, run.stopped) {
-        let writer = Writer::new(weights, run.settings.model).map_err(TrainError::from)?;
-        let prompt = "The ";
-        let sample = writer.write(prompt, SAMPLE, 0.7, run.settings.seed).map_err(TrainError::from)?;
+        let mut writer = Writer::new(LIBRARY, weights, run.settings.model)?;
+        let sample = writer.write("The ", SAMPLE, 0.7, run.settings.seed)?;
         // What it writes must not move the cursor.
         run.sample = sample.chars().filter(|c| !c.is_control() || *c == '\n').collect();
     }

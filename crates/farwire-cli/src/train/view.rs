@@ -5,8 +5,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use farwire::CodecChoice;
-use farwire_candle::{Settings, StepReport, Trainer};
-use farwire_train::Span;
+use farwire_train::{Settings, Span, StepReport, Trainer};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 

@@ -24,13 +24,15 @@ use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
 use aws_lc_rs::digest::{self, SHA256};
-use candle_core::{Device, Tensor};
-use farwire::{CodecChoice, CodecPolicy, Communicator};
+use farwire::{CodecChoice, CodecPolicy};
 use serde::{Deserialize, Serialize};
 
+use crate::carry;
 use crate::error::TrainError;
+use crate::param::{Arrays, read_safetensors, write_safetensors};
+use crate::settings::Settings;
 use crate::text;
-use crate::trainer::{Settings, Trainer};
+use crate::trainer::Trainer;
 
 /// What is known of a checkpoint beside its tensors.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -96,7 +98,7 @@ impl Trainer {
     fn tell(&self, dir: &Path, result: Result<(), TrainError>) -> Result<(), TrainError> {
         let told = result.as_ref().err().map(TrainError::to_string).unwrap_or_default();
         let world = self.mesh().world();
-        let told = broadcast_bytes(world, (world.rank() == 0).then(|| told.into_bytes()))?;
+        let told = carry::broadcast_bytes(world, (world.rank() == 0).then(|| told.into_bytes()))?;
         if world.rank() > 0 && !told.is_empty() {
             return Err(bad(dir, format!("rank 0 says: {}", String::from_utf8_lossy(&told))));
         }
@@ -145,7 +147,7 @@ impl Trainer {
         };
         let told = serde_json::to_vec(&told).map_err(|error| bad(dir, error.to_string()))?;
         let world = self.mesh().world();
-        let told = broadcast_bytes(world, (world.rank() == 0).then_some(told))?;
+        let told = carry::broadcast_bytes(world, (world.rank() == 0).then_some(told))?;
         let (tensors, residuals) = match found {
             Some(result) => {
                 let (_, Saved { tensors, residuals }) = result?;
@@ -157,7 +159,8 @@ impl Trainer {
             serde_json::from_slice(&told).map_err(|error| bad(dir, error.to_string()))?;
         let about = told.map_err(|why| bad(dir, format!("rank 0 says: {why}")))?;
         self.restore(about.step, about.skipped, tensors)?;
-        // What is owed is owed through the same codecs, and a run that goes on must not depend on today's network.
+        // What is owed is owed through the same codecs, and a run that goes on must not depend on today's
+        // network.
         let is_known = self.settings().layout() == about.settings.layout()
             && !matches!(about.settings.codec, CodecChoice::Given(_));
         self.restore_codec(&about.settings, is_known.then(|| about.codec.clone()));
@@ -194,13 +197,11 @@ impl Trainer {
         Err(bad(dir, what))
     }
 
-    /// Starts from a safetensors file of whole weights, which rank 0 of the world reads. All ranks must call it.
+    /// Starts from a safetensors file of whole weights, which rank 0 of the world reads. All ranks must
+    /// call it.
     pub fn load_weights(&mut self, path: &Path) -> Result<(), TrainError> {
         let found = if self.mesh().world().rank() == 0 {
-            Some(
-                candle_core::safetensors::load(path, &Device::Cpu)
-                    .map(|tensors| tensors.into_iter().collect()),
-            )
+            Some(fs::read(path).map_err(|error| error.to_string()).and_then(|file| read_safetensors(&file)))
         } else {
             None
         };
@@ -208,7 +209,7 @@ impl Trainer {
         let good = self.mesh().world().broadcast(good, 1, 0).wait()?;
         match found {
             Some(result) => {
-                let tensors = result.map_err(|error| bad(path, error.to_string()))?;
+                let tensors = result.map_err(|error| bad(path, error))?;
                 self.restore(0, 0, Some(tensors))
             }
             None if good == [1] => self.restore(0, 0, None),
@@ -230,14 +231,14 @@ fn same_data(mine: &str, theirs: &str) -> Result<(), String> {
 fn write(
     dir: &Path,
     about: &Checkpoint,
-    weights: &BTreeMap<String, Tensor>,
-    moments: &BTreeMap<String, Tensor>,
+    weights: &Arrays,
+    moments: &Arrays,
     residuals: &[Vec<u8>],
     damaged: &[PathBuf],
 ) -> Result<(), TrainError> {
     // Nothing good may give way to what cannot be trained further.
-    for (name, tensor) in weights.iter().chain(moments) {
-        if tensor.flatten_all()?.to_vec1::<f32>()?.iter().any(|x| !x.is_finite()) {
+    for (name, array) in weights.iter().chain(moments) {
+        if array.data.iter().any(|x| !x.is_finite()) {
             let what = format!("`{name}` holds a NaN or an infinity after step {}", about.step);
             return Err(bad(dir, format!("{what}; no checkpoint is written, older ones are kept")));
         }
@@ -253,11 +254,8 @@ fn write(
         remove(&stale).map_err(io(&stale))?; // of a run that was killed
     }
     let mut draft = Draft::new(dir, &about.name())?;
-    for (file, tensors) in [(MODEL, weights), (OPTIMIZER, moments)] {
-        let tensors = tensors.iter().map(|(name, tensor)| (name.clone(), tensor.clone())).collect();
-        draft.add(file, |path| {
-            candle_core::safetensors::save(&tensors, path).map_err(|error| bad(path, error.to_string()))
-        })?;
+    for (file, arrays) in [(MODEL, weights), (OPTIMIZER, moments)] {
+        draft.add(file, |path| write_safetensors(arrays, path).map_err(|error| bad(path, error)))?;
     }
     for (rank, bytes) in residuals.iter().enumerate() {
         draft.add(&residuals_of(rank), |path| fs::write(path, bytes).map_err(io(path)))?;
@@ -347,7 +345,7 @@ impl Drop for Draft {
 
 /// What a checkpoint holds.
 struct Saved {
-    tensors: BTreeMap<String, Tensor>,
+    tensors: Arrays,
     /// By rank.
     residuals: Vec<Vec<u8>>,
 }
@@ -379,10 +377,9 @@ fn read(folder: &Path) -> Result<(Checkpoint, Saved), String> {
         }
     };
     let about: Checkpoint = serde_json::from_slice(&file(JOB)?).map_err(|error| format!("{JOB}: {error}"))?;
-    let mut tensors = BTreeMap::new();
+    let mut tensors = Arrays::new();
     for name in [MODEL, OPTIMIZER] {
-        let found = candle_core::safetensors::load_buffer(&file(name)?, &Device::Cpu);
-        tensors.extend(found.map_err(|error| format!("{name}: {error}"))?);
+        tensors.extend(read_safetensors(&file(name)?).map_err(|error| format!("{name}: {error}"))?);
     }
     let owed = sums.keys().filter(|name| name.starts_with(RESIDUALS)).count();
     let [dp, tp, pp, _] = about.settings.layout();
@@ -484,103 +481,4 @@ fn io(path: &Path) -> impl FnOnce(io::Error) -> TrainError {
 
 fn bad(path: &Path, what: String) -> TrainError {
     TrainError::BadCheckpoint { path: path.display().to_string(), what }
-}
-
-/// Names and shapes of tensors, which travel before them.
-type Header = Vec<(String, Vec<usize>)>;
-
-fn header(tensors: &BTreeMap<String, Tensor>) -> Result<Vec<u8>, TrainError> {
-    let header: Header =
-        tensors.iter().map(|(name, tensor)| (name.clone(), tensor.dims().to_vec())).collect();
-    serde_json::to_vec(&header).map_err(|error| TrainError::Settings(error.to_string()))
-}
-
-fn parse(header: &[u8]) -> Result<Header, TrainError> {
-    serde_json::from_slice(header).map_err(|error| TrainError::Settings(error.to_string()))
-}
-
-/// Sends named tensors to a rank that [`receive_tensors`].
-pub(crate) fn send_tensors(
-    comm: &Communicator,
-    to: usize,
-    tensors: &BTreeMap<String, Tensor>,
-) -> Result<(), TrainError> {
-    let header = header(tensors)?;
-    comm.send(vec![header.len() as u64], to, TAG).wait()?;
-    comm.send(header, to, TAG).wait()?;
-    for tensor in tensors.values() {
-        comm.send(tensor.flatten_all()?.to_vec1::<f32>()?, to, TAG).wait()?;
-    }
-    Ok(())
-}
-
-/// Apart from the tags of a pipeline's micro-batches.
-const TAG: u32 = u32::MAX;
-
-pub(crate) fn receive_tensors(
-    comm: &Communicator,
-    from: usize,
-) -> Result<BTreeMap<String, Tensor>, TrainError> {
-    let length = comm.recv::<u64>(1, from, TAG).wait()?[0];
-    let header = parse(&comm.recv::<u8>(length as usize, from, TAG).wait()?)?;
-    let tensors = header.into_iter().map(|(name, shape)| {
-        let data = comm.recv::<f32>(shape.iter().product(), from, TAG).wait()?;
-        Ok((name, Tensor::from_vec(data, shape, &Device::Cpu)?))
-    });
-    tensors.collect()
-}
-
-/// Gives each of rank 0's tensors to every rank, one at a time.
-pub(crate) fn broadcast_tensors(
-    comm: &Communicator,
-    tensors: Option<BTreeMap<String, Tensor>>,
-    take: &mut dyn FnMut(&str, &Tensor) -> Result<(), TrainError>,
-) -> Result<(), TrainError> {
-    let tensors = tensors.unwrap_or_default();
-    let header = broadcast_bytes(comm, if comm.rank() == 0 { Some(header(&tensors)?) } else { None })?;
-    for (name, shape) in parse(&header)? {
-        let mine = match tensors.get(&name) {
-            Some(tensor) => Some(tensor.flatten_all()?.to_vec1::<f32>()?),
-            None => None,
-        };
-        let data = comm.broadcast(mine, shape.iter().product(), 0).wait()?;
-        take(&name, &Tensor::from_vec(data, shape, &Device::Cpu)?)?;
-    }
-    Ok(())
-}
-
-/// Every rank's bytes: on rank 0, by rank; none elsewhere.
-pub(crate) fn gather_bytes(comm: &Communicator, mine: Vec<u8>) -> Result<Option<Vec<Vec<u8>>>, TrainError> {
-    if comm.rank() > 0 {
-        comm.send(vec![mine.len() as u64], 0, TAG).wait()?;
-        comm.send(mine, 0, TAG).wait()?;
-        return Ok(None);
-    }
-    let mut all = vec![mine];
-    for from in 1..comm.size() {
-        let length = comm.recv::<u64>(1, from, TAG).wait()?[0];
-        all.push(comm.recv::<u8>(length as usize, from, TAG).wait()?);
-    }
-    Ok(Some(all))
-}
-
-/// Gives each rank its own of the bytes that rank 0 has, by rank.
-pub(crate) fn scatter_bytes(comm: &Communicator, all: Option<Vec<Vec<u8>>>) -> Result<Vec<u8>, TrainError> {
-    if comm.rank() > 0 {
-        let length = comm.recv::<u64>(1, 0, TAG).wait()?[0];
-        return Ok(comm.recv::<u8>(length as usize, 0, TAG).wait()?);
-    }
-    let mut all = all.unwrap_or_else(|| vec![Vec::new(); comm.size()]).into_iter();
-    let mine = all.next().unwrap_or_default();
-    for (to, bytes) in (1..).zip(all) {
-        comm.send(vec![bytes.len() as u64], to, TAG).wait()?;
-        comm.send(bytes, to, TAG).wait()?;
-    }
-    Ok(mine)
-}
-
-fn broadcast_bytes(comm: &Communicator, bytes: Option<Vec<u8>>) -> Result<Vec<u8>, TrainError> {
-    let length = bytes.as_ref().map(|bytes| vec![bytes.len() as u64]);
-    let length = comm.broadcast(length, 1, 0).wait()?[0] as usize;
-    Ok(comm.broadcast(bytes, length, 0).wait()?)
 }

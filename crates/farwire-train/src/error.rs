@@ -1,6 +1,11 @@
 //! Why training stopped, or did not start.
 
-use farwire_train::{ExchangeError, MeshError, NotFinite, PlanError, ScheduleError};
+use crate::exchange::ExchangeError;
+use crate::finite::NotFinite;
+use crate::library::LibraryError;
+use crate::mesh::MeshError;
+use crate::plan::PlanError;
+use crate::schedule::ScheduleError;
 
 /// Why training stopped, or did not start.
 #[derive(Debug, thiserror::Error)]
@@ -48,9 +53,9 @@ pub enum TrainError {
     /// An operation between ranks failed.
     #[error(transparent)]
     Farwire(#[from] farwire::Error),
-    /// A tensor operation failed.
+    /// The tensor library failed.
     #[error(transparent)]
-    Candle(#[from] candle_core::Error),
+    Library(LibraryError),
     /// A parameter without a gradient would never learn.
     #[error("parameter `{0}` got no gradient; some operation between it and the loss has no backward")]
     NoGradient(String),
@@ -70,4 +75,18 @@ pub enum TrainError {
         /// What is wrong with it, and what to do.
         what: String,
     },
+}
+
+/// What a library passes on, of a sink for example, is still what it was.
+impl From<LibraryError> for TrainError {
+    fn from(error: LibraryError) -> Self {
+        let error = match error.downcast::<Self>() {
+            Ok(own) => return *own,
+            Err(error) => error,
+        };
+        match error.downcast::<ExchangeError>() {
+            Ok(exchange) => Self::Exchange(*exchange),
+            Err(error) => Self::Library(error),
+        }
+    }
 }
