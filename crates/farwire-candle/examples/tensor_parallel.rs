@@ -1,4 +1,5 @@
-//! A block whose layers are shared by all ranks, trained as if it were on one: no call that is not on one rank, too.
+//! A block whose layers are shared by all ranks, trained as if it were on one: no call that is not
+//! on one rank, too.
 //!
 //! `farwire launch -n 4 -- cargo run -p farwire-candle --example tensor_parallel`
 

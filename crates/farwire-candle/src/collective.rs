@@ -25,8 +25,8 @@ pub(crate) fn sum_forward(x: &Tensor, group: &Group) -> Result<Tensor> {
     apply(x, group, SumForward)
 }
 
-/// Everyone's `x`, side by side along the last dimension; each takes its own columns of the gradient,
-/// which is the same on all ranks.
+/// Everyone's `x`, side by side along the last dimension; each takes its own columns of the
+/// gradient, which is the same on all ranks.
 pub(crate) fn gather_forward(x: &Tensor, group: &Group) -> Result<Tensor> {
     apply(x, group, GatherForward)
 }

@@ -10,9 +10,9 @@ use crate::params::{set, values};
 /// Replicas of a model, one per rank: the same weights at the start, the same gradients at every
 /// step.
 ///
-/// It takes a model's variables by name (for a `VarMap`, those of `varmap.data()`), gives every rank the
-/// weights of rank 0, and then, between a model's backward and its optimizer, makes every gradient the
-/// mean over all ranks.
+/// It takes a model's variables by name (for a `VarMap`, those of `varmap.data()`), gives every
+/// rank the weights of rank 0, and then, between a model's backward and its optimizer, makes every
+/// gradient the mean over all ranks.
 pub struct DataParallel {
     vars: Vec<(String, Var)>,
     replicas: Replicas,
@@ -20,8 +20,8 @@ pub struct DataParallel {
 
 impl DataParallel {
     /// Checks that all ranks have the same variables, and gives them rank 0's values. Gradients of
-    /// biases and norms travel as they are, the others through the codec, with error feedback. The codec
-    /// `auto` is chosen by measuring, for about a second.
+    /// biases and norms travel as they are, the others through the codec, with error feedback. The
+    /// codec `auto` is chosen by measuring, for about a second.
     pub fn new(
         comm: &Communicator,
         vars: impl IntoIterator<Item = (String, Var)>,
@@ -43,8 +43,9 @@ impl DataParallel {
         Ok(Self { vars, replicas })
     }
 
-    /// Lets the codec begin gently: recommended for sparse ones ([`PhaseIn::over`]). Their gradients are
-    /// sums over many steps already, so choose little momentum for them (for Adam, a β₁ near 0).
+    /// Lets the codec begin gently: recommended for sparse ones ([`PhaseIn::over`]). Their
+    /// gradients are sums over many steps already, so choose little momentum for them (for Adam, a
+    /// β₁ near 0).
     #[must_use]
     pub fn with_phase_in(mut self, phase_in: PhaseIn) -> Self {
         self.replicas.set_phase_in(phase_in);
@@ -53,9 +54,10 @@ impl DataParallel {
 
     /// Makes every variable's gradient the mean over all ranks. A variable without one is an error.
     ///
-    /// If a gradient of any rank holds a NaN or an infinity, or their sum overflows, all ranks get the
-    /// same [`TrainError::NotFinite`], which says where it came from. Gradients are then as they were,
-    /// and so is what error feedback owes: all ranks can leave this step out and go on with the next.
+    /// If a gradient of any rank holds a NaN or an infinity, or their sum overflows, all ranks get
+    /// the same [`TrainError::NotFinite`], which says where it came from. Gradients are then as
+    /// they were, and so is what error feedback owes: all ranks can leave this step out and go on
+    /// with the next.
     pub fn average(&mut self, gradients: &mut GradStore) -> Result<Summary, TrainError> {
         // Before anything is sent: what one rank lacks must not leave a step half done.
         if let Some((name, _)) = self.vars.iter().find(|(_, var)| gradients.get(var).is_none()) {

@@ -1,5 +1,5 @@
-//! A GPT: token and position embedding, blocks of causal attention and MLP, norms before each, and a
-//! head.
+//! A GPT: token and position embedding, blocks of causal attention and MLP, norms before each, and
+//! a head.
 //!
 //! ```text
 //!  ids ─▶ token + position ─▶ [ x + attention(norm(x)) ─▶ x + mlp(norm(x)) ] × layers ─▶ norm ─▶ logits
@@ -16,8 +16,8 @@ use crate::parallel::{ColumnParallelLinear, ParallelEmbedding, RowParallelLinear
 use crate::params::Params;
 use crate::stage::{Segment, Stage};
 
-/// One of `stages` equal parts of the model: its blocks, with the embedding before the first and the
-/// head after the last.
+/// One of `stages` equal parts of the model: its blocks, with the embedding before the first and
+/// the head after the last.
 pub(crate) fn stage(params: &mut Params, config: Config, stage: usize, stages: usize) -> Result<Stage> {
     let each = config.layers / stages;
     let mut segments = Vec::new();
@@ -174,8 +174,8 @@ fn softmax(x: &Tensor) -> Result<Tensor> {
     exponentials.broadcast_div(&exponentials.sum_keepdim(D::Minus1)?)
 }
 
-/// The mean of −ln p(target), over all predictions. Logits are `[…, vocabulary]`, targets u32, one for
-/// each of the rest.
+/// The mean of −ln p(target), over all predictions. Logits are `[…, vocabulary]`, targets u32, one
+/// for each of the rest.
 fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     let logits = logits.reshape(((), logits.dim(D::Minus1)?))?;
     let shifted = logits.broadcast_sub(&logits.max_keepdim(1)?.detach())?;

@@ -1,10 +1,10 @@
 //! Backward, piece by piece.
 //!
-//! Candle runs backward in one go and hands out all gradients at the end: too late to send any while
-//! others are still being computed. So a model is a list of *segments*. Forward gives each segment its
-//! input as a fresh variable, which cuts the graph there; backward goes from the last segment to the
-//! first, and passes on the gradient that each segment's input got. After each segment its parameters'
-//! gradients are ready to travel.
+//! Candle runs backward in one go and hands out all gradients at the end: too late to send any
+//! while others are still being computed. So a model is a list of *segments*. Forward gives each
+//! segment its input as a fresh variable, which cuts the graph there; backward goes from the last
+//! segment to the first, and passes on the gradient that each segment's input got. After each
+//! segment its parameters' gradients are ready to travel.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -73,8 +73,8 @@ struct Held {
 }
 
 impl Stage {
-    /// A stage. What comes from the stage before is `[sequences, hidden…]`; the last stage of a model
-    /// ends with the loss.
+    /// A stage. What comes from the stage before is `[sequences, hidden…]`; the last stage of a
+    /// model ends with the loss.
     pub fn new(segments: Vec<Segment>, hidden: &[usize], loss: Loss) -> Self {
         let hidden = hidden.to_vec();
         Self { segments, hidden, loss, held: HashMap::new(), trace: Vec::new() }

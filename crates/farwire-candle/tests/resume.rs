@@ -110,7 +110,8 @@ fn a_killed_run_goes_on_bit_for_bit() {
     }
 }
 
-/// What was measured at the start is kept: a run does not depend on how fast the network is when it goes on, and pays what it owes.
+/// What was measured at the start is kept: a run does not depend on how fast the network is when it
+/// goes on, and pays what it owes.
 #[test]
 fn a_run_with_a_measured_codec_goes_on_with_the_same() {
     let dir = directory("auto");
@@ -329,7 +330,8 @@ fn a_damaged_checkpoint_is_passed_over_for_the_one_before() {
                 }
                 let mut resumed = Trainer::new(&Candle, &comm, settings.clone(), text).unwrap();
                 assert_eq!(resumed.resume(&seen).unwrap().damaged, [""; 0], "all is well again");
-                // A run that went back writes the step again, and what was damaged is not kept for good.
+                // A run that went back writes the step again, and what was damaged is not kept for
+                // good.
                 comm.barrier().wait().unwrap();
                 if rank == 0 {
                     std::fs::write(newest.join("job.json"), "").unwrap();

@@ -1,4 +1,5 @@
-//! The trainer and its parts in one process: it learns, gradients travel during backward, and what gets no gradient is named.
+//! The trainer and its parts in one process: it learns, gradients travel during backward, and what
+//! gets no gradient is named.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -151,7 +152,8 @@ fn a_parameter_without_a_gradient_is_named() {
     assert!(matches!(&error, TrainError::NoGradient(name) if name == "lost"), "{error}");
 }
 
-/// Every micro-batch's loss is told which one it is, under every schedule, and gradients add up to those of the mean.
+/// Every micro-batch's loss is told which one it is, under every schedule, and gradients add up to
+/// those of the mean.
 #[test]
 fn the_loss_gets_the_index_of_its_micro_batch() {
     for schedule in ["gpipe", "1f1b", "interleaved:2"] {
@@ -373,7 +375,8 @@ fn a_run_that_only_skips_ends_with_an_error() {
     });
 }
 
-/// For models of one's own: all replicas get the error, nothing has changed, and the next step works.
+/// For models of one's own: all replicas get the error, nothing has changed, and the next step
+/// works.
 #[test]
 fn replicas_of_a_plain_model_are_told_of_a_nan_and_go_on() {
     for codec in ["none", "topk:0.1"] {

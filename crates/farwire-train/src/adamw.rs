@@ -1,5 +1,5 @@
-//! AdamW on plain vectors: the same bits for the same gradients, and a state that can be saved, cut and
-//! joined like the parameters it belongs to.
+//! AdamW on plain vectors: the same bits for the same gradients, and a state that can be saved, cut
+//! and joined like the parameters it belongs to.
 
 use std::collections::BTreeMap;
 
@@ -54,8 +54,8 @@ impl AdamW {
     /// Updates one parameter.
     pub fn update(&mut self, name: &str, parameter: &mut [f32], gradient: Gradient<'_>) {
         let Gradient { data, scale, rate, density } = gradient;
-        // A gradient that error feedback brings late is a sum over many steps already; momentum on top of
-        // it only makes it later.
+        // A gradient that error feedback brings late is a sum over many steps already; momentum on
+        // top of it only makes it later.
         let beta1 = BETA.0 * density.sqrt();
         let decay = 1.0 - rate * self.decay.of(name);
         let moments = self.moments.entry(name.to_owned()).or_default();

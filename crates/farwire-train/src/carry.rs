@@ -1,5 +1,7 @@
 //! Named tensors and files between ranks.
 
+use std::fmt::Display;
+
 use farwire::Communicator;
 use serde::{Deserialize, Serialize};
 
@@ -22,6 +24,20 @@ impl Header {
     fn parse(bytes: &[u8]) -> Result<Self, TrainError> {
         serde_json::from_slice(bytes).map_err(|error| TrainError::Settings(error.to_string()))
     }
+}
+
+/// Rank 0's result: if it is an error, all ranks get it. What the others have come to does not
+/// matter.
+pub fn tell<T, E>(comm: &Communicator, mine: Result<T, E>) -> Result<T, E>
+where
+    E: Display + From<TrainError>,
+{
+    let told = mine.as_ref().err().map(E::to_string).unwrap_or_default();
+    let told = broadcast_bytes(comm, (comm.rank() == 0).then(|| told.into_bytes()))?;
+    if comm.rank() > 0 && !told.is_empty() {
+        return Err(TrainError::Told(String::from_utf8_lossy(&told).into_owned()).into());
+    }
+    mine
 }
 
 /// Sends named tensors to a rank that [`receive`]s them.

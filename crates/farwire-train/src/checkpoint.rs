@@ -14,9 +14,10 @@
 //! It holds whole tensors, so a run can go on in another layout; in the same layout it goes on bit
 //! for bit. Only rank 0 writes and reads: no file system has to be shared.
 //!
-//! It appears under its name only when all of it is on the disk: files are written to a hidden folder
-//! beside it and synced, then the folder is renamed, and the name synced. What still goes wrong
-//! afterwards shows in the hashes, and a run goes on from the newest checkpoint that is whole.
+//! It appears under its name only when all of it is on the disk: files are written to a hidden
+//! folder beside it and synced, then the folder is renamed, and the name synced. What still goes
+//! wrong afterwards shows in the hashes, and a run goes on from the newest checkpoint that is
+//! whole.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -50,8 +51,8 @@ pub struct Checkpoint {
     pub codec: CodecPolicy,
     /// Whatever else the job wants to keep.
     pub notes: serde_json::Value,
-    /// Newer checkpoints beside this one, which were passed over, and what is wrong with each: as in
-    /// `step-00000020 is damaged: job.json is empty`.
+    /// Newer checkpoints beside this one, which were passed over, and what is wrong with each: as
+    /// in `step-00000020 is damaged: job.json is empty`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub damaged: Vec<String>,
 }
@@ -72,10 +73,10 @@ const JOB: &str = "job.json";
 const SUMS: &str = "SHA256SUMS";
 
 impl Trainer {
-    /// Finds out before a run, rather than after its first hours, whether checkpoints can be kept in
-    /// `dir`: it must be possible to write there, and there must be none yet. (Those of another run
-    /// would be taken for newer, and this run's own be removed as older ones.) All ranks must call it;
-    /// rank 0 of the world looks.
+    /// Finds out before a run, rather than after its first hours, whether checkpoints can be kept
+    /// in `dir`: it must be possible to write there, and there must be none yet. (Those of another
+    /// run would be taken for newer, and this run's own be removed as older ones.) All ranks must
+    /// call it; rank 0 of the world looks.
     pub fn prepare_checkpoints(&self, dir: &Path) -> Result<(), TrainError> {
         let prepare = || match steps_in(dir)?.pop() {
             Some((_, folder)) => Err(bad(
@@ -91,23 +92,12 @@ impl Trainer {
             }
         };
         let result = if self.mesh().world().rank() == 0 { prepare() } else { Ok(()) };
-        self.tell(dir, result)
+        carry::tell(self.mesh().world(), result)
     }
 
-    /// Rank 0's result, on all ranks.
-    fn tell(&self, dir: &Path, result: Result<(), TrainError>) -> Result<(), TrainError> {
-        let told = result.as_ref().err().map(TrainError::to_string).unwrap_or_default();
-        let world = self.mesh().world();
-        let told = carry::broadcast_bytes(world, (world.rank() == 0).then(|| told.into_bytes()))?;
-        if world.rank() > 0 && !told.is_empty() {
-            return Err(bad(dir, format!("rank 0 says: {}", String::from_utf8_lossy(&told))));
-        }
-        result
-    }
-
-    /// Writes a checkpoint into `dir`, and removes all but the newest. All ranks must call it; rank 0
-    /// of the world writes. If it cannot be written, all ranks get an error, and the checkpoints that
-    /// were there are there still.
+    /// Writes a checkpoint into `dir`, and removes all but the newest. All ranks must call it; rank
+    /// 0 of the world writes. If it cannot be written, all ranks get an error, and the checkpoints
+    /// that were there are there still.
     pub fn save(&mut self, dir: &Path, notes: serde_json::Value) -> Result<(), TrainError> {
         let (weights, moments) = (self.gathered_weights()?, self.gathered_moments()?);
         let residuals = self.gathered_residuals()?;
@@ -128,15 +118,15 @@ impl Trainer {
             self.damaged_mut().clear();
         }
         // Nobody goes on before it is there, or before it is known that it will not be.
-        self.tell(dir, result)
+        carry::tell(self.mesh().world(), result)
     }
 
     /// Goes on from the newest checkpoint in `dir` that is whole. Rank 0 of the world decides which
     /// one and reads it. All ranks must call it, and all get what was saved beside the tensors, and
     /// [why newer ones were passed over](Checkpoint::damaged).
     ///
-    /// A checkpoint of another model, seed or text, or of other settings that change the result, is an
-    /// error.
+    /// A checkpoint of another model, seed or text, or of other settings that change the result, is
+    /// an error.
     pub fn resume(&mut self, dir: &Path) -> Result<Checkpoint, TrainError> {
         let found = (self.mesh().world().rank() == 0).then(|| self.read_newest(dir));
         // Everyone learns what it is, or that there is none.
@@ -157,10 +147,10 @@ impl Trainer {
         };
         let told: Result<Checkpoint, String> =
             serde_json::from_slice(&told).map_err(|error| bad(dir, error.to_string()))?;
-        let about = told.map_err(|why| bad(dir, format!("rank 0 says: {why}")))?;
+        let about = told.map_err(TrainError::Told)?;
         self.restore(about.step, about.skipped, tensors)?;
-        // What is owed is owed through the same codecs, and a run that goes on must not depend on today's
-        // network.
+        // What is owed is owed through the same codecs, and a run that goes on must not depend on
+        // today's network.
         let is_known = self.settings().layout() == about.settings.layout()
             && !matches!(about.settings.codec, CodecChoice::Given(_));
         self.restore_codec(&about.settings, is_known.then(|| about.codec.clone()));
@@ -197,24 +187,21 @@ impl Trainer {
         Err(bad(dir, what))
     }
 
-    /// Starts from a safetensors file of whole weights, which rank 0 of the world reads. All ranks must
-    /// call it.
+    /// Starts from a safetensors file of whole weights, which rank 0 of the world reads. All ranks
+    /// must call it.
     pub fn load_weights(&mut self, path: &Path) -> Result<(), TrainError> {
-        let found = if self.mesh().world().rank() == 0 {
-            Some(fs::read(path).map_err(|error| error.to_string()).and_then(|file| read_safetensors(&file)))
-        } else {
-            None
-        };
-        let good = found.as_ref().map(|found| vec![u8::from(found.is_ok())]);
-        let good = self.mesh().world().broadcast(good, 1, 0).wait()?;
-        match found {
-            Some(result) => {
-                let tensors = result.map_err(|error| bad(path, error))?;
-                self.restore(0, 0, Some(tensors))
-            }
-            None if good == [1] => self.restore(0, 0, None),
-            None => Err(bad(path, "rank 0 could not read it".to_owned())),
+        let mut weights = Ok(None);
+        if self.mesh().world().rank() == 0 {
+            let read = || {
+                // What is no file, a pipe for example, might never end.
+                let is_file = fs::metadata(path).map_err(|error| error.to_string())?.is_file();
+                is_file.then_some(()).ok_or("it is not a file")?;
+                read_safetensors(&fs::read(path).map_err(|error| error.to_string())?)
+            };
+            weights = read().map(Some).map_err(|error| bad(path, error));
         }
+        let weights = carry::tell(self.mesh().world(), weights)?;
+        self.restore(0, 0, weights)
     }
 }
 

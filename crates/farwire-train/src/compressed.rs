@@ -54,7 +54,8 @@ impl Reducer for Compressed {
     }
 
     fn start(&mut self, bucket: &Bucket, data: Vec<f32>) -> Pending<Vec<f32>> {
-        // A random choice must not depend on how many calls came before, or a resumed run would choose differently.
+        // A random choice must not depend on how many calls came before, or a resumed run would
+        // choose differently.
         let compressor = self.compressor.at_step(self.step).with_codec(self.codec(bucket));
         let compressor = match &bucket.parts[..] {
             [part] => compressor.shaped(&part.shape),
@@ -76,8 +77,8 @@ impl Reducer for Compressed {
     }
 }
 
-/// Biases and norms are few and matter much: they travel as they are. So do parameters too small for a
-/// codec, which can then share buckets.
+/// Biases and norms are few and matter much: they travel as they are. So do parameters too small
+/// for a codec, which can then share buckets.
 pub(crate) fn groups(plan: &Plan, codec: &CodecPolicy) -> Rules<String> {
     let dense = || DENSE.to_owned();
     let is_small = |entry: &&Entry| {

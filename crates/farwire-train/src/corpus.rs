@@ -102,8 +102,8 @@ impl Batches {
     }
 }
 
-/// The output function of SplitMix64: a few lines in any language, for whoever wants to train on the
-/// same batches.
+/// The output function of SplitMix64: a few lines in any language, for whoever wants to train on
+/// the same batches.
 fn mix(state: u64) -> u64 {
     let z = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

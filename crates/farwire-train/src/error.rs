@@ -7,6 +7,9 @@ use crate::mesh::MeshError;
 use crate::plan::PlanError;
 use crate::schedule::ScheduleError;
 
+/// Before what rank 0 has told the others.
+pub const SAID: &str = "rank 0 says: ";
+
 /// Why training stopped, or did not start.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -67,6 +70,9 @@ pub enum TrainError {
         /// Why.
         error: std::io::Error,
     },
+    /// Rank 0 has failed, and has said why.
+    #[error("{SAID}{0}")]
+    Told(String),
     /// Weights or a checkpoint that cannot be read, or of another job.
     #[error("{path}: {what}")]
     BadCheckpoint {

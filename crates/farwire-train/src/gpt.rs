@@ -1,4 +1,5 @@
-//! The model that is trained, as far as no tensor library has to know: its sizes, and writing with it.
+//! The model that is trained, as far as no tensor library has to know: its sizes, and writing with
+//! it.
 
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;

@@ -16,8 +16,8 @@
 //! - [`Trainer`]: all of it together, with [`Settings`], [`AdamW`], [`Batches`] of text, and
 //!   [checkpoints](Checkpoint).
 //!
-//! A tensor library is a [`Library`]: a crate of its own, which implements two traits. For a model and
-//! an optimizer of one's own there are [`Replicas`].
+//! A tensor library is a [`Library`]: a crate of its own, which implements two traits. For a model
+//! and an optimizer of one's own there are [`Replicas`].
 
 #![forbid(unsafe_code)]
 
@@ -51,10 +51,11 @@ mod trainer;
 pub use farwire;
 
 pub use adamw::{AdamW, Gradient, Moments};
+pub use carry::tell;
 pub use checkpoint::Checkpoint;
 pub use compressed::{Compressed, DENSE_BELOW};
 pub use corpus::{Batch, Batches, embedded};
-pub use error::TrainError;
+pub use error::{SAID, TrainError};
 pub use exchange::{Bucket, DENSE, Dense, Exchange, ExchangeError, Part, Reducer, Span, Summary};
 pub use finite::{Cause, Element, NotFinite};
 pub use group::Group;

@@ -5,8 +5,9 @@
 //!  Stage     forward, backward, and its weights by name, as plain vectors
 //! ```
 //!
-//! Everything else is in this crate: data, schedules, the exchange, AdamW, checkpoints. What crosses
-//! this line is f32 and u32 in row-major order; where a library keeps its tensors is its own affair.
+//! Everything else is in this crate: data, schedules, the exchange, AdamW, checkpoints. What
+//! crosses this line is f32 and u32 in row-major order; where a library keeps its tensors is its
+//! own affair.
 
 use std::fmt;
 use std::time::Instant;
@@ -24,8 +25,8 @@ pub type Sink<'a> = dyn FnMut(&str, &[f32]) -> Result<(), LibraryError> + 'a;
 
 /// A tensor library.
 pub trait Library {
-    /// Number `stage` of `stages` equal parts of a GPT, whose layers the ranks of `group` share. Its
-    /// parameters are what `start` gives for their names.
+    /// Number `stage` of `stages` equal parts of a GPT, whose layers the ranks of `group` share.
+    /// Its parameters are what `start` gives for their names.
     fn stage(
         &self,
         model: Config,
@@ -56,8 +57,9 @@ pub trait Stage: fmt::Debug + Send {
         targets: Option<&[u32]>,
     ) -> Result<Vec<f32>, LibraryError>;
 
-    /// Runs a micro-batch back, from the gradient of what forward gave to that of its input; none for
-    /// tokens. Gives every parameter's gradient to `sink`, best while it still computes the next.
+    /// Runs a micro-batch back, from the gradient of what forward gave to that of its input; none
+    /// for tokens. Gives every parameter's gradient to `sink`, best while it still computes the
+    /// next.
     fn backward(
         &mut self,
         micro: usize,

@@ -46,8 +46,8 @@ pub type Arrays = BTreeMap<String, Array>;
 /// How a parameter is cut: along `dim`, which is `blocks` equal blocks, of each of which every rank
 /// gets an equal share.
 ///
-/// More than one block is for fused weights: the rows of an attention's query, key and value are three
-/// blocks, and each rank gets its heads of all three.
+/// More than one block is for fused weights: the rows of an attention's query, key and value are
+/// three blocks, and each rank gets its heads of all three.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Cut {
     /// The dimension.
@@ -69,8 +69,8 @@ impl Cut {
                 self.dim, whole.shape
             ));
         }
-        // A row is what belongs to one place of the dimensions before; its pieces come rank by rank in
-        // every block.
+        // A row is what belongs to one place of the dimensions before; its pieces come rank by rank
+        // in every block.
         let row = whole.shape[self.dim..].iter().product::<usize>();
         let mine = whole.data.chunks_exact((row / pieces).max(1)).skip(rank).step_by(ranks);
         let mut shape = whole.shape.clone();

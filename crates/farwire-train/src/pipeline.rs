@@ -1,6 +1,7 @@
 //! Runs a pipeline schedule: its actions in order, over messages between the ranks of a group.
 //!
-//! Receives are posted a few actions early, so that data moves while this rank computes; sends are not waited for until the end of the step.
+//! Receives are posted a few actions early, so that data moves while this rank computes; sends are
+//! not waited for until the end of the step.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -42,8 +43,8 @@ pub struct Flow {
 }
 
 impl Pipeline {
-    /// A pipeline over a group; `chunks` are this rank's stages, between which so many `elements` pass
-    /// for each micro-batch.
+    /// A pipeline over a group; `chunks` are this rank's stages, between which so many `elements`
+    /// pass for each micro-batch.
     pub fn new(
         group: &Group,
         schedule: Schedule,
@@ -76,8 +77,8 @@ impl Pipeline {
         &mut self.chunks
     }
 
-    /// One step: forward and backward of every micro-batch. `sink` gets every parameter's gradient once
-    /// per micro-batch, of the mean loss over micro-batches.
+    /// One step: forward and backward of every micro-batch. `sink` gets every parameter's gradient
+    /// once per micro-batch, of the mean loss over micro-batches.
     pub fn run(&mut self, batches: &[Batch], sink: &mut Sink<'_>) -> Result<Flow, TrainError> {
         if batches.len() != self.micro_batches {
             let (has, needs) = (batches.len(), self.micro_batches);

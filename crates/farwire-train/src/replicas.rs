@@ -22,8 +22,8 @@ pub struct Replicas {
 
 impl Replicas {
     /// Checks that all ranks have the same parameters. Gradients of biases and norms travel as they
-    /// are, the others through the codec, with error feedback. The codec `auto` is chosen by measuring,
-    /// for about a second.
+    /// are, the others through the codec, with error feedback. The codec `auto` is chosen by
+    /// measuring, for about a second.
     pub fn new(comm: &Communicator, plan: &Plan, codec: CodecChoice) -> Result<Self, TrainError> {
         plan.agree(comm)?;
         let codec = codec.settle(comm, comm)?;
@@ -41,9 +41,9 @@ impl Replicas {
     /// One step: the means over all ranks of what `gradient` gives for each name are then in
     /// [`means`](Self::means).
     ///
-    /// If a gradient of any rank holds a NaN or an infinity, or their sum overflows, all ranks get the
-    /// same [`TrainError::NotFinite`], which says where it came from. What error feedback owes is then
-    /// as it was: all ranks can leave this step out and go on with the next.
+    /// If a gradient of any rank holds a NaN or an infinity, or their sum overflows, all ranks get
+    /// the same [`TrainError::NotFinite`], which says where it came from. What error feedback owes
+    /// is then as it was: all ranks can leave this step out and go on with the next.
     pub fn average(
         &mut self,
         mut gradient: impl FnMut(&str) -> Result<Vec<f32>, LibraryError>,

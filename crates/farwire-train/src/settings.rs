@@ -7,7 +7,7 @@ use farwire::CodecChoice;
 use serde::{Deserialize, Serialize};
 
 use crate::error::TrainError;
-use crate::gpt::Config;
+use crate::gpt::{Config, VOCABULARY};
 use crate::schedule::Schedule;
 use crate::text;
 
@@ -43,8 +43,8 @@ pub struct Settings {
     pub seed: u64,
     /// Bytes of a bucket of gradients.
     pub bucket_bytes: usize,
-    /// Whether each replica keeps the optimizer's state of its share of the parameters only (ZeRO-1):
-    /// less memory, and updated parameters travel.
+    /// Whether each replica keeps the optimizer's state of its share of the parameters only
+    /// (ZeRO-1): less memory, and updated parameters travel.
     #[serde(default)]
     pub shard_optimizer: bool,
     /// How gradients are compressed.
@@ -61,15 +61,15 @@ pub struct Settings {
     pub on_nan: OnNan,
 }
 
-/// What to do about a loss or a gradient that is a NaN or an infinity. Either way it is found before
-/// any weight moves, on all ranks at the same step.
+/// What to do about a loss or a gradient that is a NaN or an infinity. Either way it is found
+/// before any weight moves, on all ranks at the same step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum OnNan {
     /// Stop with an error that says where it came from.
     #[default]
     Stop,
-    /// Leave the step out: no weight, moment or residual moves on any rank. Too many in a row are an
-    /// error.
+    /// Leave the step out: no weight, moment or residual moves on any rank. Too many in a row are
+    /// an error.
     Skip,
 }
 
@@ -152,7 +152,34 @@ impl Settings {
             return wrong(format!("the weight decay is {}; use 0 or more", self.decay));
         }
         self.schedule.actions(self.pp, 0, self.micro_batches)?;
-        self.model.check(self.tp, self.pp * self.schedule.chunks())
+        self.model.check(self.tp, self.pp * self.schedule.chunks())?;
+        let needed = self.bytes_per_rank();
+        if needed > isize::MAX as f64 {
+            return wrong(format!(
+                "a rank would need at least {needed:.1e} bytes of memory, more than a process can have; \
+                 use a smaller width, context or batch, or fewer layers"
+            ));
+        }
+        Ok(())
+    }
+
+    /// Memory that a rank cannot do without, in bytes: its weights with gradients and moments, and
+    /// for one micro-batch what passes through each layer, and who attends to whom. A run needs
+    /// more.
+    pub fn bytes_per_rank(&self) -> f64 {
+        // Of any size, without overflow.
+        let [layers, heads, width, context] =
+            [self.model.layers, self.model.heads, self.model.width, self.model.context].map(|n| n as f64);
+        let [dp, tp, pp] = [self.dp, self.tp, self.pp].map(|n| n as f64);
+        let vocabulary = VOCABULARY as f64;
+        let tables = (2.0 * vocabulary + context) * width;
+        let weights = (tables + 12.0 * layers * width * width) / tp / pp;
+        let moments = 2.0 * weights / if self.shard_optimizer { dp } else { 1.0 };
+        let sequences = self.batch as f64 / dp / self.micro_batches as f64;
+        let attention = heads / tp * sequences * context * context + context * context;
+        let passing = sequences * context * width;
+        let states = layers / pp * (passing + attention);
+        (2.0 * weights + moments + states) * size_of::<f32>() as f64
     }
 
     /// Ranks that these settings need.
@@ -175,8 +202,8 @@ impl Settings {
         self.learning_rate * (0.1 + 0.9 * 0.5 * (1.0 + (std::f64::consts::PI * done).cos()))
     }
 
-    /// Whether a run with these settings can go on from a checkpoint of one with `other`: all but layout
-    /// and length must be the same.
+    /// Whether a run with these settings can go on from a checkpoint of one with `other`: all but
+    /// layout and length must be the same.
     pub(crate) fn continues(&self, other: &Self) -> Result<(), String> {
         let differs = |name: &str, mine: &dyn fmt::Debug, theirs: &dyn fmt::Debug| {
             Err(format!(
@@ -206,5 +233,36 @@ impl Settings {
             return differs("codec", &self.codec.to_string(), &other.codec.to_string());
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_beyond_all_memory_are_refused_without_overflow() {
+        let most = usize::MAX;
+        let model = Config::default();
+        for model in [
+            Config { layers: most, ..model },
+            Config { width: most, heads: 1, ..model },
+            Config { context: most, ..model },
+            Config { layers: most, heads: most, width: most, context: most },
+        ] {
+            let error = Settings { model, ..Settings::default() }.check().unwrap_err().to_string();
+            assert!(error.contains("bytes of memory, more than a process can have"), "{error}");
+        }
+    }
+
+    /// Against the sizes of the default model, counted by hand.
+    #[test]
+    fn the_memory_that_is_stated_is_what_is_needed_at_least() {
+        let settings = Settings { batch: 4, ..Settings::default() };
+        let weights = (2 * 256 + 64) * 128 + 12 * 4 * 128 * 128;
+        let states = 4 * (4 * 64 * 128 + 4 * 4 * 64 * 64 + 64 * 64);
+        assert_eq!(settings.bytes_per_rank(), f64::from(4 * (4 * weights + states)));
+        let shared = Settings { tp: 2, pp: 2, dp: 2, shard_optimizer: true, ..settings.clone() };
+        assert!(shared.bytes_per_rank() < settings.bytes_per_rank() / 3.0);
     }
 }

@@ -205,15 +205,16 @@ impl Trainer {
         place.ok_or_else(|| TrainError::Settings(format!("this rank has no parameter `{name}`")))
     }
 
-    /// What ran when in the last step on this rank: backward of each segment, and each bucket's way.
+    /// What ran when in the last step on this rank: backward of each segment, and each bucket's
+    /// way.
     pub fn trace(&self) -> &[Span] {
         &self.trace
     }
 
     /// One step. If any rank has a `wish` to stop, every rank's report says so.
     ///
-    /// A loss or a gradient that is not finite is found before any weight moves. All ranks then stop
-    /// with the same error, or leave the step out: see [`OnNan`].
+    /// A loss or a gradient that is not finite is found before any weight moves. All ranks then
+    /// stop with the same error, or leave the step out: see [`OnNan`].
     pub fn step(&mut self, wish: bool) -> Result<StepReport, TrainError> {
         let begun = Instant::now();
         let tensor_before = self.tensor.spent();
@@ -388,8 +389,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// This rank's share of a moment of every parameter; on the first replica all of them, wherever they
-    /// are kept.
+    /// This rank's share of a moment of every parameter; on the first replica all of them, wherever
+    /// they are kept.
     fn moment(&self, pick: fn(&Moments) -> &Vec<f32>) -> Result<BTreeMap<String, Vec<f32>>, TrainError> {
         let replicas = self.mesh.axis("dp").expect("the mesh was made with these axes");
         let mut found = BTreeMap::new();
@@ -421,8 +422,8 @@ impl Trainer {
         Ok(global_norm(&self.mesh, squares)?)
     }
 
-    /// What all ranks together send in a dense exchange: 2·(dp − 1) times the gradients of a replica, and
-    /// half of that again for updates of a sharded optimizer.
+    /// What all ranks together send in a dense exchange: 2·(dp − 1) times the gradients of a
+    /// replica, and half of that again for updates of a sharded optimizer.
     fn dense_bytes(&self) -> u64 {
         let elements: usize = self.exchange.buckets().iter().map(Bucket::len).sum();
         let copies = 2 * (self.settings.dp - 1) * self.settings.tp * self.settings.pp;
@@ -430,8 +431,8 @@ impl Trainer {
         (elements * size_of::<f32>() * (copies + updates)) as u64
     }
 
-    /// Whether all replicas of this rank's parameters have the same bits: shares over dp, what is not cut
-    /// over tp, too.
+    /// Whether all replicas of this rank's parameters have the same bits: shares over dp, what is
+    /// not cut over tp, too.
     pub fn replicas_agree(&self) -> Result<bool, TrainError> {
         let gather = |whole_only: bool| -> Result<Vec<f32>, TrainError> {
             let params = self.params().filter(|param| !whole_only || param.cut.is_none());
@@ -443,8 +444,8 @@ impl Trainer {
         Ok(over_dp && over_tp)
     }
 
-    /// The whole model's weights by name: on rank 0 of the world, none elsewhere. All ranks must call
-    /// it.
+    /// The whole model's weights by name: on rank 0 of the world, none elsewhere. All ranks must
+    /// call it.
     pub fn gathered_weights(&self) -> Result<Option<Arrays>, TrainError> {
         self.gather(|param| self.weights(&param.name))
     }
@@ -477,8 +478,8 @@ impl Trainer {
         carry::gather(self.mesh.world(), mine)
     }
 
-    /// Goes on as the run did that this one goes on from: with the codecs it chose, if they are for this
-    /// layout, and phasing them in as it would have.
+    /// Goes on as the run did that this one goes on from: with the codecs it chose, if they are for
+    /// this layout, and phasing them in as it would have.
     pub(crate) fn restore_codec(&mut self, saved: &Settings, codec: Option<CodecPolicy>) {
         self.settings.dense_steps = saved.dense_steps;
         self.settings.falling_steps = saved.falling_steps;
@@ -522,8 +523,8 @@ impl Trainer {
         Ok(Some(wholes))
     }
 
-    /// The whole of a parameter that the ranks of tp have shares of: on the first of them, none on the
-    /// others.
+    /// The whole of a parameter that the ranks of tp have shares of: on the first of them, none on
+    /// the others.
     fn join(&self, param: &Param, share: Vec<f32>) -> Result<Option<Array>, TrainError> {
         Ok(match (param.cut, self.tensor.communicator()) {
             (Some(cut), Some(comm)) => comm.gather(share, 0).wait()?.map(|all| {
@@ -534,8 +535,8 @@ impl Trainer {
         })
     }
 
-    /// Sets this rank's shares from whole tensors that rank 0 of the world has: weights by name, moments
-    /// as `first.NAME` and `second.NAME`.
+    /// Sets this rank's shares from whole tensors that rank 0 of the world has: weights by name,
+    /// moments as `first.NAME` and `second.NAME`.
     pub(crate) fn restore(
         &mut self,
         step: usize,

@@ -4,7 +4,8 @@
 //!  tokens ─▶ row of the embedding ─▶ [ x · scale + bias ] × layers ─▶ x · headᵀ ─▶ loss
 //! ```
 //!
-//! The embedding is cut over the ranks of tp, so all that a layout can do to a parameter happens here.
+//! The embedding is cut over the ranks of tp, so all that a layout can do to a parameter happens
+//! here.
 
 use std::collections::HashMap;
 
