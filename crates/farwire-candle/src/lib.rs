@@ -20,8 +20,7 @@ mod parallel;
 mod params;
 mod stage;
 
-use farwire_train::gpt::Config;
-use farwire_train::{Group, Library, LibraryError, Start};
+use farwire_train::{Library, LibraryResult, StageSpec};
 
 // What signatures here name.
 pub use {candle_core, farwire, farwire_train};
@@ -36,14 +35,8 @@ pub use stage::{Loss, Segment, Stage};
 pub struct Candle;
 
 impl Library for Candle {
-    fn stage(
-        &self,
-        model: Config,
-        stage: usize,
-        stages: usize,
-        start: Start,
-        group: &Group,
-    ) -> Result<Box<dyn farwire_train::Stage>, LibraryError> {
-        Ok(Box::new(gpt::stage(&mut Params::new(start, group), model, stage, stages)?))
+    fn stage(&self, spec: StageSpec<'_>) -> LibraryResult<Box<dyn farwire_train::Stage>> {
+        let mut params = Params::new(spec.start, spec.group);
+        Ok(Box::new(gpt::stage(&mut params, spec.model, spec.stage, spec.stages)?))
     }
 }

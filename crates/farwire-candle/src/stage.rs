@@ -11,7 +11,7 @@ use std::fmt;
 use std::time::Instant;
 
 use candle_core::{Device, Result, Tensor, Var};
-use farwire_train::{Input, LibraryError, Sink, TrainError};
+use farwire_train::{Input, LibraryResult, Sink, TrainError};
 
 use crate::params::{Param, set, values};
 
@@ -85,15 +85,9 @@ impl Stage {
         self.segments.iter().rev().flat_map(|segment| segment.params.iter().rev())
     }
 
-    fn var(&self, name: &str) -> std::result::Result<&Var, LibraryError> {
+    fn var(&self, name: &str) -> LibraryResult<&Var> {
         let param = self.vars().find(|param| param.name == name);
         Ok(&param.ok_or_else(|| format!("there is no parameter `{name}`"))?.var)
-    }
-
-    /// Of sequences, the rest as given.
-    fn tensor(&self, data: Vec<f32>) -> Result<Tensor> {
-        let sequences = data.len() / self.hidden.iter().product::<usize>().max(1);
-        Tensor::from_vec(data, [&[sequences], &self.hidden[..]].concat(), &Device::Cpu)
     }
 }
 
@@ -108,11 +102,11 @@ impl farwire_train::Stage for Stage {
             .collect()
     }
 
-    fn weights(&self, name: &str) -> std::result::Result<Vec<f32>, LibraryError> {
+    fn weights(&self, name: &str) -> LibraryResult<Vec<f32>> {
         Ok(values(self.var(name)?)?)
     }
 
-    fn set_weights(&mut self, name: &str, weights: &[f32]) -> std::result::Result<(), LibraryError> {
+    fn set_weights(&mut self, name: &str, weights: &[f32]) -> LibraryResult<()> {
         Ok(set(self.var(name)?, weights)?)
     }
 
@@ -121,13 +115,16 @@ impl farwire_train::Stage for Stage {
         micro: usize,
         input: Input<'_>,
         targets: Option<&[u32]>,
-    ) -> std::result::Result<Vec<f32>, LibraryError> {
+    ) -> LibraryResult<Vec<f32>> {
         let mut x = match input {
             Input::Tokens(batch) => {
                 let shape = (batch.sequences, batch.inputs.len() / batch.sequences.max(1));
                 Tensor::from_slice(&batch.inputs, shape, &Device::Cpu)?
             }
-            Input::Hidden(data) => self.tensor(data)?,
+            Input::Hidden(data) => {
+                let sequences = data.len() / self.hidden.iter().product::<usize>().max(1);
+                Tensor::from_vec(data, [&[sequences], &self.hidden[..]].concat(), &Device::Cpu)?
+            }
         };
         let mut held = Vec::with_capacity(self.segments.len());
         for (index, segment) in self.segments.iter().enumerate() {
@@ -149,7 +146,7 @@ impl farwire_train::Stage for Stage {
         micro: usize,
         gradient: Vec<f32>,
         sink: &mut Sink<'_>,
-    ) -> std::result::Result<Option<Vec<f32>>, LibraryError> {
+    ) -> LibraryResult<Option<Vec<f32>>> {
         let held = self.held.remove(&micro).filter(|held| !held.is_empty());
         let held =
             held.ok_or_else(|| format!("micro-batch {micro} cannot go back before it has gone forward"))?;

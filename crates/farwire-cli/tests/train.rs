@@ -350,11 +350,23 @@ fn a_run_stopped_by_a_signal_says_so_by_its_exit_code() {
     lines.for_each(drop);
     assert_eq!(child.wait().unwrap().code(), Some(128 + 15));
     assert!(names(&dir.0.join("kept")).iter().all(|name| name.starts_with("step-")));
-    // Under a launcher: whoever asks it, and whoever asks one of the ranks.
     let (mut child, lines) = started(launched(&dir.0, &format!("{arguments} --resume")));
     signal(&child, Signal::INT);
     lines.for_each(drop);
-    assert_eq!(child.wait().unwrap().code(), Some(128 + 2));
+    assert_eq!(child.wait().unwrap().code(), Some(128 + 2), "as of a launcher");
+    // All ranks end with the signal that one of them got.
+    let exe = env!("CARGO_BIN_EXE_farwire");
+    let script = format!("echo pid $$; exec {exe} train {SMALL} {arguments} --resume");
+    let mut launch = Command::new(exe);
+    launch.current_dir(&dir.0).args(["launch", "-n", "2", "--", "sh", "-c", &script]);
+    let mut child = launch.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+    let pid = lines.find_map(|line| line.strip_prefix("[1] pid ")?.parse().ok()).unwrap();
+    lines.find(|line| line.contains("\"event\":\"step\"")).unwrap();
+    kill_process(Pid::from_raw(pid).unwrap(), Signal::TERM).unwrap();
+    lines.for_each(drop);
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(128 + 15), "{}", text(&output.stderr));
 }
 
 /// Jobs that write at different moments, too.

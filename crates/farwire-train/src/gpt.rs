@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::corpus::Batch;
 use crate::error::TrainError;
 use crate::group::Group;
-use crate::library::{Input, Library, Stage};
+use crate::library::{Input, Library, Stage, StageSpec};
 use crate::param::{Arrays, Start};
 
 /// Tokens are bytes.
@@ -73,8 +73,9 @@ pub struct Writer {
 impl Writer {
     /// From whole weights.
     pub fn new(library: &dyn Library, weights: Arrays, config: Config) -> Result<Self, TrainError> {
-        let stage = library.stage(config, 0, 1, Start::Given(weights), &Group::alone())?;
-        Ok(Self { stage, config })
+        let (group, start) = (Group::alone(), Start::Given(weights));
+        let spec = StageSpec { model: config, stage: 0, stages: 1, start, group: &group };
+        Ok(Self { stage: library.stage(spec)?, config })
     }
 
     /// `count` bytes that may follow a prompt. A temperature near 0 takes the likeliest.

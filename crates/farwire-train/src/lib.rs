@@ -59,7 +59,7 @@ pub use error::{SAID, TrainError};
 pub use exchange::{Bucket, DENSE, Dense, Exchange, ExchangeError, Part, Reducer, Span, Summary};
 pub use finite::{Cause, Element, NotFinite};
 pub use group::Group;
-pub use library::{Input, Library, LibraryError, Sink, Stage};
+pub use library::{Input, Library, LibraryError, LibraryResult, Sink, Stage, StageSpec};
 pub use mesh::{Mesh, MeshError};
 pub use norm::{Squares, global_norm};
 pub use param::{Array, Arrays, Cut, Init, Param, Start, read_safetensors, write_safetensors};

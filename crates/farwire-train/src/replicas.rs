@@ -5,7 +5,7 @@ use farwire::{CodecChoice, Communicator};
 use crate::compressed::{Compressed, groups};
 use crate::error::TrainError;
 use crate::exchange::{Exchange, ExchangeError, Reducer, Summary};
-use crate::library::LibraryError;
+use crate::library::LibraryResult;
 use crate::phase_in::PhaseIn;
 use crate::plan::Plan;
 
@@ -46,7 +46,7 @@ impl Replicas {
     /// is then as it was: all ranks can leave this step out and go on with the next.
     pub fn average(
         &mut self,
-        mut gradient: impl FnMut(&str) -> Result<Vec<f32>, LibraryError>,
+        mut gradient: impl FnMut(&str) -> LibraryResult<Vec<f32>>,
     ) -> Result<Summary, TrainError> {
         let step = self.steps;
         self.exchange.reducer_mut().at_step(step);

@@ -22,7 +22,7 @@ use crate::error::TrainError;
 use crate::exchange::{Bucket, Exchange, Reducer, Span, Summary};
 use crate::finite::{Cause, NotFinite};
 use crate::group::Group;
-use crate::library::Library;
+use crate::library::{Library, StageSpec};
 use crate::mesh::Mesh;
 use crate::norm::{Squares, global_norm};
 use crate::param::{Array, Arrays, Param, Start};
@@ -84,7 +84,8 @@ impl Trainer {
         let chunks = (0..settings.schedule.chunks())
             .map(|chunk| {
                 let stage = chunk * settings.pp + stages.rank();
-                library.stage(settings.model, stage, all, Start::Seed(settings.seed), &tensor)
+                let start = Start::Seed(settings.seed);
+                library.stage(StageSpec { model: settings.model, stage, stages: all, start, group: &tensor })
             })
             .collect::<Result<Vec<_>, _>>()?;
         let sequences = settings.batch / settings.dp / settings.micro_batches;

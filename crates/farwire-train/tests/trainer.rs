@@ -8,7 +8,7 @@ use common::{TOY, Toy};
 use farwire::Communicator;
 use farwire_train::gpt::{Config, Writer};
 use farwire_train::{
-    Group, Input, Library, LibraryError, OnNan, Settings, Sink, Stage, Start, TrainError, Trainer,
+    Group, Input, Library, LibraryResult, OnNan, Settings, Sink, Stage, StageSpec, Start, TrainError, Trainer,
 };
 
 const STEPS: usize = 6;
@@ -129,15 +129,8 @@ struct Broken {
 }
 
 impl Library for Broken {
-    fn stage(
-        &self,
-        model: Config,
-        stage: usize,
-        stages: usize,
-        start: Start,
-        group: &Group,
-    ) -> Result<Box<dyn Stage>, LibraryError> {
-        let inner = TOY.stage(model, stage, stages, start, group)?;
+    fn stage(&self, spec: StageSpec<'_>) -> LibraryResult<Box<dyn Stage>> {
+        let inner = TOY.stage(spec)?;
         Ok(Box::new(Self { inner, how: self.how }))
     }
 }
@@ -147,11 +140,11 @@ impl Stage for Broken {
         self.inner.params()
     }
 
-    fn weights(&self, name: &str) -> Result<Vec<f32>, LibraryError> {
+    fn weights(&self, name: &str) -> LibraryResult<Vec<f32>> {
         self.inner.weights(name)
     }
 
-    fn set_weights(&mut self, name: &str, weights: &[f32]) -> Result<(), LibraryError> {
+    fn set_weights(&mut self, name: &str, weights: &[f32]) -> LibraryResult<()> {
         self.inner.set_weights(name, weights)
     }
 
@@ -160,7 +153,7 @@ impl Stage for Broken {
         micro: usize,
         input: Input<'_>,
         targets: Option<&[u32]>,
-    ) -> Result<Vec<f32>, LibraryError> {
+    ) -> LibraryResult<Vec<f32>> {
         if self.how == "fails" {
             Err("out of memory".into())
         } else {
@@ -173,7 +166,7 @@ impl Stage for Broken {
         micro: usize,
         gradient: Vec<f32>,
         sink: &mut Sink<'_>,
-    ) -> Result<Option<Vec<f32>>, LibraryError> {
+    ) -> LibraryResult<Option<Vec<f32>>> {
         let how = self.how;
         self.inner.backward(micro, gradient, &mut |name, gradient| match how {
             "forgets" if name == "blocks.1.scale" => Ok(()),
@@ -191,7 +184,8 @@ fn what_a_library_does_wrong_is_said() {
         ("forgets", "`blocks.1.scale` got no gradient"),
         ("cuts short", "the gradient of `blocks.1.scale` has 7 elements, but the plan says 8"),
     ] {
-        let inner = TOY.stage(settings().model, 0, 1, Start::Seed(1), &Group::alone()).unwrap();
+        let (model, start, group) = (settings().model, Start::Seed(1), &Group::alone());
+        let inner = TOY.stage(StageSpec { model, stage: 0, stages: 1, start, group }).unwrap();
         let mut trainer = Trainer::new(&Broken { inner, how }, &comm, settings(), &text).unwrap();
         let error = trainer.step(false).unwrap_err();
         assert!(error.to_string().contains(says), "{how}: {error}");

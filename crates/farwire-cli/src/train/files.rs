@@ -61,6 +61,8 @@ pub(crate) fn check_report(path: &Path) -> Result<(), TrainCommandError> {
         // What is no file may wait for a reader, or do something.
         Ok(about) if !about.is_file() && !about.is_dir() => Ok(()),
         Ok(_) => OpenOptions::new().append(true).open(path).map(drop),
+        // A link to what is not there yet.
+        Err(_) if fs::symlink_metadata(path).is_ok() => Ok(()),
         Err(_) => File::create_new(path).and_then(|_| fs::remove_file(path)),
     };
     check().map_err(|source| TrainCommandError::ReportPlace { path: path.to_owned(), source })

@@ -346,17 +346,20 @@ fn be_a_rank(args: &Args, comm: &Communicator) -> Result<ExitCode, TrainCommandE
             break;
         }
     }
-    let mut written = Ok(());
+    let (mut written, mut shown) = (Ok(()), Ok(()));
     if is_first {
         written = std::fs::write(&args.report, report::html(&runs));
         let report = written.is_ok().then_some(args.report.as_path());
-        view.summary(&runs, report, args.checkpoint.as_deref())?;
+        shown = view.summary(&runs, report, args.checkpoint.as_deref());
     }
     // Rank 0 is still writing while the others are done; they stay so that nobody is taken for
     // lost.
     comm.barrier().wait()?;
+    let is_stopped = runs.iter().any(|run| run.stopped);
+    let code = if is_stopped { stopped(comm, &stop)? } else { ExitCode::SUCCESS };
+    shown?;
     written.map_err(|source| TrainCommandError::Report { path: args.report.clone(), source })?;
-    if runs.iter().any(|run| run.stopped) { stopped(comm, &stop) } else { Ok(ExitCode::SUCCESS) }
+    Ok(code)
 }
 
 /// The code with which all ranks end after a signal, which not all of them need to have got.

@@ -9,8 +9,8 @@
 
 use std::collections::HashMap;
 
-use farwire_train::gpt::{Config, VOCABULARY};
-use farwire_train::{Cut, Group, Init, Input, Library, LibraryError, Param, Sink, Stage, Start};
+use farwire_train::gpt::VOCABULARY;
+use farwire_train::{Cut, Group, Init, Input, Library, LibraryResult, Param, Sink, Stage, StageSpec};
 
 /// The library. What `disturb` makes of a loss is what the trainer sees.
 pub(crate) struct Toy {
@@ -40,17 +40,11 @@ struct Held {
 }
 
 impl Library for Toy {
-    fn stage(
-        &self,
-        model: Config,
-        stage: usize,
-        stages: usize,
-        start: Start,
-        group: &Group,
-    ) -> Result<Box<dyn Stage>, LibraryError> {
+    fn stage(&self, spec: StageSpec<'_>) -> LibraryResult<Box<dyn Stage>> {
+        let StageSpec { model, stage, stages, start, group } = spec;
         let width = model.width;
         let mut params = Vec::new();
-        let mut add = |name: String, whole: &[usize], init, cut| -> Result<(), LibraryError> {
+        let mut add = |name: String, whole: &[usize], init, cut| -> LibraryResult<()> {
             let (share, cut) = start.get(&name, whole, init, cut, group)?;
             params.push((Param { name, shape: share.shape, cut }, share.data));
             Ok(())
@@ -96,11 +90,11 @@ impl Stage for ToyStage {
         self.params.iter().rev().map(|(param, _)| param.clone()).collect()
     }
 
-    fn weights(&self, name: &str) -> Result<Vec<f32>, LibraryError> {
+    fn weights(&self, name: &str) -> LibraryResult<Vec<f32>> {
         Ok(self.param(name).ok_or("no such parameter")?.to_vec())
     }
 
-    fn set_weights(&mut self, name: &str, weights: &[f32]) -> Result<(), LibraryError> {
+    fn set_weights(&mut self, name: &str, weights: &[f32]) -> LibraryResult<()> {
         let param = self.params.iter_mut().find(|(param, _)| param.name == name);
         param.ok_or("no such parameter")?.1.copy_from_slice(weights);
         Ok(())
@@ -111,7 +105,7 @@ impl Stage for ToyStage {
         micro: usize,
         input: Input<'_>,
         targets: Option<&[u32]>,
-    ) -> Result<Vec<f32>, LibraryError> {
+    ) -> LibraryResult<Vec<f32>> {
         let width = self.width;
         let (tokens, mut x) = match input {
             Input::Hidden(x) => (None, x),
@@ -156,7 +150,7 @@ impl Stage for ToyStage {
         micro: usize,
         mut gradient: Vec<f32>,
         sink: &mut Sink<'_>,
-    ) -> Result<Option<Vec<f32>>, LibraryError> {
+    ) -> LibraryResult<Option<Vec<f32>>> {
         let width = self.width;
         let Held { tokens, mut states, gradient: of_logits } =
             self.held.remove(&micro).ok_or("backward comes after forward")?;
