@@ -128,26 +128,15 @@ impl Trainer {
     /// A checkpoint of another model, seed or text, or of other settings that change the result, is
     /// an error.
     pub fn resume(&mut self, dir: &Path) -> Result<Checkpoint, TrainError> {
-        let found = (self.mesh().world().rank() == 0).then(|| self.read_newest(dir));
-        // Everyone learns what it is, or that there is none.
-        let told: Result<&Checkpoint, String> = match &found {
-            Some(Ok((about, _))) => Ok(about),
-            Some(Err(error)) => Err(error.to_string()),
-            None => Err(String::new()),
-        };
-        let told = serde_json::to_vec(&told).map_err(|error| bad(dir, error.to_string()))?;
+        let is_first = self.mesh().world().rank() == 0;
+        let found = if is_first { self.read_newest(dir).map(Some) } else { Ok(None) };
         let world = self.mesh().world();
-        let told = carry::broadcast_bytes(world, (world.rank() == 0).then_some(told))?;
-        let (tensors, residuals) = match found {
-            Some(result) => {
-                let (_, Saved { tensors, residuals }) = result?;
-                (Some(tensors), Some(residuals))
-            }
-            None => (None, None),
-        };
-        let told: Result<Checkpoint, String> =
-            serde_json::from_slice(&told).map_err(|error| bad(dir, error.to_string()))?;
-        let about = told.map_err(TrainError::Told)?;
+        let found = carry::tell(world, found)?;
+        let json = |error: serde_json::Error| bad(dir, error.to_string());
+        let about = found.as_ref().map(|(about, _)| serde_json::to_vec(about)).transpose().map_err(json)?;
+        let about = carry::broadcast_bytes(world, about)?;
+        let about: Checkpoint = serde_json::from_slice(&about).map_err(json)?;
+        let (tensors, residuals) = found.map(|(_, saved)| (saved.tensors, saved.residuals)).unzip();
         self.restore(about.step, about.skipped, tensors)?;
         // What is owed is owed through the same codecs, and a run that goes on must not depend on
         // today's network.

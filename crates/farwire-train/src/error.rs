@@ -86,13 +86,6 @@ pub enum TrainError {
 /// What a library passes on, of a sink for example, is still what it was.
 impl From<LibraryError> for TrainError {
     fn from(error: LibraryError) -> Self {
-        let error = match error.downcast::<Self>() {
-            Ok(own) => return *own,
-            Err(error) => error,
-        };
-        match error.downcast::<ExchangeError>() {
-            Ok(exchange) => Self::Exchange(*exchange),
-            Err(error) => Self::Library(error),
-        }
+        error.downcast().map_or_else(Self::Library, |own| *own)
     }
 }

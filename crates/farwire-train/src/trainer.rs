@@ -343,7 +343,9 @@ impl Trainer {
         let exchange = &mut self.exchange;
         exchange.reducer_mut().at_step(self.step as u64);
         exchange.begin(micro_batches);
-        let flow = self.pipeline.run(&batches, &mut |name, gradient| Ok(exchange.add(name, gradient)?))?;
+        let flow = self.pipeline.run(&batches, &mut |name, gradient| {
+            Ok(exchange.add(name, gradient).map_err(TrainError::from)?)
+        })?;
         let summary = exchange.wait()?;
         let since = |at: Instant| at.saturating_duration_since(exchange.begun());
         let chunks = self.pipeline.chunks_mut().iter_mut();
