@@ -5,6 +5,8 @@
 use std::io::{BufRead, BufReader, Lines};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -45,14 +47,27 @@ fn launched(dir: &Path, arguments: &str) -> Command {
     command
 }
 
-/// Starts a run and lets it make a few steps.
-fn started(mut command: Command) -> (Child, Lines<BufReader<ChildStdout>>) {
+/// Starts a run and lets it make a few steps. It is killed after two minutes, unless what comes
+/// last is dropped before.
+fn started(mut command: Command) -> (Child, Lines<BufReader<ChildStdout>>, Sender<()>) {
     let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+    let limit = limit(&child);
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
     for _ in 0..3 {
         lines.next().unwrap().unwrap();
     }
-    (child, lines)
+    (child, lines, limit)
+}
+
+fn limit(child: &Child) -> Sender<()> {
+    let (ended, end) = mpsc::channel();
+    let pid = Pid::from_raw(child.id() as i32).unwrap();
+    std::thread::spawn(move || {
+        if end.recv_timeout(Duration::from_secs(120)) == Err(RecvTimeoutError::Timeout) {
+            let _ = kill_process(pid, Signal::KILL);
+        }
+    });
+    ended
 }
 
 fn signal(child: &Child, signal: Signal) {
@@ -187,6 +202,7 @@ fn an_interrupted_run_leaves_a_checkpoint_and_goes_on() {
 
     let arguments = format!("{job} --checkpoint kept --json");
     let mut child = command(&dir.0, &arguments).stdout(Stdio::piped()).spawn().unwrap();
+    let _limit = limit(&child);
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
     for _ in 0..5 {
         lines.next().unwrap().unwrap();
@@ -331,7 +347,7 @@ fn a_full_disk_is_an_error_and_the_older_checkpoint_stays() {
 fn a_run_whose_terminal_goes_away_leaves_a_checkpoint() {
     let dir = Folder::new("hangup");
     let arguments = "--ranks 2 --steps 4000 --checkpoint kept --json";
-    let (mut child, lines) = started(command(&dir.0, arguments));
+    let (mut child, lines, _limit) = started(command(&dir.0, arguments));
     signal(&child, Signal::HUP);
     let rest: Vec<Value> = lines.map(|line| serde_json::from_str(&line.unwrap()).unwrap()).collect();
     assert_eq!(child.wait().unwrap().code(), Some(128 + 1));
@@ -345,12 +361,12 @@ fn a_run_whose_terminal_goes_away_leaves_a_checkpoint() {
 fn a_run_stopped_by_a_signal_says_so_by_its_exit_code() {
     let dir = Folder::new("code");
     let arguments = "--steps 4000 --checkpoint kept --json";
-    let (mut child, lines) = started(command(&dir.0, &format!("{arguments} --ranks 2")));
+    let (mut child, lines, _limit) = started(command(&dir.0, &format!("{arguments} --ranks 2")));
     signal(&child, Signal::TERM);
     lines.for_each(drop);
     assert_eq!(child.wait().unwrap().code(), Some(128 + 15));
     assert!(names(&dir.0.join("kept")).iter().all(|name| name.starts_with("step-")));
-    let (mut child, lines) = started(launched(&dir.0, &format!("{arguments} --resume")));
+    let (mut child, lines, _limit) = started(launched(&dir.0, &format!("{arguments} --resume")));
     signal(&child, Signal::INT);
     lines.for_each(drop);
     assert_eq!(child.wait().unwrap().code(), Some(128 + 2), "as of a launcher");
@@ -360,6 +376,7 @@ fn a_run_stopped_by_a_signal_says_so_by_its_exit_code() {
     let mut launch = Command::new(exe);
     launch.current_dir(&dir.0).args(["launch", "-n", "2", "--", "sh", "-c", &script]);
     let mut child = launch.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let _limit = limit(&child);
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
     let pid = lines.find_map(|line| line.strip_prefix("[1] pid ")?.parse().ok()).unwrap();
     lines.find(|line| line.contains("\"event\":\"step\"")).unwrap();
@@ -374,7 +391,7 @@ fn a_run_stopped_by_a_signal_says_so_by_its_exit_code() {
 fn two_jobs_cannot_keep_checkpoints_in_one_folder() {
     let dir = Folder::new("two-jobs");
     let job = "--ranks 2 --steps 4000 --checkpoint kept --checkpoint-every 4000 --json";
-    let (mut child, lines) = started(command(&dir.0, job));
+    let (mut child, lines, _limit) = started(command(&dir.0, job));
     for second in ["--ranks 2 --steps 5 --checkpoint kept", "--ranks 2 --checkpoint kept --resume"] {
         let output = farwire(&dir.0, second);
         let said = text(&output.stderr);
@@ -408,7 +425,7 @@ fn a_report_that_cannot_be_written_is_noticed_before_training() {
     std::fs::create_dir(dir.0.join("gone")).unwrap();
     let mut command = command(&dir.0, "--ranks 2 --steps 400 --json --report gone/r.html");
     command.stderr(Stdio::piped());
-    let (child, lines) = started(command);
+    let (child, lines, _limit) = started(command);
     std::fs::remove_dir(dir.0.join("gone")).unwrap();
     let last = lines.last().unwrap().unwrap();
     let said = text(&child.wait_with_output().unwrap().stderr);
