@@ -1,6 +1,7 @@
 //! What is learned from, and in which order.
 //!
-//! Step s of a run sees the same windows of text whatever the layout and whether or not the run was interrupted: they depend on the seed and s only.
+//! Step s of a run sees the same windows of text whatever the layout and whether or not the run was
+//! interrupted: they depend on the seed and s only.
 
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
@@ -53,6 +54,8 @@ pub struct Batches {
 /// Sequences of tokens, one after the other: what is seen, and what follows each token of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Batch {
+    /// How many.
+    pub sequences: usize,
     /// `sequences × context` tokens.
     pub inputs: Vec<u32>,
     /// As many: the token after each.
@@ -70,7 +73,8 @@ impl Batches {
         let text = text.into();
         if text.len() <= context {
             return Err(TrainError::Settings(format!(
-                "the text has {} bytes, but a context of {context} needs at least {}; use a longer text or a shorter context",
+                "the text has {} bytes, but a context of {context} needs at least {}; use a longer text or \
+                 a shorter context",
                 text.len(),
                 context + 1
             )));
@@ -94,11 +98,12 @@ impl Batches {
             let window = |start: usize| &self.text[start + shift..start + shift + self.context];
             sequences.clone().map(start).flat_map(window).map(|byte| u32::from(*byte)).collect()
         };
-        Batch { inputs: tokens(0), targets: tokens(1) }
+        Batch { sequences: sequences.len(), inputs: tokens(0), targets: tokens(1) }
     }
 }
 
-/// The output function of SplitMix64: a few lines in any language, for whoever wants to train on the same batches.
+/// The output function of SplitMix64: a few lines in any language, for whoever wants to train on
+/// the same batches.
 fn mix(state: u64) -> u64 {
     let z = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
