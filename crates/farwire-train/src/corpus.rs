@@ -9,34 +9,35 @@ use std::sync::{Arc, OnceLock};
 use crate::checkpoint::sha256;
 use crate::error::TrainError;
 
-/// Text to learn from: this project's own.
+/// Text to learn from: the sources of this crate, which are always at hand.
 pub fn embedded() -> Vec<u8> {
-    const TEXTS: [&str; 25] = [
-        include_str!("../../../README.md"),
-        include_str!("../../../ARCHITECTURE.md"),
-        include_str!("../../../CONTRIBUTING.md"),
-        include_str!("../../../docs/deploy.md"),
-        include_str!("../../farwire/src/comm.rs"),
-        include_str!("../../farwire/src/driver.rs"),
-        include_str!("../../farwire/src/error.rs"),
-        include_str!("../../farwire/src/local.rs"),
-        include_str!("../../farwire/src/node.rs"),
-        include_str!("../../farwire/src/pending.rs"),
-        include_str!("../../farwire/src/process.rs"),
-        include_str!("../../farwire/src/token.rs"),
-        include_str!("../../farwire-proto/src/call.rs"),
-        include_str!("../../farwire-proto/src/collective/ring.rs"),
-        include_str!("../../farwire-proto/src/collective/scan.rs"),
-        include_str!("../../farwire-proto/src/collective/two_phase.rs"),
-        include_str!("../../farwire-proto/src/engine/mod.rs"),
-        include_str!("../../farwire-proto/src/fault.rs"),
-        include_str!("../../farwire-proto/src/header.rs"),
-        include_str!("../../farwire-proto/src/partition.rs"),
-        include_str!("../../farwire-proto/src/plan.rs"),
-        include_str!("../../farwire-proto/src/schedule.rs"),
-        include_str!("../../farwire-train/src/exchange.rs"),
-        include_str!("../../farwire-train/src/schedule.rs"),
-        include_str!("../../farwire-train/src/mesh.rs"),
+    const TEXTS: [&str; 26] = [
+        include_str!("../README.md"),
+        include_str!("adamw.rs"),
+        include_str!("carry.rs"),
+        include_str!("checkpoint.rs"),
+        include_str!("compressed.rs"),
+        include_str!("error.rs"),
+        include_str!("exchange.rs"),
+        include_str!("finite.rs"),
+        include_str!("gpt.rs"),
+        include_str!("group.rs"),
+        include_str!("lib.rs"),
+        include_str!("library.rs"),
+        include_str!("mesh.rs"),
+        include_str!("norm.rs"),
+        include_str!("param.rs"),
+        include_str!("phase_in.rs"),
+        include_str!("pipeline.rs"),
+        include_str!("plan.rs"),
+        include_str!("replicas.rs"),
+        include_str!("report.rs"),
+        include_str!("rules.rs"),
+        include_str!("schedule.rs"),
+        include_str!("settings.rs"),
+        include_str!("simulate.rs"),
+        include_str!("text.rs"),
+        include_str!("trainer.rs"),
     ];
     TEXTS.concat().into_bytes()
 }
