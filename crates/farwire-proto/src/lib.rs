@@ -54,7 +54,8 @@
 //!                 Verdict::Later | Verdict::Early => break,
 //!                 Verdict::Drop => {}
 //!                 Verdict::Take(take) => {
-//!                     works[to].apply(&take.action, bytes, &inputs[to], &mut outputs[to]);
+//!                     let Effect::Apply(action) = &take.effect else { panic!("there are no parcels") };
+//!                     works[to].apply(action, bytes, &inputs[to], &mut outputs[to]);
 //!                     engines[to].handle_taken(take);
 //!                 }
 //!             }
@@ -88,6 +89,8 @@ mod fault;
 mod fingerprint;
 mod header;
 mod ids;
+mod machine;
+mod parcels;
 mod partition;
 mod plan;
 mod schedule;
@@ -95,16 +98,22 @@ pub mod tune;
 mod workspace;
 
 pub use call::{Algorithm, Call, CallError, Kind, Options};
-pub use collective::parcels::Parcels;
 pub use dtype::{DType, Element, ReduceOp, UnknownName};
-pub use engine::{Allowance, Config, Engine, Event, Lane, OpenError, Payload, Take, Transmit, Verdict, Wait};
+pub use engine::{
+    Allowance, Config, Effect, Engine, Event, Lane, OpenError, Payload, Take, Transmit, Verdict, Wait,
+};
 pub use fault::{Called, FAULT_LEN, Fault, OpError};
 pub use fingerprint::Fingerprint;
 pub use header::{FrameKind, HEADER_LEN, Header, HeaderError, VERSION};
 pub use ids::{CommId, Epoch, OpId, OpSeq, Peer, Rank, Tag, Time, WorldSize};
+pub use machine::{
+    Buffers, Coding, CodingWork, Failure, Input, Machine, MachineEvent, Nonsense, Outbound, Refusal, Refused,
+    Rounds,
+};
+pub use parcels::{ParcelPart, Parcels};
 pub use partition::{Counts, Partition, Span};
-pub use plan::{Plan, Tuning};
+pub use plan::{Frames, Plan, Tuning};
 pub use schedule::{
-    Action, Emit, Fold, Gate, InPlace, Incoming, Outcome, Outgoing, Own, ParcelPart, Running, Source,
+    Action, Emit, Fold, Gate, InPlace, Incoming, Outcome, Outgoing, Own, Running, Source,
 };
 pub use workspace::Workspace;

@@ -104,8 +104,6 @@ pub enum Source {
         /// How many elements.
         len: usize,
     },
-    /// Bytes of a parcel.
-    Parcel(ParcelPart),
 }
 
 impl Source {
@@ -117,24 +115,8 @@ impl Source {
             Self::InputAsPartial(Span { len, .. }) | Self::Partial { len, .. } => {
                 len * dtype.accumulator().size()
             }
-            Self::Parcel(part) => part.len,
         }
     }
-}
-
-/// What one frame carries of a parcel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ParcelPart {
-    /// The rank at the other end.
-    pub with: Rank,
-    /// Which of the parcels between the two, from zero.
-    pub round: u32,
-    /// Bytes of the parcel before these.
-    pub at: usize,
-    /// How many bytes.
-    pub len: usize,
-    /// Whether they are its last.
-    pub last: bool,
 }
 
 /// A frame to receive.
@@ -164,8 +146,6 @@ pub enum Action {
     Store(Span),
     /// It is combined with what is there.
     Fold(Fold),
-    /// It is put to the other parts of its parcel.
-    Collect(ParcelPart),
 }
 
 impl Action {
@@ -176,7 +156,6 @@ impl Action {
             Self::Store(span) => span.len * dtype.size(),
             Self::Fold(fold) if fold.partial => fold.len * dtype.accumulator().size(),
             Self::Fold(fold) => fold.len * dtype.size(),
-            Self::Collect(part) => part.len,
         }
     }
 }

@@ -3,7 +3,7 @@
 use crate::arith::{Arithmetic, Operand};
 use crate::dtype::DType;
 use crate::partition::Span;
-use crate::plan::Plan;
+use crate::plan::{Frames, Plan};
 use crate::schedule::{Action, Emit, Fold, InPlace, Local, Own, Running, Source};
 
 /// The arithmetic of one operation on one rank, and the scratch space it needs.
@@ -37,12 +37,12 @@ impl Workspace {
     pub fn new(plan: &Plan) -> Self {
         let dtype = plan.dtype();
         let accumulator = dtype.accumulator();
-        let slots = plan.slots();
+        let slots = plan.frames().map(Frames::slots).unwrap_or_default();
         let slot_bytes = slots.len * accumulator.size();
         Self {
             dtype,
             arithmetic: plan.fingerprint().op.map(|op| Arithmetic { dtype, op, ranks: plan.world().get() }),
-            local: plan.local(),
+            local: plan.frames().map_or(Local::Nothing, Frames::local),
             in_place: plan.in_place().unwrap_or_default(),
             slots: vec![0; slots.count * slot_bytes],
             slot_bytes,
@@ -76,7 +76,6 @@ impl Workspace {
                 let start = slot * self.slot_bytes;
                 &self.slots[start..start + len * self.dtype.accumulator().size()]
             }
-            Source::Parcel(_) => unreachable!("parcels are kept in `Parcels`"),
             Source::InputAsPartial(span) => {
                 let elements = &input[span.bytes(self.dtype)];
                 if !self.widens() {
@@ -101,7 +100,6 @@ impl Workspace {
             Action::Nothing => {}
             Action::Store(span) => output[span.bytes(self.dtype)].copy_from_slice(payload),
             Action::Fold(fold) => self.fold(fold, payload, input, output),
-            Action::Collect(_) => unreachable!("parcels are kept in `Parcels`"),
         }
     }
 

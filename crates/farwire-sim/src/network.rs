@@ -25,6 +25,8 @@ pub struct Network {
     pub window: usize,
     /// How long after a process falls silent the others take it for lost.
     pub detection: Duration,
+    /// Coding a round of parcels takes up to this long, at random.
+    pub coding: Duration,
     /// What goes wrong.
     pub troubles: Vec<Trouble>,
     /// Where all randomness comes from.
@@ -45,6 +47,7 @@ impl Network {
             special_links: HashMap::new(),
             window: 8 << 20,
             detection: Duration::from_secs(2),
+            coding: Duration::ZERO,
             troubles: Vec::new(),
             seed: 0,
         }
@@ -128,6 +131,13 @@ pub enum Trouble {
         from: Time,
         /// Until when.
         until: Time,
+    },
+    /// The parcels that a process makes in a round of coded calls are not what any codec makes.
+    Nonsense {
+        /// Who.
+        peer: Peer,
+        /// In which round, from zero.
+        round: u32,
     },
 }
 

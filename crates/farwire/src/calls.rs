@@ -187,7 +187,7 @@ impl Shared {
     fn send(&self, to: Rank, tag: Tag, parcel: Vec<u8>) -> Result<(), Error> {
         let Some(node) = self.node.upgrade() else { return Ok(()) };
         let call = Call::SendParcel { to, tag, len: parcel.len() };
-        let sent = node.driver().send_parcel(self.comm, to, &call, parcel, Arc::default());
+        let sent = node.driver().send_parcel(self.comm, &call, parcel, Arc::default());
         node.call_keeper();
         sent
     }
@@ -320,7 +320,7 @@ impl Dealer {
         let call = Call::RecvParcel { from, tag, max: LONGEST + AROUND };
         let options = Options { deadline: Some(Duration::MAX), ..Options::default() };
         // It fails once the rank is lost; then there is nothing to wait for.
-        if node.driver().recv_parcel(self.shared.comm, from, &call, &options, completion.clone()).is_ok() {
+        if node.driver().recv_parcel(self.shared.comm, &call, &options, completion.clone()).is_ok() {
             completion.wake(Arc::new(Doorbell { news: self.news.clone(), from, tag }).into());
             self.posted.insert((from, tag), completion);
             node.call_keeper();

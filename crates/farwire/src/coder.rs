@@ -5,12 +5,11 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use farwire_codec::exchange::{Exchange, Finished, Floats, Nonsense};
-use farwire_codec::{DecodeError, Transaction};
-use farwire_proto::{DType, OpId};
+use farwire_codec::Transaction;
+use farwire_codec::exchange::{Exchange, Finished, Floats};
+use farwire_proto::{Coding, DType, Nonsense, OpId};
 use half::{bf16, f16};
 
-use crate::driver::Coding;
 use crate::error::Error;
 use crate::memory::Buffer;
 use crate::node::Node;
@@ -105,45 +104,18 @@ fn work(node: &Node, op: OpId) {
     let coding = node.driver().take_coding(op);
     match coding {
         None => {}
-        Some(Coding::Finish { exchange, completion }) => finish(node, *exchange, &completion),
-        Some(Coding::Go { mut exchange, came, alone }) => {
-            let me = exchange.rank();
+        Some(Coding::Finish { rounds, tag }) => finish(node, *rounds, &tag.completion),
+        Some(Coding::Work(mut work)) => {
             // A bug must not leave the other ranks waiting; and this thread is needed by other operations.
-            let worked = catch_unwind(AssertUnwindSafe(|| go(node, op, &mut exchange, &came, alone)));
-            let bug = || Err(Nonsense { from: me, round: 0, why: DecodeError::Field("panic") });
+            let worked = catch_unwind(AssertUnwindSafe(|| {
+                work.run(|round, made| node.driver().supply(op, round, made))
+            }));
+            let me = work.rounds.rank();
+            let bug = || Err(Nonsense { from: me, round: 0, why: "its codec panicked".into() });
             let nonsense = worked.unwrap_or_else(|_| bug()).err();
-            node.driver().give_coding_back(op, exchange, nonsense);
+            node.driver().give_coding_back(op, work.rounds, nonsense);
         }
     }
-}
-
-fn go(
-    node: &Node,
-    op: OpId,
-    exchange: &mut Exchange,
-    came: &[(u32, Vec<Vec<u8>>)],
-    alone: bool,
-) -> Result<(), Nonsense> {
-    // What others sent may be here before this rank has made its own part, which comes first.
-    make(node, op, exchange, alone)?;
-    for (round, parcels) in came {
-        exchange.came(*round, parcels)?;
-        make(node, op, exchange, alone)?;
-    }
-    Ok(())
-}
-
-/// Makes and supplies all parcels that can be made.
-fn make(node: &Node, op: OpId, exchange: &mut Exchange, alone: bool) -> Result<(), Nonsense> {
-    while let Some(made) = exchange.next_parcels() {
-        let round = exchange.made() - 1;
-        if alone {
-            exchange.came(round, &[Vec::new()])?;
-        } else {
-            node.driver().supply(op, round, &made);
-        }
-    }
-    Ok(())
 }
 
 fn finish(node: &Node, exchange: Exchange, completion: &Arc<Completion>) {

@@ -287,6 +287,18 @@ impl Buffer {
     }
 }
 
+impl AsRef<[u8]> for Buffer {
+    fn as_ref(&self) -> &[u8] {
+        self.bytes()
+    }
+}
+
+impl AsMut<[u8]> for Buffer {
+    fn as_mut(&mut self) -> &mut [u8] {
+        self.bytes_mut()
+    }
+}
+
 impl<T: Element> From<Vec<T>> for Buffer {
     fn from(elements: Vec<T>) -> Self {
         /// # Safety

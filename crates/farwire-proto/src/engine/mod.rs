@@ -1,11 +1,13 @@
 //! The engine: many operations in flight, on several communicators, without blocking each other.
 
 mod ahead;
+mod comm;
+mod frames;
+mod inbox;
 mod op;
 
 use std::collections::{BTreeSet, VecDeque};
 use std::num::NonZeroU32;
-use std::sync::Arc;
 use std::time::Duration;
 
 use rustc_hash::{FxHashMap as HashMap, FxHashSet as HashSet};
@@ -16,12 +18,13 @@ use crate::dtype::DType;
 use crate::fault::{Called, FAULT_LEN, Fault, OpError};
 use crate::fingerprint::Fingerprint;
 use crate::header::{FrameKind, Header, HeaderError};
-use crate::ids::{CommId, Epoch, OpId, OpSeq, Peer, Rank, Tag, Time, WorldSize};
-use crate::partition::digest;
+use crate::ids::{CommId, Epoch, OpId, OpSeq, Peer, Rank, Time, WorldSize};
 use crate::plan::{Plan, Tuning};
-use crate::schedule::{Action, Gate, Source};
 pub use ahead::Allowance;
 use ahead::{Ahead, Channel, Leave};
+use comm::Comm;
+pub use frames::{Effect, Event, Lane, OpenError, Payload, Take, Transmit, Verdict, Wait};
+use inbox::Inbox;
 use op::{Breach, Moving, Op};
 
 /// Communicators whose failure is remembered before they are opened here, per peer that tells. Far more than a job opens.
@@ -106,186 +109,6 @@ pub struct Engine {
     spare: Vec<Moving>,
 }
 
-/// One direction of an operation between two peers: the stream that its frames arrive on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Lane {
-    /// Who sends.
-    pub from: Peer,
-    /// On which communicator.
-    pub comm: CommId,
-    /// For which operation.
-    pub seq: OpSeq,
-}
-
-impl Lane {
-    /// The lane that a frame from `from` belongs to.
-    pub fn of(from: Peer, header: &Header) -> Self {
-        Self { from, comm: header.comm, seq: header.seq }
-    }
-}
-
-/// A frame to send.
-#[derive(Clone, Debug)]
-pub struct Transmit {
-    /// To whom.
-    pub to: Peer,
-    /// Its header.
-    pub header: Header,
-    /// What follows the header.
-    pub payload: Payload,
-    /// Whether it is the last of its lane.
-    pub last: bool,
-    lane: usize,
-}
-
-/// What follows a header.
-#[derive(Clone, Debug)]
-pub enum Payload {
-    /// Bytes of an operation: ask its workspace for them. Report them with [`Engine::handle_sent`] once they may change.
-    Operation {
-        /// Which operation.
-        op: OpId,
-        /// Which of its bytes.
-        source: Source,
-        /// What this frame had to wait for.
-        after: Gate,
-    },
-    /// An encoded [`Fault`].
-    Fault([u8; FAULT_LEN]),
-    /// Nothing: the header says it all.
-    Nothing,
-}
-
-impl Payload {
-    /// The bytes of a notice; `None` if an operation has them.
-    pub fn notice(&self) -> Option<&[u8]> {
-        match self {
-            Self::Operation { .. } => None,
-            Self::Fault(fault) => Some(fault),
-            Self::Nothing => Some(&[]),
-        }
-    }
-}
-
-/// What to do with an arrived frame.
-#[derive(Clone, Debug)]
-#[must_use]
-pub enum Verdict {
-    /// Read it and do this.
-    Take(Take),
-    /// Leave it in its stream, unread, until [`Engine::poll_resume`] names the lane.
-    Later,
-    /// The same, and perhaps for long: this rank has not called its operation.
-    Early,
-    /// It belongs to nothing any more; throw it away.
-    Drop,
-}
-
-/// A frame whose turn it is: apply the action, then report it with [`Engine::handle_taken`].
-#[derive(Clone, Debug)]
-#[must_use]
-pub struct Take {
-    /// For which operation.
-    pub op: OpId,
-    /// What becomes of the payload.
-    pub action: Action,
-    lane: usize,
-}
-
-/// What became of an operation.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Event {
-    /// It is complete, and its result is where [`Plan::outcome`] said.
-    Done(OpId),
-    /// A round of its parcels has come whole, from every rank.
-    Round(OpId, u32),
-    /// It failed; its input is untouched.
-    Failed {
-        /// Which.
-        op: OpId,
-        /// Why.
-        error: Box<OpError>,
-        /// Who it waited for just then.
-        waited_for: Vec<Peer>,
-    },
-    /// A communicator is of no more use: every further call on it fails at once.
-    CommFailed {
-        /// Which.
-        comm: CommId,
-        /// Why.
-        fault: Fault,
-        /// Who found out.
-        reporter: Peer,
-    },
-}
-
-/// Who an operation waits for.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Wait {
-    /// The operation.
-    pub op: OpId,
-    /// Its communicator.
-    pub comm: CommId,
-    /// Its place in the communicator's order.
-    pub seq: OpSeq,
-    /// What was called.
-    pub fingerprint: Fingerprint,
-    /// The peers that must move next: those not heard from at all if there are any, else those whose next frame has not come, else those
-    /// that do not take what is sent.
-    pub on: Vec<Peer>,
-}
-
-/// Why a communicator cannot be opened.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum OpenError {
-    /// This process is not a member.
-    #[error("this process is not among the members of the new communicator; open it on its members only")]
-    NotAMember,
-    /// A member is listed twice.
-    #[error("{0} is listed twice among the members of the new communicator; list each member once")]
-    Twice(Peer),
-    /// The id is taken.
-    #[error("communicator {0:?} is open already; use a new id for each communicator")]
-    Taken(CommId),
-}
-
-#[derive(Debug)]
-struct Comm {
-    me: Rank,
-    world: WorldSize,
-    members: Arc<[Peer]>,
-    /// By which members find out that their lists differ; zero for the world.
-    members_digest: u32,
-    ranks: HashMap<Peer, Rank>,
-    next_collective: u64,
-    next_sent: HashMap<(Peer, Tag), u64>,
-    failed: Option<(Fault, Peer)>,
-    /// Nobody here will call on it again.
-    closed: bool,
-}
-
-/// The receiving side of the messages with one tag from one peer. The first message that comes is for the
-/// oldest receive that still waits, so one that has timed out, or a message that was given up, is no loss to
-/// the others.
-#[derive(Debug, Default)]
-struct Inbox {
-    /// The number of the next message to be matched with a receive.
-    next: u64,
-    /// Receives that wait for a message, oldest first.
-    waiting: VecDeque<OpId>,
-    /// Messages, from `next` on, that were given up.
-    void: BTreeSet<u64>,
-    /// What of the sender's allowance was taken since it was last told.
-    untold: usize,
-}
-
-impl Inbox {
-    /// How many messages have been called for.
-    fn called(&self) -> u64 {
-        self.next + self.waiting.len() as u64
-    }
-}
-
 /// How arriving frames find their operation. Collectives take frames from anyone, messages from one sender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Address {
@@ -344,79 +167,6 @@ impl Engine {
     /// This process.
     pub fn me(&self) -> Peer {
         self.me
-    }
-
-    /// Opens a communicator of some of the processes. Their ranks in it are their places in `members`, which every member must give in
-    /// the same order.
-    pub fn open(&mut self, id: CommId, members: &[Peer]) -> Result<(), OpenError> {
-        if self.comms.contains_key(&id) || self.closed.contains(&id) {
-            return Err(OpenError::Taken(id));
-        }
-        let mut ranks = HashMap::with_capacity_and_hasher(members.len(), Default::default());
-        for (peer, rank) in members.iter().zip((0..).map(Rank)) {
-            if ranks.insert(*peer, rank).is_some() {
-                return Err(OpenError::Twice(*peer));
-            }
-        }
-        let me = *ranks.get(&self.me).ok_or(OpenError::NotAMember)?;
-        let world = WorldSize::new(members.len() as u32).ok_or(OpenError::NotAMember)?;
-        let comm = Comm {
-            me,
-            world,
-            members: members.into(),
-            members_digest: if id == CommId::WORLD {
-                0
-            } else {
-                digest(members.iter().map(|peer| peer.0.into()))
-            },
-            ranks,
-            next_collective: 0,
-            next_sent: HashMap::default(),
-            failed: None,
-            closed: false,
-        };
-        self.comms.insert(id, comm);
-        let lost = members.iter().find(|peer| self.lost.contains(peer));
-        let news = members.iter().find_map(|reporter| {
-            let (_, fault) = self.early_faults.get(reporter)?.iter().find(|(comm, _)| *comm == id)?;
-            Some((*fault, *reporter))
-        });
-        if let Some((fault, reporter)) = news {
-            self.fail_comm(id, fault, reporter);
-        } else if let Some(peer) = lost {
-            self.fail_comm(id, Fault::PeerLost(*peer), self.me);
-        }
-        Ok(())
-    }
-
-    /// Lets go of a communicator on which no more calls will be made; operations in flight go on. What peers still send on it is dropped.
-    pub fn close(&mut self, id: CommId) {
-        if let Some(comm) = self.comms.get_mut(&id) {
-            comm.closed = true;
-            // Nobody waits for receives that may take for ever.
-            let endless = |op: &&Op| op.plan.comm() == id && op.due == Time::MAX;
-            let endless: Vec<_> = self.ops.values().filter(endless).map(|op| op.id).collect();
-            for op in endless {
-                self.fail_op(op, Fault::PeerLost(self.me), self.me);
-            }
-            self.forget_if_closed(id);
-        }
-    }
-
-    fn forget_if_closed(&mut self, id: CommId) {
-        let closed = self.comms.get(&id).is_some_and(|comm| comm.closed);
-        if closed && !self.ops.values().any(|op| op.plan.comm() == id) {
-            let comm = self.comms.remove(&id);
-            self.closed.insert(id);
-            self.inboxes.retain(|(_, channel), _| channel.comm != id);
-            self.resume_early(id);
-            // Peers that still send on it must not wait for calls that nobody will make.
-            for peer in comm.into_iter().flat_map(|comm| comm.members.to_vec()) {
-                for (channel, number) in self.ahead[peer.index()].take_asks(id) {
-                    self.notify(peer, FrameKind::Called, channel, number);
-                }
-            }
-        }
     }
 
     /// This process's rank in a communicator, and the communicator's size.
@@ -576,34 +326,6 @@ impl Engine {
         }
     }
 
-    /// Matches a message whose first frame has come with the oldest receive that waits, if it is the next one.
-    fn match_message(&mut self, lane: Lane) -> Option<OpId> {
-        let (channel, number) = Channel::of(lane.comm, lane.seq);
-        let inbox = self.inboxes.get_mut(&(lane.from, channel))?;
-        if number != inbox.next {
-            return None;
-        }
-        let id = inbox.waiting.pop_front()?;
-        let op = self.ops.get_mut(&id).expect("receives that wait are in flight");
-        (op.seq, op.matched) = (lane.seq, true);
-        self.inbound.insert(lane.into(), id);
-        self.advance_inbox(lane.from, channel);
-        Some(id)
-    }
-
-    /// Goes on to the next message that was not given up. If it has come, it is offered again.
-    fn advance_inbox(&mut self, from: Peer, channel: Channel) {
-        loop {
-            let inbox = self.inboxes.entry((from, channel)).or_default();
-            inbox.next += 1;
-            let (next, void) = (inbox.next, inbox.void.remove(&inbox.next));
-            self.resume(Address { comm: channel.comm, seq: channel.seq(next), sender: Some(from) });
-            if !void {
-                return;
-            }
-        }
-    }
-
     /// A frame for no operation in flight: early, if its operation may still be submitted, or late.
     fn handle_unexpected(&mut self, lane: Lane) -> Verdict {
         let (channel, number) = Channel::of(lane.comm, lane.seq);
@@ -638,10 +360,10 @@ impl Engine {
     /// The payload of a taken frame has been applied.
     pub fn handle_taken(&mut self, take: Take) {
         if let Some(op) = self.ops.get_mut(&take.op) {
-            op.taken(take.lane, &take.action, &mut self.queues, self.config.credit);
+            op.taken(take.lane, &take.effect, &mut self.queues, self.config.credit);
             if op.plan.partner().is_some() {
                 let (channel, _) = Channel::of(op.plan.comm(), op.seq);
-                let payload = take.action.wire_bytes(op.plan.dtype());
+                let payload = take.effect.wire_bytes(op.plan.dtype());
                 let from = op.peer_of(take.lane);
                 self.count_taken(from, channel, payload);
             }
@@ -649,21 +371,9 @@ impl Engine {
         }
     }
 
-    /// Tells the sender of messages how many have been called for, now and then: it may have run out of allowance.
-    fn count_taken(&mut self, from: Peer, channel: Channel, payload: usize) {
-        let allowance = self.ahead[from.index()].allowance;
-        let Some(inbox) = self.inboxes.get_mut(&(from, channel)) else { return };
-        inbox.untold += Allowance::cost(payload, false);
-        if inbox.untold >= allowance.channel().div_ceil(4) {
-            inbox.untold = 0;
-            let called = inbox.called();
-            self.notify(from, FrameKind::Called, channel, called - 1);
-        }
-    }
-
     /// The bytes of a frame have left the operation's buffers, which may change from now on.
     pub fn handle_sent(&mut self, transmit: Transmit) {
-        if let Payload::Operation { op: id, .. } = transmit.payload
+        if let Payload::Operation { op: id, .. } | Payload::Parcel { op: id, .. } = transmit.payload
             && let Some(op) = self.ops.get_mut(&id)
         {
             op.sent(transmit.lane, &mut self.queues, self.config.credit);
@@ -724,37 +434,12 @@ impl Engine {
         }
     }
 
-    /// A peer has given a message up. If this rank is receiving it, that fails; else the next one takes its place.
-    fn handle_void(&mut self, from: Peer, channel: Channel, number: u64) {
-        if channel.tag.is_none() || self.closed.contains(&channel.comm) {
-            return;
+    /// A member has sent something that its frames' headers do not show to be wrong, but that nobody can
+    /// make sense of. The communicator fails, if it is still open.
+    pub fn handle_nonsense(&mut self, comm: CommId, from: Peer) {
+        if self.comms.contains_key(&comm) {
+            self.fail_comm(comm, Fault::BadFrame(from), self.me);
         }
-        let address = Address { comm: channel.comm, seq: channel.seq(number), sender: Some(from) };
-        if let Some(op) = self.inbound.get(&address) {
-            let fault = Fault::TimedOut { by: from, waiting_for: self.me, others: 0 };
-            return self.fail_op(*op, fault, from);
-        }
-        if self.comms.get(&channel.comm).is_some_and(|comm| !comm.ranks.contains_key(&from)) {
-            return;
-        }
-        let inbox = self.inboxes.entry((from, channel)).or_default();
-        if number == inbox.next {
-            self.resume(address);
-            self.advance_inbox(from, channel);
-        } else if number > inbox.next {
-            inbox.void.insert(number);
-            if inbox.void.len() > MAX_EARLY {
-                return self.handle_peer_lost(from);
-            }
-            self.resume(address);
-        }
-    }
-
-    /// A peer has sent something that its frames' headers do not show to be wrong, but that nobody can make sense of. The communicator fails; this is why.
-    pub fn handle_nonsense(&mut self, comm: CommId, from: Rank) -> Option<Fault> {
-        let fault = Fault::BadFrame(*self.comms.get(&comm)?.members.get(from.index())?);
-        self.fail_comm(comm, fault, self.me);
-        Some(fault)
     }
 
     /// The link to a peer is dead. Every communicator that the peer is a member of fails.
@@ -955,38 +640,6 @@ impl Engine {
             self.early_lanes[lane.from.index()] -= 1;
         }
         self.queues.resumed.extend(waiting);
-    }
-}
-
-impl Comm {
-    /// The number that a plan gets when it is submitted.
-    fn next_seq(&self, plan: &Plan, inboxes: &HashMap<(Peer, Channel), Inbox>) -> OpSeq {
-        match plan.partner() {
-            None => OpSeq::Collective(self.next_collective),
-            Some(partner) => {
-                let (peer, tag) = (self.members[partner.rank.index()], partner.tag);
-                let number = match partner.end {
-                    End::Sender => self.next_sent.get(&(peer, tag)).copied().unwrap_or(0),
-                    // If those before it get theirs.
-                    End::Receiver => {
-                        let channel = Channel { comm: plan.comm(), tag: Some(tag) };
-                        inboxes.get(&(peer, channel)).map_or(0, Inbox::called)
-                    }
-                };
-                OpSeq::Message(partner.tag, number)
-            }
-        }
-    }
-
-    /// A plan has got its number.
-    fn count(&mut self, plan: &Plan) {
-        match plan.partner() {
-            None => self.next_collective += 1,
-            Some(partner) if partner.end == End::Sender => {
-                *self.next_sent.entry((self.members[partner.rank.index()], partner.tag)).or_insert(0) += 1;
-            }
-            Some(_) => {} // counted when a message is matched with it
-        }
     }
 }
 

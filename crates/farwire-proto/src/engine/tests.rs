@@ -5,6 +5,7 @@ use proptest::prelude::*;
 use super::*;
 use crate::dtype::{DType, ReduceOp};
 use crate::header::tests::any_header;
+use crate::ids::Tag;
 
 fn busy_engine() -> Engine {
     let config = Config { credit: NonZeroU32::new(2).unwrap(), ..Config::default() };
@@ -459,9 +460,7 @@ fn exchange(
         for (engine, store) in engines.iter_mut().zip(&mut parcels) {
             let me = engine.me();
             while let Some(frame) = engine.poll_transmit() {
-                let Payload::Operation { source: Source::Parcel(part), .. } = &frame.payload else {
-                    panic!()
-                };
+                let Payload::Parcel { part, .. } = &frame.payload else { panic!() };
                 let bytes = store.payload(part).to_vec();
                 assert_eq!(frame.header.payload as usize, bytes.len());
                 assert_eq!(frame.last, part.last && part.round + 1 == rounds);
@@ -479,7 +478,7 @@ fn exchange(
                 let Verdict::Take(take) = engine.handle_frame(lane.from, &header) else {
                     panic!("nothing waits")
                 };
-                let Action::Collect(part) = take.action else { panic!() };
+                let Effect::Collect(part) = take.effect else { panic!() };
                 store.collect(&part, &bytes);
                 engine.handle_taken(take);
             }

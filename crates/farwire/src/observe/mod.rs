@@ -7,7 +7,7 @@ mod trace;
 
 use std::path::Path;
 
-use farwire_proto::{CommId, Epoch, Fault, Fingerprint, OpError, OpId, OpSeq, Peer, WorldSize};
+use farwire_proto::{CommId, Epoch, Failure, Fault, Fingerprint, OpId, OpSeq, Peer, WorldSize};
 
 use crate::error::Error;
 use flight::{Recorder, Records, Ticket};
@@ -66,14 +66,13 @@ impl Observer {
         &mut self,
         ticket: Ticket,
         span: &tracing::Span,
-        ended: &Result<(), (Box<OpError>, Vec<Peer>)>,
+        failure: Option<&Failure>,
     ) {
-        let failed = ended.as_ref().err();
-        match failed {
+        match failure {
             None => tracing::debug!(parent: span, "done"),
-            Some((error, _)) => tracing::debug!(parent: span, %error, "failed"),
+            Some(Failure { error, .. }) => tracing::debug!(parent: span, %error, "failed"),
         }
-        let Some(record) = self.recorder.ended(ticket, failed) else { return };
+        let Some(record) = self.recorder.ended(ticket, failure) else { return };
         self.tally.ended(record);
         if let Some(trace) = &mut self.trace {
             trace.operation(record);
