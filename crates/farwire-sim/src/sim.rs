@@ -444,7 +444,7 @@ impl Sim {
     /// A process codes for an operation. What it makes is there after a while, round by round.
     fn code(&mut self, peer: Peer, op: OpId) {
         match self.nodes[peer.index()].machine.take_coding(op) {
-            None => {}
+            None => self.settle(peer),
             Some(Coding::Finish { rounds, tag }) => match rounds.finish() {
                 Ok(done) => self.end(tag.id, JobEnd::Done(bytemuck::cast_slice(&done.output).to_vec())),
                 Err((error, input)) => {

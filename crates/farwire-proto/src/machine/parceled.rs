@@ -189,39 +189,26 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
             (Input::Nothing, Some(partner)) if partner.end == End::Receiver => Role::Receiver(partner.rank),
             (Input::Rounds(rounds), None) => {
                 let (rounds, came, ended) = (Some(rounds), VecDeque::new(), None);
-                self.events.push_back(MachineEvent::WantsCoding(op));
                 Role::Coded(Coded { rounds, came, ended, comm, seq, call, members })
             }
             (Input::Lengths(rounds), None) => Role::Lengths(rounds),
             _ => panic!("a sender of a parcel has it, a receiver has nothing, a coded call has rounds"),
         };
-        self.parceled.insert(op, Parceled { parcels, role, me, world, tag: tag(op, seq) });
-        self.supply_lengths(op);
-        Ok(op)
-    }
-
-    /// Supplies the next round of an operation of which only lengths are known.
-    fn supply_lengths(&mut self, op: OpId) {
-        let Some(Parceled { role: Role::Lengths(rounds), me, world, .. }) = self.parceled.get_mut(&op) else {
-            return;
-        };
-        if let Some(lengths) = rounds.pop_front() {
-            for to in world.others(*me) {
-                assert!(self.engine.supply(op, to, lengths[to.index()]), "lengths keep to the call's limits");
-            }
+        if let Role::Coded(_) | Role::Lengths(_) = role {
+            self.events.push_back(MachineEvent::WantsCoding(op));
         }
+        self.parceled.insert(op, Parceled { parcels, role, me, world, tag: tag(op, seq) });
+        Ok(op)
     }
 
     /// A round of parcels has come.
     pub(super) fn round_came(&mut self, op: OpId, round: u32) {
         match self.parceled.get_mut(&op).map(|job| &mut job.role) {
-            Some(Role::Coded(coded)) => {
-                coded.came.push_back(round);
-                self.events.push_back(MachineEvent::WantsCoding(op));
-            }
-            Some(Role::Lengths(_)) => self.supply_lengths(op),
-            Some(Role::Sender | Role::Receiver(_)) | None => {}
+            Some(Role::Coded(coded)) => coded.came.push_back(round),
+            Some(Role::Lengths(_)) => {}
+            Some(Role::Sender | Role::Receiver(_)) | None => return,
         }
+        self.events.push_back(MachineEvent::WantsCoding(op));
     }
 
     /// All frames of an operation have moved, or it has failed.
@@ -259,10 +246,22 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         }
     }
 
-    /// What a codec is to do for an operation, if anything is.
+    /// What a codec is to do for an operation, if anything is. Of one that has nothing but lengths, the
+    /// next round is supplied at once.
     pub fn take_coding(&mut self, op: OpId) -> Option<Coding<R, T>> {
         let job = self.parceled.get_mut(&op)?;
-        let Role::Coded(coded) = &mut job.role else { return None };
+        let coded = match &mut job.role {
+            Role::Coded(coded) => coded,
+            Role::Lengths(rounds) => {
+                let lengths = rounds.pop_front()?;
+                for to in job.world.others(job.me) {
+                    let supplied = self.engine.supply(op, to, lengths[to.index()]);
+                    assert!(supplied, "lengths keep to the call's limits");
+                }
+                return None;
+            }
+            Role::Sender | Role::Receiver(_) => return None,
+        };
         let rounds = coded.rounds.take()?;
         if coded.ended.is_some() && rounds.is_finished() {
             let Parceled { tag, .. } = self.parceled.remove(&op)?;
