@@ -32,6 +32,7 @@ mod network;
 mod node;
 pub mod oracle;
 mod report;
+pub mod script;
 mod sim;
 
 pub use bound::lower_bound;
