@@ -11,7 +11,7 @@ use farwire_codec::{
     CodecSpec, Context, Encoded, ErrorFeedback, Job, Partitioned, Place, Plan, PowerP, PowerQ, Residual,
     Shape, Transaction,
 };
-use farwire_proto::{Call, Counts, Options, Peer, Rank, ReduceOp, Time, WorldSize};
+use farwire_proto::{Call, Counts, Fault, Options, Peer, Rank, ReduceOp, Time, WorldSize};
 use farwire_sim::{Coded, JobEnd, Link, Network, Report, Sim, Submission, Trouble};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -75,11 +75,11 @@ fn spec(name: &str) -> Through {
     Through::Spec(name.parse().unwrap())
 }
 
-/// A network whose frames arrive in another order with every seed.
+/// A network whose frames arrive in another order with every seed, while coding takes more or less time.
 fn network(ranks: usize, seed: u64) -> Network {
     let lan = Network::lan(ranks as u32);
     let link = Link { jitter: Duration::from_millis(seed % 7), ..lan.link };
-    Network { link, seed, ..lan }
+    Network { link, seed, coding: Duration::from_millis(seed % 5), ..lan }
 }
 
 /// Runs one exchange on all ranks, with frames of `segment` bytes.
@@ -641,6 +641,41 @@ fn volumes_are_those_of_the_formulas() {
         println!("{codec:>24}: bytes(256) / bytes(4) = {growth:.4}");
         assert!(growth <= 1.36, "{codec}: {growth}");
         bytes_by_codec.push(by_world);
+    }
+}
+
+/// Parcels that no codec makes, in any round: every other rank ends with an error that names their
+/// sender, has its input back and owes what it owed.
+#[test]
+fn nonsense_from_one_rank_fails_all_others_and_changes_no_residuals() {
+    let ranks = 3;
+    for (codec, rounds) in [("int8", 2), ("topk:0.05", 2), ("powersgd:2", 4), ("sign", 2)] {
+        for (round, seed) in (0..rounds).flat_map(|round| (0..10).map(move |seed| (round, seed))) {
+            let gradients = gradients(seed, ranks, 100);
+            let feedback: Vec<_> = (0..ranks).map(|_| ErrorFeedback::new()).collect();
+            let before: Vec<_> = feedback.iter().map(ErrorFeedback::to_bytes).collect();
+            let orders = gradients.iter().zip(&feedback).enumerate().map(|(rank, (gradient, feedback))| Order {
+                feedback: Some(feedback.begin("w").unwrap()),
+                ..order(
+                    Collective::AllReduce(ReduceOp::Sum),
+                    spec(codec),
+                    rank,
+                    ranks,
+                    gradient.clone(),
+                    0,
+                )
+            });
+            let troubles = vec![Trouble::Nonsense { peer: Peer(1), round }];
+            let report = simulate(orders.collect(), 64, Network { troubles, ..network(ranks, seed) });
+            for rank in [0, 2] {
+                let JobEnd::Failed { error, input } = &report.jobs()[rank].end else {
+                    panic!("{codec}, round {round}, rank {rank}: {:?}", report.jobs()[rank].end)
+                };
+                assert_eq!(error.fault, Fault::BadFrame(Peer(1)), "{codec}, round {round}");
+                assert_eq!(input, bytemuck::cast_slice::<f32, u8>(&gradients[rank]));
+                assert_eq!(feedback[rank].to_bytes(), before[rank], "{codec}: a failed call changed residuals");
+            }
+        }
     }
 }
 
