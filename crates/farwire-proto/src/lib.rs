@@ -113,7 +113,5 @@ pub use machine::{
 pub use parcels::{ParcelPart, Parcels};
 pub use partition::{Counts, Partition, Span};
 pub use plan::{Frames, Plan, Tuning};
-pub use schedule::{
-    Action, Emit, Fold, Gate, InPlace, Incoming, Outcome, Outgoing, Own, Running, Source,
-};
+pub use schedule::{Action, Emit, Fold, Gate, InPlace, Incoming, Outcome, Outgoing, Own, Running, Source};
 pub use workspace::Workspace;

@@ -376,7 +376,6 @@ impl Frames {
             AnySchedule::Message(schedule) => schedule,
         }
     }
-
 }
 
 impl Way {
@@ -388,7 +387,8 @@ impl Way {
         let blocks = |counts: &Counts| Partition::of_counts(counts, world, segment);
         let shape = if algorithm == Algorithm::Chain { Shape::Chain } else { Shape::Binomial };
         let tree = |root| Tree { shape, world, root, me };
-        let two_phase = |count, gather| AnySchedule::TwoPhase(TwoPhase { me, world, shards: shards(count), gather });
+        let two_phase =
+            |count, gather| AnySchedule::TwoPhase(TwoPhase { me, world, shards: shards(count), gather });
         let gather_reduce =
             |count, root| AnySchedule::GatherReduce(GatherReduce { me, world, vector: whole(count), root });
         let parcels = |sends, recvs, max| Self::Parcels(Limits { sends, recvs, max, segment });
@@ -416,7 +416,9 @@ impl Way {
             Call::Broadcast { count, root, .. } => {
                 AnySchedule::Broadcast(Broadcast { tree: tree(root), vector: whole(count) })
             }
-            Call::AllGather { ref counts, .. } => AnySchedule::AllGather(AllGather { me, blocks: blocks(counts) }),
+            Call::AllGather { ref counts, .. } => {
+                AnySchedule::AllGather(AllGather { me, blocks: blocks(counts) })
+            }
             Call::Gather { ref counts, root, .. } => {
                 AnySchedule::Gather(Gather { me, root, blocks: blocks(counts) })
             }
@@ -433,8 +435,12 @@ impl Way {
                 AnySchedule::Scan(Scan { me, world, vector: whole(count), exclusive: true })
             }
             Call::Barrier => AnySchedule::Barrier(Barrier),
-            Call::Send { count, .. } => AnySchedule::Message(Message { end: End::Sender, body: whole(count) }),
-            Call::Recv { count, .. } => AnySchedule::Message(Message { end: End::Receiver, body: whole(count) }),
+            Call::Send { count, .. } => {
+                AnySchedule::Message(Message { end: End::Sender, body: whole(count) })
+            }
+            Call::Recv { count, .. } => {
+                AnySchedule::Message(Message { end: End::Receiver, body: whole(count) })
+            }
             Call::SendParcel { len, .. } => return parcels(1, 0, len),
             Call::RecvParcel { max, .. } => return parcels(0, 1, max),
             Call::Coded { rounds, max, .. } => return parcels(rounds, rounds, max),

@@ -37,5 +37,5 @@ mod sim;
 
 pub use bound::lower_bound;
 pub use network::{Link, Network, Trouble};
-pub use report::{Hang, JobEnd, JobReport, RankStats, Report};
-pub use sim::{Coded, JobId, Progress, Sim, Start, Submission};
+pub use report::{Hang, JobEnd, JobId, JobReport, RankStats, Report};
+pub use sim::{Coded, Progress, Sim, Start, Submission};

@@ -9,7 +9,7 @@ use farwire_proto::{
     WorldSize,
 };
 
-use crate::sim::{FlightId, JobId};
+use crate::report::JobId;
 
 #[derive(Debug)]
 pub(crate) struct Node {
@@ -37,6 +37,10 @@ impl Node {
         }
     }
 }
+
+/// Names a frame on its way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct FlightId(pub(crate) usize);
 
 /// What memory holds before anything is written to it.
 const ANYTHING: u8 = 0xa5;

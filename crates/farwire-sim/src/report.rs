@@ -5,7 +5,9 @@ use std::fmt;
 use farwire_codec::exchange::ExchangeError;
 use farwire_proto::{CallError, OpError, Peer, Time, Wait};
 
-use crate::sim::JobId;
+/// Names a job: one call on one process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct JobId(pub(crate) usize);
 
 /// What a run showed.
 #[derive(Clone, Debug)]

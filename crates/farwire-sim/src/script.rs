@@ -61,10 +61,16 @@ struct Coder {
     nonsense: Option<Nonsense>,
 }
 
+/// Frames of one lane that have not been taken.
+type Stream = VecDeque<(Header, Vec<u8>)>;
+
+/// A call, and what it works on.
+type Operation = (Option<Call>, Input<Vec<u8>, Exchange>);
+
 struct World {
     machines: Vec<Machine<Vectors, Exchange, usize>>,
     /// Frames on their way, by receiver and lane.
-    streams: BTreeMap<(Peer, Lane), VecDeque<(Header, Vec<u8>)>>,
+    streams: BTreeMap<(Peer, Lane), Stream>,
     /// Notices on their way: receiver, sender, and what it is.
     notices: VecDeque<(Peer, Peer, Header, Vec<u8>)>,
     /// Lanes without room.
@@ -303,7 +309,7 @@ impl World {
 }
 
 /// What a rank calls. Operations on the same place in the list belong together.
-fn operations(rank: u32, codec: usize) -> Vec<(Option<Call>, Input<Vec<u8>, Exchange>)> {
+fn operations(rank: u32, codec: usize) -> Vec<Operation> {
     let values: Vec<f32> = (0..COUNT).map(|i| (i as f32 - 3.0) * (rank + 1) as f32).collect();
     let buffer = || Input::Buffer(bytemuck::cast_slice(&values).to_vec());
     let sum = Call::AllReduce { count: COUNT, dtype: DType::F32, op: ReduceOp::Sum };

@@ -7,19 +7,15 @@ use std::time::Duration;
 use bytes::Bytes;
 use farwire_codec::exchange::Exchange;
 use farwire_proto::{
-    Action, Call, Coding, CommId, Config, Effect, HEADER_LEN, Header, Input, Lane, MachineEvent, Nonsense, OpId,
-    OpenError, Options, Payload, Peer, Refusal, Refused, Time, Transmit, Verdict,
+    Action, Call, Coding, CommId, Config, Effect, HEADER_LEN, Header, Input, Lane, MachineEvent, Nonsense,
+    OpId, OpenError, Options, Payload, Peer, Refusal, Refused, Time, Transmit, Verdict,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::network::{Network, Trouble, transfer_time};
-use crate::node::{Job, Node, memory};
-use crate::report::{Hang, JobEnd, JobReport, RankStats, Report};
-
-/// Names a job: one call on one process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct JobId(pub(crate) usize);
+use crate::node::{FlightId, Job, Node, memory};
+use crate::report::{Hang, JobEnd, JobId, JobReport, RankStats, Report};
 
 /// A call for a process to make.
 #[derive(Debug)]
@@ -109,10 +105,6 @@ pub struct Sim {
     severed: HashSet<(Peer, Peer)>,
     report: Report,
 }
-
-/// A frame on its way.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) struct FlightId(usize);
 
 #[derive(Debug)]
 struct Flight {

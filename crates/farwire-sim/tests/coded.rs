@@ -654,17 +654,18 @@ fn nonsense_from_one_rank_fails_all_others_and_changes_no_residuals() {
             let gradients = gradients(seed, ranks, 100);
             let feedback: Vec<_> = (0..ranks).map(|_| ErrorFeedback::new()).collect();
             let before: Vec<_> = feedback.iter().map(ErrorFeedback::to_bytes).collect();
-            let orders = gradients.iter().zip(&feedback).enumerate().map(|(rank, (gradient, feedback))| Order {
-                feedback: Some(feedback.begin("w").unwrap()),
-                ..order(
-                    Collective::AllReduce(ReduceOp::Sum),
-                    spec(codec),
-                    rank,
-                    ranks,
-                    gradient.clone(),
-                    0,
-                )
-            });
+            let orders =
+                gradients.iter().zip(&feedback).enumerate().map(|(rank, (gradient, feedback))| Order {
+                    feedback: Some(feedback.begin("w").unwrap()),
+                    ..order(
+                        Collective::AllReduce(ReduceOp::Sum),
+                        spec(codec),
+                        rank,
+                        ranks,
+                        gradient.clone(),
+                        0,
+                    )
+                });
             let troubles = vec![Trouble::Nonsense { peer: Peer(1), round }];
             let report = simulate(orders.collect(), 64, Network { troubles, ..network(ranks, seed) });
             for rank in [0, 2] {
@@ -673,7 +674,11 @@ fn nonsense_from_one_rank_fails_all_others_and_changes_no_residuals() {
                 };
                 assert_eq!(error.fault, Fault::BadFrame(Peer(1)), "{codec}, round {round}");
                 assert_eq!(input, bytemuck::cast_slice::<f32, u8>(&gradients[rank]));
-                assert_eq!(feedback[rank].to_bytes(), before[rank], "{codec}: a failed call changed residuals");
+                assert_eq!(
+                    feedback[rank].to_bytes(),
+                    before[rank],
+                    "{codec}: a failed call changed residuals"
+                );
             }
         }
     }

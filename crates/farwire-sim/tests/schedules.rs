@@ -5,7 +5,9 @@
 mod common;
 
 use common::{Case, every_collective, every_in_place, world};
-use farwire_proto::{Action, Algorithm, DType, Frames, Gate, InPlace, Kind, Plan, Rank, ReduceOp, Running, Source};
+use farwire_proto::{
+    Action, Algorithm, DType, Frames, Gate, InPlace, Kind, Plan, Rank, ReduceOp, Running, Source,
+};
 use proptest::prelude::*;
 
 fn frames(plan: &Plan) -> &Frames {

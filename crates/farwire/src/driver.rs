@@ -2,31 +2,33 @@
 
 use std::collections::VecDeque;
 use std::num::NonZeroUsize;
-use std::sync::Arc;
+use std::ops::{Deref, DerefMut};
 use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use farwire_codec::exchange::Exchange;
 use farwire_proto::{
-    Buffers, Call, Coding, CommId, DType, Engine, HEADER_LEN, Header, Input, Lane, Machine, MachineEvent, Nonsense, OpId,
-    OpenError, Options, Peer, Plan, Rank, Refusal, Refused, Time, Transmit, Verdict, WorldSize,
+    Buffers, Call, Coding, CommId, DType, Engine, HEADER_LEN, Header, Input, Lane, Machine, MachineEvent,
+    Nonsense, OpId, OpenError, Options, Peer, Plan, Rank, Refusal, Refused, Time, Transmit, Verdict,
+    WorldSize,
 };
 use rustc_hash::FxHashSet as HashSet;
 
 use crate::buffer::Pool;
+use crate::completion::Completion;
 use crate::error::Error;
 use crate::link::{Arrival, Link};
 use crate::memory::Buffer;
 use crate::observe::Observer;
 use crate::observe::flight::{Flight, Ticket};
-use crate::pending::Completion;
 
 /// Bytes of the widest element.
 const WIDEST: usize = 8;
 
-/// Everything that moves, behind one lock.
+/// Everything that moves.
 #[derive(Debug)]
 pub(crate) struct Driver {
     machine: Machine<Pool, Exchange, Job>,
@@ -49,6 +51,53 @@ pub(crate) struct Driver {
     short: VecDeque<OpId>,
     /// When time zero was.
     origin: Instant,
+}
+
+/// The driver, behind its lock.
+#[derive(Debug)]
+pub(crate) struct SharedDriver(Mutex<Driver>);
+
+impl SharedDriver {
+    pub(crate) fn new(driver: Driver) -> Self {
+        Self(Mutex::new(driver))
+    }
+
+    pub(crate) fn lock(&self) -> DriverGuard<'_> {
+        DriverGuard { driver: Some(self.0.lock().unwrap_or_else(PoisonError::into_inner)) }
+    }
+}
+
+/// The driver, locked. What it wants done without its lock is done when this is dropped.
+pub(crate) struct DriverGuard<'a> {
+    /// Until it is dropped.
+    driver: Option<MutexGuard<'a, Driver>>,
+}
+
+impl Deref for DriverGuard<'_> {
+    type Target = Driver;
+
+    fn deref(&self) -> &Driver {
+        self.driver.as_ref().expect("it has not been dropped")
+    }
+}
+
+impl DerefMut for DriverGuard<'_> {
+    fn deref_mut(&mut self) -> &mut Driver {
+        self.driver.as_mut().expect("it has not been dropped")
+    }
+}
+
+impl Drop for DriverGuard<'_> {
+    fn drop(&mut self) {
+        let afterwards = self.driver.take().and_then(|mut driver| driver.take_afterwards());
+        if let Some(Afterwards { wake, foreign, failure }) = afterwards {
+            wake.into_iter().for_each(Waker::wake);
+            drop(foreign);
+            if let Some(flight) = failure {
+                flight.save();
+            }
+        }
+    }
 }
 
 /// What is to be done once the driver's lock is free: wakers run foreign code, and files are slow.

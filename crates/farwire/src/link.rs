@@ -30,6 +30,14 @@ pub(crate) trait Link: Send + std::fmt::Debug {
     fn close(&mut self);
 }
 
+/// Whether a peer that is another process is alive, which nothing in shared memory shows.
+pub(crate) trait Liveness: Send + Sync + std::fmt::Debug {
+    /// Why the peer is lost, if it is.
+    fn loss(&self) -> Option<String>;
+    /// Says goodbye.
+    fn leave(&self);
+}
+
 /// Something that arrived.
 #[derive(Debug)]
 pub(crate) enum Arrival {

@@ -21,9 +21,10 @@ use crate::join::rendezvous::{self, Acquaintance, JoinError, Member, Terms};
 use crate::join::same_host::{self, Offer};
 use crate::join::{files, held_port};
 use crate::link::Link;
-use crate::node::Node;
+use crate::metrics;
+use crate::node::{self, Node};
+use crate::observe::Observer;
 use crate::observe::flight::Records;
-use crate::observe::{Observer, metrics};
 use crate::quic::congestion::Congestion;
 use crate::quic::control::{self, Beats, Health};
 use crate::quic::link::QuicLink;
@@ -224,7 +225,7 @@ impl Builder {
         let handle = runtime.handle().clone();
         network.runtime = Some(runtime);
         let driver = Driver::new(engine, links, longest_payload(&settings.config), observer);
-        let node = Node::start(driver, bell, threads, Some(network))
+        let node = Node::start(driver, bell, threads, Some(Box::new(network)))
             .map_err(|error| Error::System { what: "could not start a thread", error })?;
         if let Some(listener) = metrics {
             handle.spawn(metrics::serve(listener, settings.place.rank.0, node.downgrade()));
@@ -609,6 +610,8 @@ pub(crate) struct Network {
     endpoint: Option<quinn::Endpoint>,
     healths: Vec<Arc<Health>>,
 }
+
+impl node::Network for Network {}
 
 /// How long leaving may take.
 const FAREWELL: Duration = Duration::from_secs(3);

@@ -17,9 +17,7 @@ use rustc_hash::FxHashMap as HashMap;
 
 use crate::call::{Call, CallError, Options};
 use crate::dtype::DType;
-use crate::engine::{
-    Effect, Engine, Event, Lane, OpenError, Payload, Take, Transmit, Verdict,
-};
+use crate::engine::{Effect, Engine, Event, Lane, OpenError, Payload, Take, Transmit, Verdict};
 use crate::fault::{Fault, OpError};
 use crate::header::{Header, HeaderError};
 use crate::ids::{CommId, OpId, OpSeq, Peer, Time};

@@ -182,7 +182,10 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         let mut parcels = Parcels::default();
         let role = match (input, partner) {
             (Input::Parcel(parcel), Some(partner)) if partner.end == End::Sender => {
-                assert!(self.engine.supply(op, partner.rank, parcel.len()), "a parcel is as long as its call says");
+                assert!(
+                    self.engine.supply(op, partner.rank, parcel.len()),
+                    "a parcel is as long as its call says"
+                );
                 parcels.put(partner.rank, 0, parcel);
                 Role::Sender
             }

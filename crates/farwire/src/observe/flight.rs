@@ -254,11 +254,7 @@ impl Recorder {
         }
     }
 
-    pub(super) fn ended(
-        &mut self,
-        ticket: Ticket,
-        failure: Option<&Failure>,
-    ) -> Option<&Record> {
+    pub(super) fn ended(&mut self, ticket: Ticket, failure: Option<&Failure>) -> Option<&Record> {
         let now = self.started.elapsed();
         let record = self.record(ticket)?;
         record.ended = Some(now);

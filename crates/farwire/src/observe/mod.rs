@@ -2,7 +2,7 @@
 
 pub mod flight;
 mod folder;
-pub(crate) mod metrics;
+pub(crate) mod tally;
 mod trace;
 
 use std::path::Path;
@@ -11,7 +11,7 @@ use farwire_proto::{CommId, Epoch, Failure, Fault, Fingerprint, OpId, OpSeq, Pee
 
 use crate::error::Error;
 use flight::{Recorder, Records, Ticket};
-use metrics::Tally;
+use tally::Tally;
 use trace::Trace;
 
 /// Everything that watches one driver.
@@ -62,12 +62,7 @@ impl Observer {
         span
     }
 
-    pub(crate) fn ended(
-        &mut self,
-        ticket: Ticket,
-        span: &tracing::Span,
-        failure: Option<&Failure>,
-    ) {
+    pub(crate) fn ended(&mut self, ticket: Ticket, span: &tracing::Span, failure: Option<&Failure>) {
         match failure {
             None => tracing::debug!(parent: span, "done"),
             Some(Failure { error, .. }) => tracing::debug!(parent: span, %error, "failed"),
