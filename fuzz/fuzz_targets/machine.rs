@@ -1,5 +1,5 @@
-//! Any order of events at machines with operations of all kinds in flight, coded ones among them: no panic,
-//! and every operation ends once.
+//! Any order of events at machines with operations of all kinds in flight, coded ones among them:
+//! no panic, and every operation ends once.
 #![no_main]
 
 use farwire_sim::script;

@@ -1,9 +1,9 @@
 //! Parcels: bytes whose length only their sender knows.
 //!
-//! Where the length of what is sent depends on the data (a coded gradient, a request), frames cannot
-//! be laid out beforehand. A lane then carries a fixed number of *parcels* instead, one after the
-//! other. A parcel travels as frames of one segment each and ends with the first shorter one, which is
-//! empty if nothing is left:
+//! Where the length of what is sent depends on the data (a coded gradient, a request), frames
+//! cannot be laid out beforehand. A lane then carries a fixed number of *parcels* instead, one
+//! after the other. A parcel travels as frames of one segment each and ends with the first shorter
+//! one, which is empty if nothing is left:
 //!
 //! ```text
 //! segment = 4      parcel of 9 bytes: ████ ████ █      of 8: ████ ████ ·      of none: ·
@@ -103,7 +103,8 @@ impl Progress {
         part
     }
 
-    /// What a frame of `len` bytes is of the parcel on its way in; `None` if it cannot be part of it.
+    /// What a frame of `len` bytes is of the parcel on its way in; `None` if it cannot be part of
+    /// it.
     pub(crate) fn expect(&self, with: Rank, len: usize, limits: &Limits) -> Option<ParcelPart> {
         let (_, at) = self.into;
         (len <= limits.segment.get() && at + len <= limits.max).then(|| part(with, self.into, len, limits))
@@ -138,7 +139,8 @@ impl Parcels {
     ///
     /// # Panics
     ///
-    /// If the parcel was not [`put`](Self::put) before it was supplied to the engine, or is shorter.
+    /// If the parcel was not [`put`](Self::put) before it was supplied to the engine, or is
+    /// shorter.
     pub fn payload(&self, part: &ParcelPart) -> &[u8] {
         &self.out[&(part.with, part.round)][part.at..part.at + part.len]
     }

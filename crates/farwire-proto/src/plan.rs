@@ -25,7 +25,8 @@ use crate::partition::{Counts, Partition, digest};
 use crate::schedule::{InPlace, Incoming, Local, Outcome, Outgoing, Schedule, Slots};
 use crate::tune::{self, Links};
 
-/// Frames are at most this many elements, so that their length in bytes fits the header's 32 bits in any type.
+/// Frames are at most this many elements, so that their length in bytes fits the header's 32 bits
+/// in any type.
 const MAX_SEGMENT: usize = 1 << 28;
 
 /// What plans depend on besides the call. All ranks of a job must have the same.
@@ -230,8 +231,8 @@ impl Plan {
         self.frames().map_or(0, |frames| frames.schedule().input_len() * self.dtype().size())
     }
 
-    /// Bytes of the output; none if it travels in parcels. Ranks without a result may need some to work
-    /// in: an owner of a two-phase reduce, for its shard.
+    /// Bytes of the output; none if it travels in parcels. Ranks without a result may need some to
+    /// work in: an owner of a two-phase reduce, for its shard.
     pub fn output_bytes(&self) -> usize {
         self.frames().map_or(0, |frames| frames.schedule().output_len() * self.dtype().size())
     }
@@ -246,7 +247,8 @@ impl Plan {
         self.in_place
     }
 
-    /// Refuses a memory of any other length than a plan that works in place needs for both input and output.
+    /// Refuses a memory of any other length than a plan that works in place needs for both input
+    /// and output.
     pub fn check_memory(&self, given: usize) -> Result<(), CallError> {
         let InPlace { input, output } = self.in_place.unwrap_or_default();
         let size = self.dtype().size();
@@ -300,7 +302,8 @@ impl Plan {
         }
     }
 
-    /// Lengths that only two ranks share, compared by these two: `there` elements one way, `back` the other.
+    /// Lengths that only two ranks share, compared by these two: `there` elements one way, `back`
+    /// the other.
     fn fingerprint_of_pair(&self, there: usize, back: usize) -> Fingerprint {
         let layout = self.fingerprint.layout ^ digest(std::iter::once(back as u64));
         Fingerprint { count: there as u64, layout, ..self.fingerprint }
@@ -341,13 +344,14 @@ impl Frames {
         self.schedule().recv(from, i)
     }
 
-    /// The rank whose frames are counted in [`Gate::received`](crate::Gate::received), if frames are
-    /// passed on.
+    /// The rank whose frames are counted in [`Gate::received`](crate::Gate::received), if frames
+    /// are passed on.
     pub fn upstream(&self) -> Option<Rank> {
         self.schedule().upstream()
     }
 
-    /// The rank whose frames are counted in [`Gate::sent`](crate::Gate::sent), if frames are passed on.
+    /// The rank whose frames are counted in [`Gate::sent`](crate::Gate::sent), if frames are passed
+    /// on.
     pub fn downstream(&self) -> Option<Rank> {
         self.schedule().downstream()
     }

@@ -69,7 +69,8 @@ pub(crate) struct Job {
     /// Where the output lies in the memory of an operation that works in place.
     shared: Option<Range<usize>>,
     upstream: Option<Rank>,
-    /// The longest chain of frames behind the first n folds, and behind the first n frames from upstream.
+    /// The longest chain of frames behind the first n folds, and behind the first n frames from
+    /// upstream.
     folded: Vec<u32>,
     received: Vec<u32>,
 }
@@ -124,7 +125,8 @@ fn output_in_place(plan: &Plan) -> Option<Range<usize>> {
     plan.in_place().map(|at| range(plan, at.output, plan.output_bytes()))
 }
 
-/// The memory that an operation begins with: its input, at its place if the result will be there, too.
+/// The memory that an operation begins with: its input, at its place if the result will be there,
+/// too.
 pub(crate) fn memory(plan: &Plan, input: Vec<u8>) -> Result<Vec<u8>, CallError> {
     let (Some(at), Some(output)) = (plan.in_place(), output_in_place(plan)) else { return Ok(input) };
     plan.check_buffers(input.len(), plan.output_bytes())?;

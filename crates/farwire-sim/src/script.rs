@@ -1,8 +1,8 @@
 //! A world of machines in which a string of bytes decides what happens next.
 //!
-//! Where [`Sim`](crate::Sim) has a network with times, this has none at all: any frame that was sent may
-//! be next to arrive, coding may take for ever, any lane may be full. Tests and the fuzzer use it to look
-//! for orders of events that nobody thought of.
+//! Where [`Sim`](crate::Sim) has a network with times, this has none at all: any frame that was
+//! sent may be next to arrive, coding may take for ever, any lane may be full. Tests and the fuzzer
+//! use it to look for orders of events that nobody thought of.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::num::NonZeroUsize;
@@ -33,8 +33,8 @@ pub struct Outcome {
     pub trouble: bool,
 }
 
-/// Runs operations of all kinds on three ranks, with what happens next taken from `script`; once that is
-/// used up, everything that can still happen does.
+/// Runs operations of all kinds on three ranks, with what happens next taken from `script`; once
+/// that is used up, everything that can still happen does.
 pub fn run(script: &[u8]) -> Outcome {
     let mut script = script.iter().copied();
     let mut world = World::new(usize::from(script.next().unwrap_or(0)));

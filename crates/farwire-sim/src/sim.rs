@@ -131,8 +131,8 @@ impl Flight {
     }
 }
 
-/// Something that will happen. The greatest, for the heap, is the earliest, and of those the first to be
-/// scheduled.
+/// Something that will happen. The greatest, for the heap, is the earliest, and of those the first
+/// to be scheduled.
 #[derive(Debug)]
 struct Scheduled {
     at: Time,
@@ -241,13 +241,14 @@ impl Sim {
         }
     }
 
-    /// Carries only the lengths of payloads: for runs whose vectors would not fit in memory. Results are
-    /// empty.
+    /// Carries only the lengths of payloads: for runs whose vectors would not fit in memory.
+    /// Results are empty.
     pub fn carry_lengths(&mut self) {
         self.carry_bytes = false;
     }
 
-    /// Gives the run up as a [`Hang`] when this moment comes; after a day of virtual time if never called.
+    /// Gives the run up as a [`Hang`] when this moment comes; after a day of virtual time if never
+    /// called.
     pub fn limit(&mut self, limit: Time) {
         self.limit = limit;
     }
@@ -667,8 +668,8 @@ impl Sim {
         let link = self.network.link(from, to);
         let free = &mut self.receiver_free[to.index()];
         *free = self.now.max(*free) + transfer_time(bytes, self.network.bandwidth);
-        // The last byte cannot arrive before it has come through the link, nor before it has left and
-        // travelled.
+        // The last byte cannot arrive before it has come through the link, nor before it has left
+        // and travelled.
         let through = self.now + transfer_time(bytes, link.bandwidth);
         let delivered = (*free).max(through).max(leaves + link.latency);
         self.push(delivered, Happening::Delivered(to, id));

@@ -39,8 +39,9 @@ proptest! {
         }
     }
 
-    /// Each rank's input reaches the result exactly once: a walk over the frames that follows which ranks' inputs each element
-    /// holds, and refuses to add one twice, to lose one, or to read what is not there yet.
+    /// Each rank's input reaches the result exactly once: a walk over the frames that follows which
+    /// ranks' inputs each element holds, and refuses to add one twice, to lose one, or to read what
+    /// is not there yet.
     #[test]
     fn every_element_is_reduced_exactly_once_per_rank(
         which in prop::sample::select(every_collective()),
@@ -68,7 +69,8 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1024))]
 
-    /// The same walk with input and output in one memory, which refuses to read an input that something was written over.
+    /// The same walk with input and output in one memory, which refuses to read an input that
+    /// something was written over.
     #[test]
     fn no_input_is_overwritten_before_it_was_read(
         which in prop::sample::select(every_in_place()),
@@ -131,7 +133,8 @@ fn fold_turns_follow_rank_order() {
                     .map(|(from, i)| (frames.recv(from, i).gate.folded, i, from))
                     .collect();
                 turns.sort();
-                // One fold at a time; segment by segment, and each from the lowest rank to the highest.
+                // One fold at a time; segment by segment, and each from the lowest rank to the
+                // highest.
                 assert!(turns.iter().map(|(turn, ..)| *turn).eq(0..turns.len()));
                 assert!(turns.is_sorted_by_key(|(_, i, from)| (*i, *from)), "{turns:?}");
             }
@@ -169,7 +172,8 @@ mod symbolic {
         taken: Vec<usize>,
     }
 
-    /// The results of ranks that have one, after moving frames in a random order that the gates allow.
+    /// The results of ranks that have one, after moving frames in a random order that the gates
+    /// allow.
     pub(super) fn run(plans: &[Plan], lottery: u64) -> Vec<Option<Vec<Held>>> {
         run_in(plans, lottery, None)
     }

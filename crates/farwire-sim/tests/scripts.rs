@@ -1,5 +1,6 @@
-//! Tier 2: any order of events, chosen byte by byte, at machines with operations of all kinds in flight.
-//! Each operation ends once on every rank; and if nothing went wrong, with the right result.
+//! Tier 2: any order of events, chosen byte by byte, at machines with operations of all kinds in
+//! flight. Each operation ends once on every rank; and if nothing went wrong, with the right
+//! result.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 

@@ -1,5 +1,5 @@
-//! What codecs do to vectors, away from the driver's lock: long ones on a thread of their own, short ones
-//! wherever one waits.
+//! What codecs do to vectors, away from the driver's lock: long ones on a thread of their own,
+//! short ones wherever one waits.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -15,8 +15,8 @@ use crate::error::Error;
 /// Vectors of up to this many elements are coded in less time than it takes to wake a thread.
 pub(crate) const SHORT: usize = 1 << 15;
 
-/// Codes for short operations, the first of which is given, until none wants it; `true` if there was
-/// one.
+/// Codes for short operations, the first of which is given, until none wants it; `true` if there
+/// was one.
 pub(crate) fn work_short(driver: &SharedDriver, first: Option<OpId>) -> bool {
     let mut next = first;
     while let Some(op) = next {
@@ -34,7 +34,8 @@ pub(crate) fn work(driver: &SharedDriver, op: OpId) {
         None => {}
         Some(Coding::Finish { rounds, tag }) => finish(driver, *rounds, &tag.completion),
         Some(Coding::Work(mut work)) => {
-            // A bug must not leave the other ranks waiting; and this thread is needed by other operations.
+            // A bug must not leave the other ranks waiting; and this thread is needed by other
+            // operations.
             let worked = catch_unwind(AssertUnwindSafe(|| {
                 work.run(|round, made| driver.lock().supply(op, round, made))
             }));

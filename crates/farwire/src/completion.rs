@@ -36,7 +36,8 @@ impl Completion {
         self.done.load(Ordering::Acquire)
     }
 
-    /// Leaves the result. Whoever is to be woken must be woken without holding a lock: it may do anything.
+    /// Leaves the result. Whoever is to be woken must be woken without holding a lock: it may do
+    /// anything.
     #[must_use]
     pub(crate) fn complete(&self, result: Result<Buffer, Error>) -> Option<Waker> {
         let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
@@ -84,9 +85,9 @@ pub(crate) struct Debt {
 }
 
 impl Debt {
-    /// The call has ended. A result that is not finite will not be used, so what is owed is still owed
-    /// then. All ranks have the same result and decide alike; after a reduce-scatter each knows of its own
-    /// block only, and one that sees no NaN has paid.
+    /// The call has ended. A result that is not finite will not be used, so what is owed is still
+    /// owed then. All ranks have the same result and decide alike; after a reduce-scatter each
+    /// knows of its own block only, and one that sees no NaN has paid.
     pub(crate) fn settle(self, result: Result<Buffer, Error>) -> Result<Buffer, Error> {
         match result {
             Ok(result) => {

@@ -192,8 +192,8 @@ impl Driver {
         })
     }
 
-    /// What was sent and received, by peer, and what carries it: nothing to oneself and to those that
-    /// are lost.
+    /// What was sent and received, by peer, and what carries it: nothing to oneself and to those
+    /// that are lost.
     pub(crate) fn traffic_by_peer(&self) -> impl Iterator<Item = (Traffic, Traffic, Option<&'static str>)> {
         let links = self.links.iter().map(|link| link.as_ref().map(|link| link.kind()));
         self.sent
@@ -237,8 +237,8 @@ impl Driver {
         input: Buffer,
         completion: Arc<Completion>,
     ) -> Result<(), Error> {
-        // Frames must fit the links, which are the same on all ranks; a longer segment than that is cut
-        // down on all of them alike.
+        // Frames must fit the links, which are the same on all ranks; a longer segment than that is
+        // cut down on all of them alike.
         let fits = NonZeroUsize::new(self.longest / WIDEST).unwrap_or(NonZeroUsize::MIN);
         let options = Options { segment: options.segment.map(|segment| segment.min(fits)), ..*options };
         match self.machine.plan(comm, call, &options) {
@@ -271,8 +271,8 @@ impl Driver {
         self.start(plan, Input::Nothing, completion, false)
     }
 
-    /// Starts a collective through a codec. The coding thread does the rest; or, if it is not `long`,
-    /// whoever waits.
+    /// Starts a collective through a codec. The coding thread does the rest; or, if it is not
+    /// `long`, whoever waits.
     pub(crate) fn submit_coded(
         &mut self,
         comm: CommId,

@@ -1,9 +1,9 @@
 //! Counters for Prometheus, in its text format, over HTTP.
 //!
-//! `FARWIRE_METRICS=addr:port` asks for it. Several ranks on one host share the setting: each takes the
-//! first free port from there on, among 64 or as many as there are ranks, and every line carries the rank.
-//! `/flight` gives the flight record. Whoever can reach the port can read; bind it to loopback or a private
-//! address.
+//! `FARWIRE_METRICS=addr:port` asks for it. Several ranks on one host share the setting: each takes
+//! the first free port from there on, among 64 or as many as there are ranks, and every line
+//! carries the rank. `/flight` gives the flight record. Whoever can reach the port can read; bind
+//! it to loopback or a private address.
 
 use std::fmt::Write as _;
 use std::net::SocketAddr;

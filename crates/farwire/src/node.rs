@@ -1,8 +1,10 @@
 //! One process (or, in-process, one rank): its driver, and who turns it.
 //!
-//! Data moves when somebody calls [`Driver::turn`]. A thread that waits for a result does so itself: no hand-over to another thread lies between a frame's arrival and
-//! its effect. One thread at a time has this role; others sleep until their result is there or the role is free. When nobody waits but
-//! something is pending (async callers, work that overlaps, dropped results), the node's own *keeper* thread takes the role.
+//! Data moves when somebody calls [`Driver::turn`]. A thread that waits for a result does so
+//! itself: no hand-over to another thread lies between a frame's arrival and its effect. One thread
+//! at a time has this role; others sleep until their result is there or the role is free. When
+//! nobody waits but something is pending (async callers, work that overlaps, dropped results), the
+//! node's own *keeper* thread takes the role.
 
 use std::fmt;
 use std::ops::Deref;
@@ -30,18 +32,21 @@ pub(crate) struct Node {
     /// Threads that wait for a result: while there are any, the keeper steps aside.
     waiting: AtomicU32,
     keeper: Arc<Keeper>,
-    /// Turns without effect before a waiting thread sleeps; and while the coding thread wants a core too.
+    /// Turns without effect before a waiting thread sleeps; and while the coding thread wants a
+    /// core too.
     spins: [u32; 2],
     /// Cores for each rank on this host.
     share: usize,
 }
 
-/// What callers hold. When the last of these is dropped, on the caller's thread, the node says goodbye and leaves the job; the keeper, which holds the node itself now and
-/// then, can neither delay that nor be the one to do it.
+/// What callers hold. When the last of these is dropped, on the caller's thread, the node says
+/// goodbye and leaves the job; the keeper, which holds the node itself now and then, can neither
+/// delay that nor be the one to do it.
 #[derive(Debug)]
 pub(crate) struct Membership {
     node: Arc<Node>,
-    /// The network, if there is one. Its end is to leave the job, after the driver has said goodbye.
+    /// The network, if there is one. Its end is to leave the job, after the driver has said
+    /// goodbye.
     _network: Option<Box<dyn Network>>,
 }
 
@@ -112,7 +117,8 @@ struct Keeper {
 const NAP: Duration = Duration::from_millis(100);
 
 impl Node {
-    /// A node whose peers ring `bell`; `threads` of this and other ranks want this host's cores while it waits.
+    /// A node whose peers ring `bell`; `threads` of this and other ranks want this host's cores
+    /// while it waits.
     pub(crate) fn start(
         driver: Driver,
         bell: Bell,
@@ -224,7 +230,8 @@ impl Node {
         }
     }
 
-    /// Takes the role, if it is free and nobody waits for a result, until nothing is pending or somebody does.
+    /// Takes the role, if it is free and nobody waits for a result, until nothing is pending or
+    /// somebody does.
     fn keep_going(&self) {
         let taken = self.role();
         if *taken || self.waiting.load(Ordering::SeqCst) > 0 {
@@ -235,8 +242,8 @@ impl Node {
     }
 }
 
-/// A thread that waits for a result, until this is dropped: also by a panic in somebody's waker, which
-/// must not leave the others without a thread that moves their data.
+/// A thread that waits for a result, until this is dropped: also by a panic in somebody's waker,
+/// which must not leave the others without a thread that moves their data.
 struct Waiting<'a>(&'a Node);
 
 impl<'a> Waiting<'a> {

@@ -15,8 +15,9 @@ use crate::node::Membership;
 
 /// An operation in flight.
 ///
-/// It is a [`Future`] for async callers and has [`wait`](Self::wait) for all others. Dropping it is safe: the operation goes on for as
-/// long as its communicator is held, and its result is thrown away.
+/// It is a [`Future`] for async callers and has [`wait`](Self::wait) for all others. Dropping it is
+/// safe: the operation goes on for as long as its communicator is held, and its result is thrown
+/// away.
 #[must_use = "the result, and any error, comes from waiting"]
 pub struct Pending<T> {
     state: State<T>,

@@ -15,6 +15,6 @@ pub(crate) mod tree;
 pub(crate) mod tree_reduce;
 pub(crate) mod two_phase;
 
-/// Slots of a pipeline that passes partial results on: one is being sent while the next is filled, and
-/// two more to ride out jitter.
+/// Slots of a pipeline that passes partial results on: one is being sent while the next is filled,
+/// and two more to ride out jitter.
 pub(crate) const PIPELINE_SLOTS: usize = 4;

@@ -68,8 +68,8 @@ impl Engine {
         self.comms.get(&comm).map(|comm| comm.members.clone())
     }
 
-    /// Opens a communicator of some of the processes. Their ranks in it are their places in `members`, which every member must give in
-    /// the same order.
+    /// Opens a communicator of some of the processes. Their ranks in it are their places in
+    /// `members`, which every member must give in the same order.
     pub fn open(&mut self, id: CommId, members: &[Peer]) -> Result<(), OpenError> {
         if self.comms.contains_key(&id) || self.closed.contains(&id) {
             return Err(OpenError::Taken(id));
@@ -111,7 +111,8 @@ impl Engine {
         Ok(())
     }
 
-    /// Lets go of a communicator on which no more calls will be made; operations in flight go on. What peers still send on it is dropped.
+    /// Lets go of a communicator on which no more calls will be made; operations in flight go on.
+    /// What peers still send on it is dropped.
     pub fn close(&mut self, id: CommId) {
         if let Some(comm) = self.comms.get_mut(&id) {
             comm.closed = true;

@@ -1,9 +1,9 @@
 //! What an engine and its driver say to each other: frames out, verdicts on frames in, events.
 
 use crate::dtype::DType;
-use crate::fault::{FAULT_LEN, Fault, OpError};
+use crate::fault::{Fault, OpError};
 use crate::fingerprint::Fingerprint;
-use crate::header::{FrameKind, Header};
+use crate::header::{FAULT_LEN, FrameKind, Header};
 use crate::ids::{CommId, OpId, OpSeq, Peer};
 use crate::parcels::ParcelPart;
 use crate::schedule::{Action, Gate, Source};
@@ -41,8 +41,8 @@ pub struct Transmit {
 }
 
 impl Transmit {
-    /// If this tells a peer that a communicator has failed, or that a message was given up: which, and
-    /// which message. No frame of it goes to that peer any more.
+    /// If this tells a peer that a communicator has failed, or that a message was given up: which,
+    /// and which message. No frame of it goes to that peer any more.
     pub fn gives_up(&self) -> Option<(CommId, Option<OpSeq>)> {
         match self.header.frame {
             FrameKind::Abort => Some((self.header.comm, None)),
@@ -95,7 +95,8 @@ impl Payload {
 pub enum Verdict {
     /// Read it and do this.
     Take(Take),
-    /// Leave it in its stream, unread, until [`Engine::poll_resume`](crate::Engine::poll_resume) names the lane.
+    /// Leave it in its stream, unread, until [`Engine::poll_resume`](crate::Engine::poll_resume)
+    /// names the lane.
     Later,
     /// The same, and perhaps for long: this rank has not called its operation.
     Early,
@@ -103,7 +104,8 @@ pub enum Verdict {
     Drop,
 }
 
-/// A frame whose turn it is: apply the action, then report it with [`Engine::handle_taken`](crate::Engine::handle_taken).
+/// A frame whose turn it is: apply the action, then report it with
+/// [`Engine::handle_taken`](crate::Engine::handle_taken).
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct Take {
@@ -171,8 +173,8 @@ pub struct Wait {
     pub seq: OpSeq,
     /// What was called.
     pub fingerprint: Fingerprint,
-    /// The peers that must move next: those not heard from at all if there are any, else those whose next
-    /// frame has not come, else those that do not take what is sent.
+    /// The peers that must move next: those not heard from at all if there are any, else those
+    /// whose next frame has not come, else those that do not take what is sent.
     pub on: Vec<Peer>,
 }
 

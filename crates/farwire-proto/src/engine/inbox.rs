@@ -8,9 +8,9 @@ use crate::fault::Fault;
 use crate::header::FrameKind;
 use crate::ids::{OpId, Peer};
 
-/// The receiving side of the messages with one tag from one peer. The first message that comes is for the
-/// oldest receive that still waits, so one that has timed out, or a message that was given up, is no loss to
-/// the others.
+/// The receiving side of the messages with one tag from one peer. The first message that comes is
+/// for the oldest receive that still waits, so one that has timed out, or a message that was given
+/// up, is no loss to the others.
 #[derive(Debug, Default)]
 pub(super) struct Inbox {
     /// The number of the next message to be matched with a receive.
@@ -31,7 +31,8 @@ impl Inbox {
 }
 
 impl Engine {
-    /// Matches a message whose first frame has come with the oldest receive that waits, if it is the next one.
+    /// Matches a message whose first frame has come with the oldest receive that waits, if it is
+    /// the next one.
     pub(super) fn match_message(&mut self, lane: Lane) -> Option<OpId> {
         let (channel, number) = Channel::of(lane.comm, lane.seq);
         let inbox = self.inboxes.get_mut(&(lane.from, channel))?;
@@ -59,7 +60,8 @@ impl Engine {
         }
     }
 
-    /// Tells the sender of messages how many have been called for, now and then: it may have run out of allowance.
+    /// Tells the sender of messages how many have been called for, now and then: it may have run
+    /// out of allowance.
     pub(super) fn count_taken(&mut self, from: Peer, channel: Channel, payload: usize) {
         let allowance = self.ahead[from.index()].allowance;
         let Some(inbox) = self.inboxes.get_mut(&(from, channel)) else { return };
@@ -71,7 +73,8 @@ impl Engine {
         }
     }
 
-    /// A peer has given a message up. If this rank is receiving it, that fails; else the next one takes its place.
+    /// A peer has given a message up. If this rank is receiving it, that fails; else the next one
+    /// takes its place.
     pub(super) fn handle_void(&mut self, from: Peer, channel: Channel, number: u64) {
         if channel.tag.is_none() || self.closed.contains(&channel.comm) {
             return;

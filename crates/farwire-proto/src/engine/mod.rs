@@ -15,9 +15,9 @@ use rustc_hash::{FxHashMap as HashMap, FxHashSet as HashSet};
 use crate::call::{Algorithm, Call, CallError, Kind, Options};
 use crate::collective::message::End;
 use crate::dtype::DType;
-use crate::fault::{Called, FAULT_LEN, Fault, OpError};
+use crate::fault::{Called, Fault, OpError};
 use crate::fingerprint::Fingerprint;
-use crate::header::{FrameKind, Header, HeaderError};
+use crate::header::{FAULT_LEN, FrameKind, Header, HeaderError};
 use crate::ids::{CommId, Epoch, OpId, OpSeq, Peer, Rank, Time, WorldSize};
 use crate::plan::{Plan, Tuning};
 pub use ahead::Allowance;
@@ -27,11 +27,13 @@ pub use frames::{Effect, Event, Lane, OpenError, Payload, Take, Transmit, Verdic
 use inbox::Inbox;
 use op::{Breach, Moving, Op};
 
-/// Communicators whose failure is remembered before they are opened here, per peer that tells. Far more than a job opens.
+/// Communicators whose failure is remembered before they are opened here, per peer that tells. Far
+/// more than a job opens.
 const MAX_EARLY_FAULTS: usize = 256;
 
-/// Lanes of one peer for operations that this rank has not called, and its messages that were given up
-/// before this rank asked for them. An [`Allowance`] keeps peers far below; one that is not is broken.
+/// Lanes of one peer for operations that this rank has not called, and its messages that were given
+/// up before this rank asked for them. An [`Allowance`] keeps peers far below; one that is not is
+/// broken.
 const MAX_EARLY: usize = 1 << 17;
 
 /// What an engine is told at the start.
@@ -65,22 +67,28 @@ impl Default for Config {
 ///
 /// The engine does no IO and holds no payload. Its methods fall into three groups:
 ///
-/// - **Calls**: [`open`](Self::open), [`plan`](Self::plan), [`submit`](Self::submit), [`supply`](Self::supply),
-///   [`close`](Self::close).
-/// - **What happened**: [`handle_frame`](Self::handle_frame) and [`handle_taken`](Self::handle_taken) for arriving frames,
-///   [`handle_sent`](Self::handle_sent) for departed ones, [`handle_notice`](Self::handle_notice),
-///   [`handle_nonsense`](Self::handle_nonsense), [`handle_peer_lost`](Self::handle_peer_lost), [`handle_timeout`](Self::handle_timeout).
+/// - **Calls**: [`open`](Self::open), [`plan`](Self::plan), [`submit`](Self::submit),
+///   [`supply`](Self::supply), [`close`](Self::close).
+/// - **What happened**: [`handle_frame`](Self::handle_frame) and
+///   [`handle_taken`](Self::handle_taken) for arriving frames, [`handle_sent`](Self::handle_sent)
+///   for departed ones, [`handle_notice`](Self::handle_notice),
+///   [`handle_nonsense`](Self::handle_nonsense), [`handle_peer_lost`](Self::handle_peer_lost),
+///   [`handle_timeout`](Self::handle_timeout).
 /// - **What to do**: after any of the above, call these until each returns `None`:
-///   [`poll_transmit`](Self::poll_transmit), [`poll_resume`](Self::poll_resume), [`poll_event`](Self::poll_event);
-///   then wait no longer than [`poll_timeout`](Self::poll_timeout) says.
+///   [`poll_transmit`](Self::poll_transmit), [`poll_resume`](Self::poll_resume),
+///   [`poll_event`](Self::poll_event); then wait no longer than
+///   [`poll_timeout`](Self::poll_timeout) says.
 ///
-/// Frames move in two steps, so that bytes can be handed on in place: the engine says what a frame is for
-/// ([`Transmit`], [`Take`]), the driver moves the bytes with a [`Workspace`](crate::Workspace), and reports it done.
+/// Frames move in two steps, so that bytes can be handed on in place: the engine says what a frame
+/// is for ([`Transmit`], [`Take`]), the driver moves the bytes with a
+/// [`Workspace`](crate::Workspace), and reports it done.
 ///
-/// A frame that the engine does not want yet stays in its stream, unread. How much a peer may send for calls that this rank has not made is
-/// limited by an [`Allowance`]; the engine remembers which lanes wait for them. Payloads it never holds.
+/// A frame that the engine does not want yet stays in its stream, unread. How much a peer may send
+/// for calls that this rank has not made is limited by an [`Allowance`]; the engine remembers which
+/// lanes wait for them. Payloads it never holds.
 ///
-/// When an operation or a communicator fails, its lanes that wait are resumed, so that what is in them is offered once more, and dropped.
+/// When an operation or a communicator fails, its lanes that wait are resumed, so that what is in
+/// them is offered once more, and dropped.
 #[derive(Debug)]
 pub struct Engine {
     me: Peer,
@@ -109,7 +117,8 @@ pub struct Engine {
     spare: Vec<Moving>,
 }
 
-/// How arriving frames find their operation. Collectives take frames from anyone, messages from one sender.
+/// How arriving frames find their operation. Collectives take frames from anyone, messages from one
+/// sender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Address {
     comm: CommId,
@@ -127,14 +136,16 @@ impl From<Lane> for Address {
 #[derive(Debug, Default)]
 struct Queues {
     notices: VecDeque<(Peer, Header, Payload)>,
-    /// Lanes whose next frame may go, in the order they became ready: round-robin over peers and operations.
+    /// Lanes whose next frame may go, in the order they became ready: round-robin over peers and
+    /// operations.
     ready: VecDeque<(OpId, usize)>,
     resumed: VecDeque<Lane>,
     events: VecDeque<Event>,
 }
 
 impl Engine {
-    /// An engine for process `me` of a job of `world` processes, with the communicator [`CommId::WORLD`] open.
+    /// An engine for process `me` of a job of `world` processes, with the communicator
+    /// [`CommId::WORLD`] open.
     ///
     /// # Panics
     ///
@@ -175,7 +186,8 @@ impl Engine {
         Ok((comm.me, comm.world))
     }
 
-    /// The rank of a process in a communicator, if the communicator is open and the process a member.
+    /// The rank of a process in a communicator, if the communicator is open and the process a
+    /// member.
     pub fn rank_of(&self, comm: CommId, peer: Peer) -> Option<Rank> {
         self.comms.get(&comm)?.ranks.get(&peer).copied()
     }
@@ -201,7 +213,8 @@ impl Engine {
     ///
     /// # Panics
     ///
-    /// If the plan is not for this rank of an open communicator: plans come from [`plan`](Self::plan).
+    /// If the plan is not for this rank of an open communicator: plans come from
+    /// [`plan`](Self::plan).
     pub fn submit(&mut self, now: Time, plan: Plan) -> Result<OpId, Box<OpError>> {
         let comm = self.comms.get_mut(&plan.comm()).expect("a plan is made on an open communicator");
         assert_eq!((plan.me(), plan.world()), (comm.me, comm.world), "a plan is made for this rank");
@@ -287,13 +300,15 @@ impl Engine {
         self.ask(peer);
     }
 
-    /// The next parcel of an operation to a rank is there, with so many bytes; `false` if the operation is over, has no more of them to send, or they may not be so long.
+    /// The next parcel of an operation to a rank is there, with so many bytes; `false` if the
+    /// operation is over, has no more of them to send, or they may not be so long.
     pub fn supply(&mut self, op: OpId, to: Rank, len: usize) -> bool {
         let op = self.ops.get_mut(&op);
         op.is_some_and(|op| op.supply(to, len, &mut self.queues, self.config.credit))
     }
 
-    /// A frame of an operation has arrived from `from`, or is offered again after [`poll_resume`](Self::poll_resume).
+    /// A frame of an operation has arrived from `from`, or is offered again after
+    /// [`poll_resume`](Self::poll_resume).
     pub fn handle_frame(&mut self, from: Peer, header: &Header) -> Verdict {
         if header.frame != FrameKind::Data || header.epoch != self.config.epoch {
             return Verdict::Drop;
@@ -434,8 +449,8 @@ impl Engine {
         }
     }
 
-    /// A member has sent something that its frames' headers do not show to be wrong, but that nobody can
-    /// make sense of. The communicator fails, if it is still open.
+    /// A member has sent something that its frames' headers do not show to be wrong, but that
+    /// nobody can make sense of. The communicator fails, if it is still open.
     pub fn handle_nonsense(&mut self, comm: CommId, from: Peer) {
         if self.comms.contains_key(&comm) {
             self.fail_comm(comm, Fault::BadFrame(from), self.me);
@@ -462,7 +477,8 @@ impl Engine {
         }
     }
 
-    /// Time has passed. Operations past their deadline fail: a collective with its communicator, a message alone.
+    /// Time has passed. Operations past their deadline fail: a collective with its communicator, a
+    /// message alone.
     pub fn handle_timeout(&mut self, now: Time) {
         while let Some((due, id)) = self.deadlines.first().copied()
             && due <= now
@@ -531,8 +547,9 @@ impl Engine {
         self.deadlines.first().map(|(due, _)| *due)
     }
 
-    /// Whether some operation needs a frame from `peer` that has not been offered yet. If the peer has said goodbye, that frame will never come. Operations that may take for ever
-    /// need nothing.
+    /// Whether some operation needs a frame from `peer` that has not been offered yet. If the peer
+    /// has said goodbye, that frame will never come. Operations that may take for ever need
+    /// nothing.
     pub fn awaits(&self, peer: Peer) -> bool {
         self.ops.values().any(|op| op.due < Time::MAX && op.awaits(peer))
     }
@@ -626,7 +643,8 @@ impl Engine {
         self.resume_early(id);
     }
 
-    /// Has what waits for calls that will never be made on a communicator offered once more, and dropped.
+    /// Has what waits for calls that will never be made on a communicator offered once more, and
+    /// dropped.
     fn resume_early(&mut self, id: CommId) {
         let mut waiting: Vec<_> = self
             .early

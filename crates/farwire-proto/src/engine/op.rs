@@ -18,7 +18,8 @@ use crate::schedule::{Action, Gate};
 #[derive(Debug)]
 pub(super) struct Op {
     pub(super) id: OpId,
-    /// Of a receive that is not matched yet: the number of the message it gets if all before it get theirs.
+    /// Of a receive that is not matched yet: the number of the message it gets if all before it get
+    /// theirs.
     pub(super) seq: OpSeq,
     /// Whether it is known which message a receive gets. Always, for other operations.
     pub(super) matched: bool,
@@ -116,7 +117,8 @@ impl Op {
         self.moving.lanes[lane].heard
     }
 
-    /// Whether the peer has just been heard for the first time, in an operation with frames both ways.
+    /// Whether the peer has just been heard for the first time, in an operation with frames both
+    /// ways.
     pub(super) fn is_first_word(&mut self, from: Rank) -> bool {
         let lane = self.lane_of(from);
         let state = &mut self.moving.lanes[lane];

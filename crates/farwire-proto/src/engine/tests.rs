@@ -52,7 +52,8 @@ fn awaited_header() -> impl Strategy<Value = Header> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2048))]
 
-    /// Whatever headers peers, members or not, send: no panic, no frame taken twice, and after a fault nothing more.
+    /// Whatever headers peers, members or not, send: no panic, no frame taken twice, and after a
+    /// fault nothing more.
     #[test]
     fn hostile_headers_are_harmless(
         frames in prop::collection::vec(
@@ -215,7 +216,8 @@ fn early_frames_from_strangers_are_dropped_and_a_peer_beyond_the_limit_is_lost()
     assert!(engine.lost.contains(&Peer(3)) && engine.early.is_empty());
 }
 
-/// A driver may apply a payload on another thread, and be offered the next frame of the lane meanwhile.
+/// A driver may apply a payload on another thread, and be offered the next frame of the lane
+/// meanwhile.
 #[test]
 fn a_frame_offered_while_another_is_being_taken_is_resumed() {
     let mut engine = Engine::new(Peer(1), WorldSize::new(2).unwrap(), Config::default());
@@ -424,8 +426,9 @@ fn finished_operations_leave_their_allocations_to_the_next() {
     assert_eq!(engine.spare.len(), 1);
 }
 
-/// A world of engines whose network is a queue per lane, in which rank r's parcel to rank t in round k is `parcel(k, r, t)`, supplied once round k − 1 has come.
-/// Returns what each rank collected, by sender and round.
+/// A world of engines whose network is a queue per lane, in which rank r's parcel to rank t in
+/// round k is `parcel(k, r, t)`, supplied once round k − 1 has come. Returns what each rank
+/// collected, by sender and round.
 fn exchange(
     ranks: u32,
     rounds: u32,
@@ -581,7 +584,8 @@ fn calls_that_no_codec_can_serve_are_refused() {
     }
 }
 
-/// A closed communicator is gone once nothing is in flight on it, and late frames for it clog nothing.
+/// A closed communicator is gone once nothing is in flight on it, and late frames for it clog
+/// nothing.
 #[test]
 fn a_closed_communicator_is_forgotten() {
     let mut engine = busy_engine();

@@ -1,9 +1,9 @@
 //! The machine: everything that happens between a call and its result, but for the network.
 //!
 //! An [`Engine`] decides which frames move. A [`Machine`] adds what they carry: the memory of each
-//! operation, where a payload goes, the rounds of parcels that a codec makes, frames that wait for room,
-//! and what is left when an operation ends. It does no IO, reads no clock and starts no thread, so the
-//! runtime and the simulator drive the same one.
+//! operation, where a payload goes, the rounds of parcels that a codec makes, frames that wait for
+//! room, and what is left when an operation ends. It does no IO, reads no clock and starts no
+//! thread, so the runtime and the simulator drive the same one.
 
 mod parceled;
 #[cfg(test)]
@@ -39,23 +39,24 @@ pub trait Buffers: fmt::Debug {
 
 /// All operations of one process.
 ///
-/// `M` is whose memory they work in, `R` is what makes parcels, and a `T` is what the driver ties to
-/// each operation: who waits for it, for one.
+/// `M` is whose memory they work in, `R` is what makes parcels, and a `T` is what the driver ties
+/// to each operation: who waits for it, for one.
 ///
 /// Its methods follow the [`Engine`]'s:
 ///
-/// - **Calls**: [`plan`](Self::plan), [`submit`](Self::submit), and [`take_coding`](Self::take_coding),
-///   [`supply`](Self::supply) and [`give_back`](Self::give_back) around the work of a codec, which takes
-///   time and is done elsewhere.
-/// - **What happened**: [`handle_frame`](Self::handle_frame) and [`handle_taken`](Self::handle_taken),
-///   [`handle_notice`](Self::handle_notice), [`handle_peer_lost`](Self::handle_peer_lost),
-///   [`handle_timeout`](Self::handle_timeout).
+/// - **Calls**: [`plan`](Self::plan), [`submit`](Self::submit), and
+///   [`take_coding`](Self::take_coding), [`supply`](Self::supply) and
+///   [`give_back`](Self::give_back) around the work of a codec, which takes time and is done
+///   elsewhere.
+/// - **What happened**: [`handle_frame`](Self::handle_frame) and
+///   [`handle_taken`](Self::handle_taken), [`handle_notice`](Self::handle_notice),
+///   [`handle_peer_lost`](Self::handle_peer_lost), [`handle_timeout`](Self::handle_timeout).
 /// - **What to do**: after any of the above, call these until each returns `None`:
 ///   [`poll_resume`](Self::poll_resume), [`poll_transmit`](Self::poll_transmit),
 ///   [`poll_event`](Self::poll_event).
 ///
-/// A frame to send either goes ([`send`](Self::send)) or waits for room ([`hold`](Self::hold)). When
-/// there is room, [`poll_held`](Self::poll_held) has the frames of that lane, in order.
+/// A frame to send either goes ([`send`](Self::send)) or waits for room ([`hold`](Self::hold)).
+/// When there is room, [`poll_held`](Self::poll_held) has the frames of that lane, in order.
 #[derive(Debug)]
 pub struct Machine<M: Buffers, R, T> {
     engine: Engine,
@@ -80,8 +81,8 @@ pub enum Input<B, R> {
     Rounds(Box<R>),
     /// Nothing: a parcel is to be received.
     Nothing,
-    /// Nothing but lengths, for a simulation of vectors that would not fit in memory: by round, those of
-    /// the parcels to each rank. No rounds if the call travels in frames.
+    /// Nothing but lengths, for a simulation of vectors that would not fit in memory: by round,
+    /// those of the parcels to each rank. No rounds if the call travels in frames.
     Lengths(VecDeque<Vec<usize>>),
 }
 
@@ -245,8 +246,8 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         self.engine.plan(comm, call, options)
     }
 
-    /// Starts an operation. `tag` is called if it has begun, with its id and its place in the order of
-    /// its communicator.
+    /// Starts an operation. `tag` is called if it has begun, with its id and its place in the order
+    /// of its communicator.
     ///
     /// # Panics
     ///
@@ -383,8 +384,8 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         self.engine.handle_timeout(now);
     }
 
-    /// Whether a frame that has not come from a peer is needed, or one to it waits for room. If the peer
-    /// has said goodbye, neither will move.
+    /// Whether a frame that has not come from a peer is needed, or one to it waits for room. If the
+    /// peer has said goodbye, neither will move.
     pub fn needs(&self, peer: Peer) -> bool {
         self.engine.awaits(peer) || self.held.keys().any(|(to, _)| *to == peer)
     }
@@ -394,8 +395,8 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         self.engine.poll_resume()
     }
 
-    /// The next frame to [`send`](Self::send). A lane keeps its order: behind a frame that waits for
-    /// room, all others of its lane wait.
+    /// The next frame to [`send`](Self::send). A lane keeps its order: behind a frame that waits
+    /// for room, all others of its lane wait.
     pub fn poll_transmit(&mut self) -> Option<Transmit> {
         loop {
             let transmit = self.engine.poll_transmit()?;
@@ -416,8 +417,8 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         }
     }
 
-    /// Sends a frame: `carry` hands it to its link, and says whether there was room. If there was none,
-    /// the frame is [held](Self::hold). A frame whose operation has ended is dropped.
+    /// Sends a frame: `carry` hands it to its link, and says whether there was room. If there was
+    /// none, the frame is [held](Self::hold). A frame whose operation has ended is dropped.
     ///
     /// `true` if it was held.
     pub fn send(&mut self, transmit: Transmit, carry: impl FnOnce(Outbound<'_, T>) -> bool) -> bool {

@@ -1,11 +1,12 @@
 //! Operations in parcels: messages, and rounds that a codec makes.
 //!
-//! Coding takes time, so it is done outside the machine. The machine keeps an operation's [`Rounds`]
-//! while there is nothing to code. When there is, it says so
-//! ([`MachineEvent::WantsCoding`]); somebody takes the rounds, works, supplies what was made and gives
-//! them back. Frames arrive meanwhile, and the operation may fail.
+//! Coding takes time, so it is done outside the machine. The machine keeps an operation's
+//! [`Rounds`] while there is nothing to code. When there is, it says so
+//! ([`MachineEvent::WantsCoding`]); somebody takes the rounds, works, supplies what was made and
+//! gives them back. Frames arrive meanwhile, and the operation may fail.
 
 use std::collections::VecDeque;
+use std::convert::Infallible;
 use std::error::Error;
 use std::fmt;
 use std::sync::Arc;
@@ -20,19 +21,38 @@ use crate::ids::{CommId, OpId, OpSeq, Peer, Rank, Time, WorldSize};
 use crate::parcels::{ParcelPart, Parcels};
 use crate::plan::Plan;
 
-/// One rank's part in a collective that travels in rounds of parcels: each round, every rank makes one
-/// for every other and gets one from each.
+/// One rank's part in a collective that travels in rounds of parcels: each round, every rank makes
+/// one for every other and gets one from each.
 pub trait Rounds: fmt::Debug {
-    /// The parcels of the next round, one for each rank in order (this rank's own does not count), if
-    /// they can be made with what has come.
+    /// The parcels of the next round, one for each rank in order (this rank's own does not count),
+    /// if they can be made with what has come.
     fn next_parcels(&mut self) -> Option<Vec<Bytes>>;
     /// Rounds that parcels were made for.
     fn made(&self) -> u32;
-    /// A round of parcels has come, one from each rank in order; this rank's own is empty. Its parcels
-    /// of that round were made before.
+    /// A round of parcels has come, one from each rank in order; this rank's own is empty. Its
+    /// parcels of that round were made before.
     fn came(&mut self, round: u32, parcels: &[Vec<u8>]) -> Result<(), Nonsense>;
     /// Whether all rounds were made, and have come.
     fn is_finished(&self) -> bool;
+}
+
+/// Of a machine without codecs.
+impl Rounds for Infallible {
+    fn next_parcels(&mut self) -> Option<Vec<Bytes>> {
+        match *self {}
+    }
+
+    fn made(&self) -> u32 {
+        match *self {}
+    }
+
+    fn came(&mut self, _: u32, _: &[Vec<u8>]) -> Result<(), Nonsense> {
+        match *self {}
+    }
+
+    fn is_finished(&self) -> bool {
+        match *self {}
+    }
 }
 
 /// A peer's parcel is not what any encoder makes: a bug there, or a hostile peer.
@@ -74,8 +94,8 @@ pub struct CodingWork<R> {
 }
 
 impl<R: Rounds> CodingWork<R> {
-    /// Makes all parcels that can be made, and looks at all that have come. Each round that was made is
-    /// to be [supplied](Machine::supply) at once.
+    /// Makes all parcels that can be made, and looks at all that have come. Each round that was
+    /// made is to be [supplied](Machine::supply) at once.
     pub fn run(&mut self, mut supply: impl FnMut(u32, Vec<Bytes>)) -> Result<(), Nonsense> {
         // What others sent may be here before this rank has made its own part, which comes first.
         self.make(&mut supply)?;
@@ -230,8 +250,8 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         self.events.push_back(MachineEvent::Ended { tag, end });
     }
 
-    /// Ends a coded operation that has failed, unless somebody has its rounds and will give them back;
-    /// else there may be something to code.
+    /// Ends a coded operation that has failed, unless somebody has its rounds and will give them
+    /// back; else there may be something to code.
     fn go_on(&mut self, op: OpId) {
         let Some(coded) = self.parceled.get_mut(&op).and_then(Parceled::coded) else { return };
         match (&coded.ended, coded.rounds.take()) {
@@ -249,8 +269,8 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         }
     }
 
-    /// What a codec is to do for an operation, if anything is. Of one that has nothing but lengths, the
-    /// next round is supplied at once.
+    /// What a codec is to do for an operation, if anything is. Of one that has nothing but lengths,
+    /// the next round is supplied at once.
     pub fn take_coding(&mut self, op: OpId) -> Option<Coding<R, T>> {
         let job = self.parceled.get_mut(&op)?;
         let coded = match &mut job.role {

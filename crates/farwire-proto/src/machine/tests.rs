@@ -1,5 +1,5 @@
-//! The machine on its own: frames that wait for room, and nonsense that is found late. Orders of events are
-//! explored by `farwire-sim`.
+//! The machine on its own: frames that wait for room, and nonsense that is found late. Orders of
+//! events are explored by `farwire-sim`.
 
 use super::*;
 use crate::dtype::ReduceOp;
