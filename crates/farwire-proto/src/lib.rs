@@ -122,7 +122,7 @@ pub use machine::{
     Buffers, Coding, CodingWork, Failure, Input, Machine, MachineEvent, Nonsense, Outbound, Refusal, Refused,
     Rounds,
 };
-pub use parcels::{ParcelPart, Parcels};
+pub use parcels::ParcelPart;
 pub use partition::{Counts, Partition, Span};
 pub use plan::{Frames, Plan, Tuning};
 pub use schedule::{Action, Emit, Fold, Gate, InPlace, Incoming, Outcome, Outgoing, Own, Running, Source};

@@ -124,14 +124,14 @@ fn part(with: Rank, (round, at): (u32, usize), left: usize, limits: &Limits) -> 
 
 /// The parcels of one operation on one rank: those on their way out, and those that have come.
 #[derive(Debug, Default)]
-pub struct Parcels {
+pub(crate) struct Parcels {
     out: HashMap<(Rank, u32), Bytes>,
     into: HashMap<(Rank, u32), Vec<u8>>,
 }
 
 impl Parcels {
     /// A parcel to send. One that goes to several ranks is shared between them.
-    pub fn put(&mut self, to: Rank, round: u32, parcel: Bytes) {
+    pub(crate) fn put(&mut self, to: Rank, round: u32, parcel: Bytes) {
         self.out.insert((to, round), parcel);
     }
 
@@ -141,24 +141,24 @@ impl Parcels {
     ///
     /// If the parcel was not [`put`](Self::put) before it was supplied to the engine, or is
     /// shorter.
-    pub fn payload(&self, part: &ParcelPart) -> &[u8] {
+    pub(crate) fn payload(&self, part: &ParcelPart) -> &[u8] {
         &self.out[&(part.with, part.round)][part.at..part.at + part.len]
     }
 
     /// Nobody asks for these bytes again: those of a frame that was sent.
-    pub fn sent(&mut self, part: &ParcelPart) {
+    pub(crate) fn sent(&mut self, part: &ParcelPart) {
         if part.last {
             self.out.remove(&(part.with, part.round));
         }
     }
 
     /// Puts what has come to the rest of its parcel.
-    pub fn collect(&mut self, part: &ParcelPart, payload: &[u8]) {
+    pub(crate) fn collect(&mut self, part: &ParcelPart, payload: &[u8]) {
         self.into.entry((part.with, part.round)).or_default().extend_from_slice(payload);
     }
 
     /// A parcel that has come whole. Empty if it was taken before.
-    pub fn take(&mut self, from: Rank, round: u32) -> Vec<u8> {
+    pub(crate) fn take(&mut self, from: Rank, round: u32) -> Vec<u8> {
         self.into.remove(&(from, round)).unwrap_or_default()
     }
 }

@@ -4,6 +4,7 @@ mod ahead;
 mod comm;
 mod frames;
 mod inbox;
+mod notices;
 mod op;
 
 use std::collections::{BTreeSet, VecDeque};
@@ -12,12 +13,10 @@ use std::time::Duration;
 
 use rustc_hash::{FxHashMap as HashMap, FxHashSet as HashSet};
 
-use crate::call::{Algorithm, Call, CallError, Kind, Options};
+use crate::call::{Call, CallError, Kind, Options};
 use crate::collective::message::End;
-use crate::dtype::DType;
 use crate::fault::{Called, Fault, OpError};
-use crate::fingerprint::Fingerprint;
-use crate::header::{FAULT_LEN, FrameKind, Header, HeaderError};
+use crate::header::{FAULT_LEN, FrameKind, Header};
 use crate::ids::{CommId, Epoch, OpId, OpSeq, Peer, Rank, Time, WorldSize};
 use crate::plan::{Plan, Tuning};
 pub use ahead::Allowance;
@@ -25,6 +24,7 @@ use ahead::{Ahead, Channel, Leave};
 use comm::Comm;
 pub use frames::{Effect, Event, Lane, OpenError, Payload, Take, Transmit, Verdict, Wait};
 use inbox::Inbox;
+use notices::{notice, notice_fingerprint};
 use op::{Breach, Moving, Op};
 
 /// Communicators whose failure is remembered before they are opened here, per peer that tells. Far
@@ -283,23 +283,6 @@ impl Engine {
         }
     }
 
-    fn notify(&mut self, to: Peer, frame: FrameKind, channel: Channel, number: u64) {
-        self.queues.notices.push_back(notice(to, frame, self.config.epoch, channel, number));
-    }
-
-    /// Asks a peer about operations that wait for its call.
-    fn ask(&mut self, peer: Peer) {
-        while let Some((channel, number)) = self.ahead[peer.index()].next_ask() {
-            self.notify(peer, FrameKind::Ask, channel, number);
-        }
-    }
-
-    /// A peer has called all operations of a channel before `number`.
-    fn peer_called(&mut self, peer: Peer, channel: Channel, number: u64) {
-        self.ahead[peer.index()].called(channel, number, &mut self.queues.ready);
-        self.ask(peer);
-    }
-
     /// The next parcel of an operation to a rank is there, with so many bytes; `false` if the
     /// operation is over, has no more of them to send, or they may not be so long.
     pub fn supply(&mut self, op: OpId, to: Rank, len: usize) -> bool {
@@ -393,59 +376,6 @@ impl Engine {
         {
             op.sent(transmit.lane, &mut self.queues, self.config.credit);
             self.complete_if_done(id);
-        }
-    }
-
-    /// A notice has arrived: a frame of any kind but [`FrameKind::Data`].
-    pub fn handle_notice(&mut self, from: Peer, header: &Header, payload: &[u8]) -> Result<(), HeaderError> {
-        let fault = match header.frame {
-            FrameKind::Abort => Some(Fault::decode(payload)?),
-            _ => None,
-        };
-        if header.epoch != self.config.epoch || from.0 >= self.world.get() {
-            return Ok(());
-        }
-        let (channel, number) = Channel::of(header.comm, header.seq);
-        match (header.frame, fault) {
-            (FrameKind::Abort, Some(fault)) => self.handle_abort(from, header.comm, fault),
-            (FrameKind::Ask, _) => self.handle_ask(from, channel, number),
-            (FrameKind::Called, _) => self.peer_called(from, channel, number.saturating_add(1)),
-            (FrameKind::Void, _) => self.handle_void(from, channel, number),
-            (FrameKind::Abort | FrameKind::Data, _) => {}
-        }
-        Ok(())
-    }
-
-    /// A communicator has failed on another rank.
-    fn handle_abort(&mut self, from: Peer, id: CommId, fault: Fault) {
-        match self.comms.get(&id) {
-            Some(comm) if comm.ranks.contains_key(&from) => self.fail_comm(id, fault, from),
-            Some(_) => {}
-            None if !self.closed.contains(&id) => {
-                let told = self.early_faults.entry(from).or_default();
-                if told.len() < MAX_EARLY_FAULTS {
-                    told.push((id, fault));
-                }
-            }
-            None => {}
-        }
-    }
-
-    /// A peer waits for this rank to call an operation.
-    fn handle_ask(&mut self, from: Peer, channel: Channel, number: u64) {
-        let called = match (self.comms.get(&channel.comm), channel.tag) {
-            (Some(comm), _) if !comm.ranks.contains_key(&from) => return,
-            // Whatever is sent is dropped, so it may come.
-            (Some(comm), _) if comm.closed || comm.failed.is_some() => u64::MAX,
-            (Some(comm), None) => comm.next_collective,
-            (Some(_), Some(_)) => self.inboxes.get(&(from, channel)).map_or(0, Inbox::called),
-            (None, _) if self.closed.contains(&channel.comm) => u64::MAX,
-            (None, _) => 0,
-        };
-        if number < called {
-            self.notify(from, FrameKind::Called, channel, number);
-        } else {
-            self.ahead[from.index()].asked(channel, number);
         }
     }
 
@@ -658,34 +588,6 @@ impl Engine {
             self.early_lanes[lane.from.index()] -= 1;
         }
         self.queues.resumed.extend(waiting);
-    }
-}
-
-/// A notice about one operation.
-fn notice(
-    to: Peer,
-    frame: FrameKind,
-    epoch: Epoch,
-    channel: Channel,
-    number: u64,
-) -> (Peer, Header, Payload) {
-    let fingerprint = notice_fingerprint(if channel.tag.is_some() { Kind::Message } else { Kind::Barrier });
-    let (comm, seq) = (channel.comm, channel.seq(number));
-    (to, Header { frame, payload: 0, comm, epoch, seq, index: 0, fingerprint }, Payload::Nothing)
-}
-
-/// What a notice's header says was called: nothing in particular.
-fn notice_fingerprint(kind: Kind) -> Fingerprint {
-    Fingerprint {
-        kind,
-        algorithm: Algorithm::Direct,
-        dtype: (kind == Kind::Message).then_some(DType::U8),
-        op: None,
-        count: 0,
-        root: None,
-        codec: 0,
-        segment: 0,
-        layout: 0,
     }
 }
 

@@ -4,6 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::dtype::{DType, ReduceOp};
+use crate::fingerprint::Fingerprint;
 use crate::header::tests::any_header;
 use crate::ids::Tag;
 
@@ -441,11 +442,11 @@ fn exchange(
     let options = Options { segment: std::num::NonZeroUsize::new(segment), ..Options::default() };
     let mut engines: Vec<_> =
         world.ranks().map(|r| Engine::new(Peer(r.0), world, Config::default())).collect();
-    let mut parcels: Vec<_> = world.ranks().map(|_| crate::Parcels::default()).collect();
+    let mut parcels: Vec<_> = world.ranks().map(|_| crate::parcels::Parcels::default()).collect();
     let mut came = vec![HashMap::default(); ranks as usize];
     let mut done = 0;
     let mut streams: HashMap<_, VecDeque<(Header, Vec<u8>)>> = HashMap::default();
-    let supply = |engine: &mut Engine, store: &mut crate::Parcels, op, round| {
+    let supply = |engine: &mut Engine, store: &mut crate::parcels::Parcels, op, round| {
         let me = engine.me().0;
         for to in world.others(Rank(me)) {
             let bytes = parcel(round, me, to.0);

@@ -259,21 +259,28 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         input: Input<M::Buffer, R>,
         tag: impl FnOnce(OpId, OpSeq) -> T,
     ) -> Result<OpId, Refused<M::Buffer, R>> {
-        match (plan.way(), input) {
-            (Way::Frames(_), Input::Buffer(input)) => self.submit_buffer(now, plan, input, tag),
-            (Way::Frames(_), Input::Lengths(_)) => self.start_laid(now, plan, Memory::None, tag),
+        let memory = match (plan.way(), input) {
+            (Way::Parcels(_), input) => return self.submit_parcels(now, plan, input, tag),
+            (Way::Frames(_), Input::Buffer(input)) => self.memory(&plan, input)?,
+            (Way::Frames(_), Input::Lengths(_)) => Memory::None,
             (Way::Frames(_), _) => panic!("a call that travels in frames works on a buffer"),
-            (Way::Parcels(_), input) => self.submit_parcels(now, plan, input, tag),
+        };
+        let seq = self.next_seq(&plan);
+        match self.engine.submit(now, plan) {
+            Ok(op) => {
+                self.laid.insert(op, Laid { memory, tag: tag(op, seq) });
+                Ok(op)
+            }
+            Err(error) => Err(Refused { why: Refusal::Failed(error), input: self.give_up(memory) }),
         }
     }
 
-    fn submit_buffer(
-        &mut self,
-        now: Time,
-        plan: Plan,
-        input: M::Buffer,
-        tag: impl FnOnce(OpId, OpSeq) -> T,
-    ) -> Result<OpId, Refused<M::Buffer, R>> {
+    fn next_seq(&self, plan: &Plan) -> OpSeq {
+        self.engine.next_seq(plan).expect("a plan is made on an open communicator")
+    }
+
+    /// The memory for a plan to work in, if the input is as long as it needs.
+    fn memory(&mut self, plan: &Plan, input: M::Buffer) -> Result<Memory<M::Buffer>, Refused<M::Buffer, R>> {
         let given = input.as_ref().len();
         let checked = match plan.in_place() {
             Some(_) => plan.check_memory(given),
@@ -282,36 +289,13 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         if let Err(error) = checked {
             return Err(Refused { why: Refusal::Call(error), input: Input::Buffer(input) });
         }
-        let mut work = Workspace::new(&plan);
-        let memory = if plan.in_place().is_some() {
-            Memory::Shared { work, memory: input }
-        } else {
-            let mut output = self.buffers.take(plan.dtype(), plan.output_bytes() / plan.dtype().size());
-            work.begin(input.as_ref(), output.as_mut());
-            Memory::Apart { work, input, output, outcome: plan.outcome() }
-        };
-        self.start_laid(now, plan, memory, tag)
-    }
-
-    fn start_laid(
-        &mut self,
-        now: Time,
-        plan: Plan,
-        memory: Memory<M::Buffer>,
-        tag: impl FnOnce(OpId, OpSeq) -> T,
-    ) -> Result<OpId, Refused<M::Buffer, R>> {
-        match self.start(now, plan) {
-            Ok((op, seq)) => {
-                self.laid.insert(op, Laid { memory, tag: tag(op, seq) });
-                Ok(op)
-            }
-            Err(error) => Err(Refused { why: Refusal::Failed(error), input: self.give_up(memory) }),
+        let mut work = Workspace::new(plan);
+        if plan.in_place().is_some() {
+            return Ok(Memory::Shared { work, memory: input });
         }
-    }
-
-    fn start(&mut self, now: Time, plan: Plan) -> Result<(OpId, OpSeq), Box<OpError>> {
-        let seq = self.engine.next_seq(&plan).expect("a plan is made on an open communicator");
-        Ok((self.engine.submit(now, plan)?, seq))
+        let mut output = self.buffers.take(plan.dtype(), plan.output_bytes() / plan.dtype().size());
+        work.begin(input.as_ref(), output.as_mut());
+        Ok(Memory::Apart { work, input, output, outcome: plan.outcome() })
     }
 
     /// The input of an operation that has failed. What would have been its output is of no use.
@@ -482,27 +466,26 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
             if let Some(event) = self.events.pop_front() {
                 return Some(event);
             }
-            match self.engine.poll_event()? {
+            let (op, failure) = match self.engine.poll_event()? {
                 Event::CommFailed { comm, fault, reporter } => {
                     return Some(MachineEvent::CommFailed { comm, fault, reporter });
                 }
-                Event::Round(op, round) => self.round_came(op, round),
-                Event::Done(op) => self.ended(op, None),
-                Event::Failed { op, error, waited_for } => {
-                    self.ended(op, Some(Failure { error, waited_for }));
+                Event::Round(op, round) => {
+                    self.round_came(op, round);
+                    continue;
                 }
-            }
+                Event::Done(op) => (op, None),
+                Event::Failed { op, error, waited_for } => (op, Some(Failure { error, waited_for })),
+            };
+            let Some(Laid { memory, tag }) = self.laid.remove(&op) else {
+                self.ended_parceled(op, failure);
+                continue;
+            };
+            let end = match failure {
+                None => Ok(self.finish(memory)),
+                Some(failure) => Err((failure, self.give_up(memory))),
+            };
+            return Some(MachineEvent::Ended { tag, end });
         }
-    }
-
-    fn ended(&mut self, op: OpId, failure: Option<Failure>) {
-        let Some(Laid { memory, tag }) = self.laid.remove(&op) else {
-            return self.ended_parceled(op, failure);
-        };
-        let end = match failure {
-            None => Ok(self.finish(memory)),
-            Some(failure) => Err((failure, self.give_up(memory))),
-        };
-        self.events.push_back(MachineEvent::Ended { tag, end });
     }
 }

@@ -195,8 +195,9 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         let (me, world, partner) = (plan.me(), plan.world(), plan.partner());
         let (comm, call) = (plan.comm(), plan.fingerprint());
         let members = self.engine.members(comm).expect("a plan is made on an open communicator");
-        let (op, seq) = match self.start(now, plan) {
-            Ok(started) => started,
+        let seq = self.next_seq(&plan);
+        let op = match self.engine.submit(now, plan) {
+            Ok(op) => op,
             Err(error) => return Err(Refused { why: Refusal::Failed(error), input: given_back(input) }),
         };
         let mut parcels = Parcels::default();
