@@ -5,7 +5,7 @@
 //! use it to look for orders of events that nobody thought of.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU32, NonZeroUsize};
 
 use bytes::Bytes;
 use farwire_codec::Context;
@@ -84,7 +84,9 @@ struct World {
 impl World {
     fn new(codec: usize) -> Self {
         let world = WorldSize::new(RANKS).expect("three is not zero");
-        let engine = |rank| Engine::new(Peer(rank), world, Config::default());
+        // Several frames of a lane may wait for room.
+        let config = Config { credit: NonZeroU32::MIN.saturating_add(2), ..Config::default() };
+        let engine = |rank| Engine::new(Peer(rank), world, config);
         let mut this = Self {
             machines: (0..RANKS).map(|rank| Machine::new(engine(rank), Vectors)).collect(),
             streams: BTreeMap::new(),
@@ -129,7 +131,7 @@ impl World {
                 let lanes = self.streams.keys().copied();
                 self.full.extend(lanes.skip(which).take(1));
             }
-            10 => drop(self.make_room()),
+            10 => drop(self.make_room(which % 2 == 0)),
             // What a peer sent is not what its codec made.
             11 => {
                 let streams = self.streams.len().max(1);
@@ -164,7 +166,7 @@ impl World {
     /// Lets happen what can, until nothing can.
     fn drain(&mut self) {
         loop {
-            let mut moved = self.make_room() | self.deliver_notice();
+            let mut moved = self.make_room(true) | self.deliver_notice();
             moved |= (0..self.streams.len()).any(|which| self.deliver(which));
             moved |= self.go_on_coding(0) | self.begin_coding(0);
             if !moved {
@@ -258,8 +260,12 @@ impl World {
         true
     }
 
-    fn make_room(&mut self) -> bool {
-        let Some((to, lane)) = self.full.pop_first() else { return false };
+    /// Some lane that was full tries again; there may still be no room.
+    fn make_room(&mut self, room: bool) -> bool {
+        let Some(&(to, lane)) = self.full.first() else { return false };
+        if room {
+            self.full.remove(&(to, lane));
+        }
         while let Some(transmit) = self.machines[lane.from.index()].poll_held(to, lane) {
             if self.send(lane.from, transmit) {
                 break;
