@@ -17,6 +17,7 @@
 
 mod all_to_all;
 mod low_rank;
+mod rounds;
 mod two_phase;
 
 use std::num::{NonZeroU32, NonZeroUsize};
