@@ -6,6 +6,7 @@
 mod budgets;
 mod conservation;
 mod convergence;
+mod golden;
 mod hostile;
 mod noise;
 mod oracle;
