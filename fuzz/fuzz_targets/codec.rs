@@ -1,7 +1,7 @@
 //! Any bytes at any decoder: an error or a result. The first byte picks the codec, the second the length.
 #![no_main]
 
-use farwire_codec::{CodecSpec, Context, Place, Plan};
+use farwire_codec::{CodecSpec, Context, CodedPlace, Plan};
 use libfuzzer_sys::fuzz_target;
 
 const CODECS: [&str; 14] = [
@@ -14,7 +14,7 @@ fuzz_target!(|bytes: &[u8]| {
     let name = CODECS[usize::from(*codec) % CODECS.len()];
     let Ok(Plan::Partitioned(codec)) = name.parse().map(|spec: CodecSpec| spec.plan()) else { unreachable!("they parse") };
     let len = usize::from(*len) * 9;
-    let whole = Place::whole(Context::default(), 3 * len);
+    let whole = CodedPlace::whole(Context::default(), 3 * len);
     let (mut zeros, mut dirty) = (vec![0.0; len], vec![f32::NAN; len]);
     let added = codec.add_decoded_into(bytes, &whole.part(len..2 * len), &mut zeros);
     assert_eq!(codec.decode_into(bytes, &whole.part(len..2 * len), &mut dirty), added);

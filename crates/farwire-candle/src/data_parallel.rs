@@ -4,7 +4,7 @@ use candle_core::backprop::GradStore;
 use candle_core::{Device, Result, Tensor, Var};
 use farwire::{CodecChoice, CodecPolicy, CodecSpec, Communicator, DType};
 use farwire_train::{
-    Compressed, DENSE, DENSE_BELOW, Entry, Exchange, ExchangeError, PhaseIn, Plan, Rules, Summary,
+    Compressed, DENSE, DENSE_BELOW, Entry, Exchange, ExchangeError, ParameterList, PhaseIn, Rules, Summary,
 };
 
 use crate::error::TrainError;
@@ -89,7 +89,7 @@ impl std::fmt::Debug for DataParallel {
 }
 
 /// Biases and norms are few and matter much: they travel as they are. So do parameters too small for a codec, which can then share buckets.
-pub(crate) fn groups(plan: &Plan, codec: &CodecPolicy) -> Rules<String> {
+pub(crate) fn groups(plan: &ParameterList, codec: &CodecPolicy) -> Rules<String> {
     let dense = || DENSE.to_owned();
     let is_small = |entry: &&Entry| {
         let elements = entry.shape.iter().product();
@@ -101,13 +101,13 @@ pub(crate) fn groups(plan: &Plan, codec: &CodecPolicy) -> Rules<String> {
 
 pub(crate) fn plan<'a>(
     vars: impl IntoIterator<Item = (&'a str, &'a Var)>,
-) -> std::result::Result<Plan, TrainError> {
+) -> std::result::Result<ParameterList, TrainError> {
     let entries = vars.into_iter().map(|(name, var)| Entry {
         name: name.to_owned(),
         shape: var.dims().to_vec(),
         dtype: var.dtype().as_str().to_owned(),
     });
-    Ok(Plan::new(entries)?)
+    Ok(ParameterList::new(entries)?)
 }
 
 /// Sets variables to what the group's rank 0 has.

@@ -1,6 +1,6 @@
 //! Why training stopped, or did not start.
 
-use farwire_train::{ExchangeError, MeshError, NotFinite, PlanError, ScheduleError};
+use farwire_train::{ExchangeError, MeshError, NotFinite, ParameterListError, ScheduleError};
 
 /// Why training stopped, or did not start.
 #[derive(Debug, thiserror::Error)]
@@ -17,7 +17,7 @@ pub enum TrainError {
     Schedule(#[from] ScheduleError),
     /// Ranks have different models.
     #[error(transparent)]
-    Plan(#[from] PlanError),
+    ParameterList(#[from] ParameterListError),
     /// Gradients were not exchanged.
     #[error(transparent)]
     Exchange(#[from] ExchangeError),

@@ -17,8 +17,8 @@ use std::time::{Duration, Instant};
 use candle_core::{Device, Tensor};
 use farwire::{CodecChoice, CodecPolicy, Communicator, ErrorFeedback, ReduceOp};
 use farwire_train::{
-    Cause, Compressed, Entry, Exchange, Mesh, NotFinite, PhaseIn, Plan, Reducer, Rules, Schedule, Span,
-    Squares, Summary, global_norm,
+    Cause, Compressed, Entry, Exchange, Mesh, NotFinite, ParameterList, PhaseIn, Reducer, Rules, Schedule,
+    Span, Squares, Summary, global_norm,
 };
 use serde::{Deserialize, Serialize};
 
@@ -287,7 +287,7 @@ pub struct Trainer {
     mesh: Mesh,
     tensor: Group,
     pipeline: Pipeline,
-    plan: Plan,
+    plan: ParameterList,
     codec: CodecPolicy,
     exchange: Exchange<Compressed>,
     params: BTreeMap<String, Param>,
@@ -788,7 +788,12 @@ struct Agreed {
 }
 
 /// An exchange over dp.
-fn exchange(settings: &Settings, mesh: &Mesh, plan: &Plan, codec: &CodecPolicy) -> Exchange<Compressed> {
+fn exchange(
+    settings: &Settings,
+    mesh: &Mesh,
+    plan: &ParameterList,
+    codec: &CodecPolicy,
+) -> Exchange<Compressed> {
     let replicas = mesh.axis("dp").expect("the mesh was made with these axes");
     let mut reducer = Compressed::new(replicas, codec.clone());
     reducer
@@ -802,7 +807,7 @@ fn owns(owners: &BTreeMap<String, usize>, mesh: &Mesh, name: &str) -> bool {
 }
 
 /// Gives each parameter to the replica that has least so far: about equal shares, the same on all ranks.
-fn owners(plan: &Plan, replicas: usize) -> BTreeMap<String, usize> {
+fn owners(plan: &ParameterList, replicas: usize) -> BTreeMap<String, usize> {
     let mut loads = vec![0; replicas];
     let owner = |entry: &Entry| {
         let lightest = (0..replicas).min_by_key(|replica| loads[*replica]).unwrap_or(0);

@@ -11,7 +11,7 @@ use farwire::Communicator;
 use farwire_candle::{
     DataParallel, Group, Init, OnNan, Params, Pipeline, Segment, Settings, Stage, TrainError, Trainer, gpt,
 };
-use farwire_train::{PlanError, Schedule};
+use farwire_train::{ParameterListError, Schedule};
 
 fn settings() -> Settings {
     Settings {
@@ -202,7 +202,7 @@ fn replicas_of_a_plain_model_start_and_stay_the_same() {
         // Ranks with different models.
         let odd = if comm.rank() == 1 { "c" } else { "b" };
         let error = DataParallel::new(&comm, vec![var(odd, 1.0)], CodecChoice::default()).unwrap_err();
-        assert!(matches!(error, TrainError::Plan(PlanError::Differ { .. })), "{error}");
+        assert!(matches!(error, TrainError::ParameterList(ParameterListError::Differ { .. })), "{error}");
     });
 }
 

@@ -57,9 +57,9 @@ fn main() {
     }
 }
 
-fn row(name: &str, codec: &dyn Partitioned, gradient: &[f32], residual: &[f32], acc: &mut [f32]) {
+fn row(name: &str, codec: &dyn MessageCodec, gradient: &[f32], residual: &[f32], acc: &mut [f32]) {
     let n = gradient.len();
-    let place = Place::whole(Context { seed: 1, step: 2, tensor: 3 }, n);
+    let place = CodedPlace::whole(Context { seed: 1, step: 2, tensor: 3 }, n);
     let job = Job::worker(gradient, Residual::Owed(residual), &place, std::slice::from_ref(&place.range));
     let mut out = Encoded::default();
     codec.encode(&job, &mut out).expect("the values are finite");

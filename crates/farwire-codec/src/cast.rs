@@ -8,7 +8,7 @@ use half::slice::HalfFloatSliceExt;
 
 use crate::dense::{self, Noise, Tiles};
 use crate::error::{DecodeError, EncodeError};
-use crate::job::{Encoded, Job, Partitioned, Place};
+use crate::job::{CodedPlace, Encoded, Job, MessageCodec};
 use crate::simd::{self, Level};
 
 /// A 16-bit float type to round to.
@@ -64,16 +64,16 @@ impl Tiles for Cast {
     }
 }
 
-impl Partitioned for Cast {
+impl MessageCodec for Cast {
     fn encode(&self, job: &Job<'_>, out: &mut Encoded) -> Result<(), EncodeError> {
         dense::encode(self, job, out)
     }
 
-    fn add_decoded_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
+    fn add_decoded_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
         dense::add_decoded(self, bytes, place, acc)
     }
 
-    fn decode_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
+    fn decode_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
         dense::decode(self, bytes, place, acc)
     }
 

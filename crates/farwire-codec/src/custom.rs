@@ -13,7 +13,7 @@
 //! #[derive(Debug)]
 //! struct Thirds;
 //!
-//! fn third(place: &Place) -> impl Iterator<Item = usize> {
+//! fn third(place: &CodedPlace) -> impl Iterator<Item = usize> {
 //!     (place.context.step as usize % 3..place.range.len()).step_by(3)
 //! }
 //!
@@ -22,11 +22,11 @@
 //!         "thirds".into()
 //!     }
 //!
-//!     fn encode(&self, values: &[f32], place: &Place, out: &mut Vec<u8>) {
+//!     fn encode(&self, values: &[f32], place: &CodedPlace, out: &mut Vec<u8>) {
 //!         third(place).for_each(|i| out.extend(values[i].to_le_bytes()));
 //!     }
 //!
-//!     fn add_decoded_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
+//!     fn add_decoded_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
 //!         let need = 4 * third(place).count();
 //!         if bytes.len() != need {
 //!             return Err(DecodeError::Length { need, given: bytes.len() });
@@ -43,7 +43,7 @@
 //! }
 //!
 //! let codec = Opaque(Arc::new(Thirds));
-//! let place = Place::whole(Context::default(), 5);
+//! let place = CodedPlace::whole(Context::default(), 5);
 //! let mut out = Encoded::default();
 //! codec.encode(&Job::worker(&[1.0f32, 2.0, 3.0, 4.0, 5.0], Residual::Zero, &place, &[0..5]), &mut out).unwrap();
 //! assert_eq!(out.residual, [0.0, 2.0, 3.0, 0.0, 5.0]);
@@ -56,7 +56,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use crate::error::{DecodeError, EncodeError};
-use crate::job::{Encoded, Fused, Job, Partitioned, Place};
+use crate::job::{CodedPlace, Encoded, Fused, Job, MessageCodec};
 use crate::simd::{self, Level};
 
 /// What a codec of your own implements; see the [module](self) for an example.
@@ -65,10 +65,10 @@ pub trait Codec: std::fmt::Debug + Send + Sync {
     fn name(&self) -> String;
 
     /// Appends the message for these finite values to `out`. What it depends on must be in the values and the place.
-    fn encode(&self, values: &[f32], place: &Place, out: &mut Vec<u8>);
+    fn encode(&self, values: &[f32], place: &CodedPlace, out: &mut Vec<u8>);
 
     /// Adds a message to `acc`, or refuses it. The bytes come from the network: check before you index or allocate.
-    fn add_decoded_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError>;
+    fn add_decoded_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError>;
 
     /// The most bytes [`encode`](Self::encode) appends for this many elements. A longer message is not read from the network.
     fn max_message_len(&self, elements: usize) -> usize;
@@ -85,7 +85,7 @@ impl Opaque {
     }
 }
 
-impl Partitioned for Opaque {
+impl MessageCodec for Opaque {
     fn encode(&self, job: &Job<'_>, out: &mut Encoded) -> Result<(), EncodeError> {
         job.check();
         out.resize(job.shards.len(), job.place.range.len());
@@ -117,7 +117,7 @@ impl Partitioned for Opaque {
         Ok(())
     }
 
-    fn add_decoded_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
+    fn add_decoded_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
         guarded(|| self.0.add_decoded_into(bytes, place, acc))
     }
 

@@ -13,7 +13,7 @@
 use std::ops::Range;
 
 use crate::error::{DecodeError, EncodeError};
-use crate::job::{Encoded, Fused, Job, Place, Role};
+use crate::job::{CodedPlace, Encoded, Fused, Job, Role};
 use crate::rng::{Counter, Purpose};
 use crate::simd::{Level, Stream};
 use crate::threads;
@@ -52,7 +52,7 @@ pub(crate) struct Noise {
 }
 
 impl Noise {
-    fn new(place: &Place, role: Role, rank: u32, start: usize) -> Self {
+    fn new(place: &CodedPlace, role: Role, rank: u32, start: usize) -> Self {
         let stream = u64::from(rank) << 1 | u64::from(role == Role::Owner);
         Self {
             rounding: Counter::new(place.context, Purpose::Rounding).split(stream),
@@ -106,7 +106,7 @@ pub(crate) fn encode(codec: &impl Tiles, job: &Job<'_>, out: &mut Encoded) -> Re
 pub(crate) fn add_decoded(
     codec: &impl Tiles,
     bytes: &[u8],
-    place: &Place,
+    place: &CodedPlace,
     acc: &mut [f32],
 ) -> Result<(), DecodeError> {
     add_to(codec, bytes, place, acc, |_| ())
@@ -116,7 +116,7 @@ pub(crate) fn add_decoded(
 pub(crate) fn decode(
     codec: &impl Tiles,
     bytes: &[u8],
-    place: &Place,
+    place: &CodedPlace,
     acc: &mut [f32],
 ) -> Result<(), DecodeError> {
     add_to(codec, bytes, place, acc, |tile| tile.fill(0.0))
@@ -126,7 +126,7 @@ pub(crate) fn decode(
 fn add_to(
     codec: &impl Tiles,
     mut bytes: &[u8],
-    place: &Place,
+    place: &CodedPlace,
     acc: &mut [f32],
     prepare: impl Fn(&mut [f32]),
 ) -> Result<(), DecodeError> {

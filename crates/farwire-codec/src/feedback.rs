@@ -22,7 +22,7 @@
 //!
 //! let feedback = ErrorFeedback::new();
 //! let Plan::Partitioned(codec) = "topk:count=1".parse::<CodecSpec>().unwrap().plan() else { unreachable!() };
-//! let place = Place::whole(Context::default(), 3);
+//! let place = CodedPlace::whole(Context::default(), 3);
 //! let mut out = Encoded::default();
 //! for step in 0..2 {
 //!     let mut transaction = feedback.begin("w").unwrap();
@@ -45,7 +45,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use safetensors::tensor::TensorView;
 use safetensors::{Dtype, SafeTensors};
 
-use crate::exchange::Floats;
+use crate::collective::Floats;
 use crate::job::Residual;
 
 mod savepoint;

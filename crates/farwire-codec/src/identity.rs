@@ -4,7 +4,7 @@
 
 use crate::dense::{self, Noise, Tiles};
 use crate::error::{DecodeError, EncodeError};
-use crate::job::{Encoded, Job, Partitioned, Place};
+use crate::job::{CodedPlace, Encoded, Job, MessageCodec};
 use crate::simd::{self, Level};
 
 /// Sends f32 values as they are.
@@ -30,16 +30,16 @@ impl Tiles for Identity {
     }
 }
 
-impl Partitioned for Identity {
+impl MessageCodec for Identity {
     fn encode(&self, job: &Job<'_>, out: &mut Encoded) -> Result<(), EncodeError> {
         dense::encode(self, job, out)
     }
 
-    fn add_decoded_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
+    fn add_decoded_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
         dense::add_decoded(self, bytes, place, acc)
     }
 
-    fn decode_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
+    fn decode_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
         dense::decode(self, bytes, place, acc)
     }
 

@@ -12,7 +12,7 @@ use crate::simd::Level;
 ///
 /// Made by [`CodecSpec::plan`](crate::CodecSpec::plan). The same on every rank, and without state: what a codec owes lies in the
 /// residual that its caller keeps (see [`ErrorFeedback`](crate::ErrorFeedback)).
-pub trait Partitioned: std::fmt::Debug + Send + Sync {
+pub trait MessageCodec: std::fmt::Debug + Send + Sync {
     /// Encodes each shard of `job` to a message of its own, and leaves in `out` what was not transmitted:
     /// `residual = values + old residual − decoded`, exactly as f32 arithmetic gives it.
     ///
@@ -22,10 +22,10 @@ pub trait Partitioned: std::fmt::Debug + Send + Sync {
     /// Adds the message for `place` to `acc`, which has one element for each of `place.range`.
     ///
     /// The message must be whole and nothing more. Every length, count and index is checked before it is used.
-    fn add_decoded_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError>;
+    fn add_decoded_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError>;
 
     /// The same where all of `acc` is to be taken for zero, whatever it holds.
-    fn decode_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
+    fn decode_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
         acc.fill(0.0);
         self.add_decoded_into(bytes, place, acc)
     }
@@ -42,7 +42,7 @@ pub struct Job<'a> {
     /// What error feedback still owes, to be sent along.
     pub residual: Residual<'a>,
     /// Where the values stand.
-    pub place: Place,
+    pub place: CodedPlace,
     /// Which of the two rounds this is.
     pub role: Role,
     /// This rank's number. Stochastic rounding draws other numbers on each rank, so that errors average out.
@@ -58,7 +58,7 @@ impl<'a> Job<'a> {
     pub fn worker<T>(
         values: &'a [T],
         residual: Residual<'a>,
-        place: &Place,
+        place: &CodedPlace,
         shards: &'a [Range<usize>],
     ) -> Self
     where
@@ -69,7 +69,7 @@ impl<'a> Job<'a> {
     }
 
     /// An owner's job on one thread, as rank 0: its sum is encoded to a single message.
-    pub fn owner(sum: &'a [f32], residual: Residual<'a>, place: &'a Place) -> Self {
+    pub fn owner(sum: &'a [f32], residual: Residual<'a>, place: &'a CodedPlace) -> Self {
         let (values, shards) = (sum.into(), std::slice::from_ref(&place.range));
         Self {
             values,
@@ -191,7 +191,7 @@ pub enum Role {
 
 /// Where some elements stand: what sender and receiver both know without sending it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct CodedPlace {
     /// When and in which tensor.
     pub context: Context,
     /// Elements of the whole vector, the one that is cut into shards.
@@ -200,7 +200,7 @@ pub struct Place {
     pub range: Range<usize>,
 }
 
-impl Place {
+impl CodedPlace {
     /// All of a vector.
     pub fn whole(context: Context, elements: usize) -> Self {
         Self { context, whole: elements, range: 0..elements }

@@ -7,8 +7,8 @@
 //!
 //! 1. A [`CodecSpec`] names a codec, `topk:0.01`, and [`plan`](CodecSpec::plan) makes it.
 //! 2. [`ErrorFeedback::begin`] takes what is owed for the tensor into a [`Transaction`].
-//! 3. [`Partitioned::encode`] adds that to the gradient, and makes one message per shard and the new residual.
-//! 4. [`Partitioned::add_decoded_into`] adds a message to an accumulator. A shard's owner adds one from each rank, in rank order, then
+//! 3. [`MessageCodec::encode`] adds that to the gradient, and makes one message per shard and the new residual.
+//! 4. [`MessageCodec::add_decoded_into`] adds a message to an accumulator. A shard's owner adds one from each rank, in rank order, then
 //!    encodes the sum as an owner; everybody decodes that.
 //! 5. [`Transaction::commit`] makes the new residual the one that is owed.
 //!
@@ -33,7 +33,7 @@
 //!
 //! let Plan::Partitioned(codec) = "topk:count=2,values=f32".parse::<CodecSpec>().unwrap().plan() else { unreachable!() };
 //! let gradients = [[1.0f32, 0.0, 5.0, 0.5], [2.0, 0.25, -4.0, 0.0], [3.0, 0.0, 0.0, 8.0]];
-//! let place = Place::whole(Context { seed: 1, step: 0, tensor: Context::tensor_id("w") }, 4);
+//! let place = CodedPlace::whole(Context { seed: 1, step: 0, tensor: Context::tensor_id("w") }, 4);
 //! let shards = [0..2, 2..3, 3..4];
 //!
 //! // Every rank encodes its gradient. (The first step owes nothing.)
@@ -69,10 +69,10 @@ compile_error!("farwire sends memory as it is, and its wire format is little-end
 
 mod block;
 mod cast;
+pub mod collective;
 pub mod custom;
 mod dense;
 mod error;
-pub mod exchange;
 mod feedback;
 mod identity;
 mod index;
@@ -93,7 +93,7 @@ pub use custom::{Codec, Opaque};
 pub use error::{DecodeError, EncodeError};
 pub use feedback::{ErrorFeedback, FeedbackError, Norms, Owed, Savepoint, Transaction};
 pub use identity::Identity;
-pub use job::{Context, Encoded, Job, Partitioned, Place, Residual, Role, Values};
+pub use job::{CodedPlace, Context, Encoded, Job, MessageCodec, Residual, Role, Values};
 pub use kept::ValueCoding;
 pub use powersgd::{PowerP, PowerQ, PowerSgd, PowerState, Shape};
 pub use randk::RandomK;

@@ -13,7 +13,7 @@
 //! Bytes: P and Q travel as f32, by any allreduce: 4·r·(m + n) each way.
 
 use crate::error::EncodeError;
-use crate::job::{Context, Fused, Job, Place, Residual, Role, Values};
+use crate::job::{CodedPlace, Context, Fused, Job, Residual, Role, Values};
 use crate::rng::{Counter, Purpose};
 use crate::simd::{self, Level};
 
@@ -69,7 +69,7 @@ impl PowerSgd {
         let job = Job {
             values,
             residual,
-            place: Place::whole(context, len),
+            place: CodedPlace::whole(context, len),
             role: Role::Worker,
             rank: 0,
             shards: &[],

@@ -15,7 +15,7 @@ use std::ops::Range;
 
 use crate::dense::sections;
 use crate::error::{DecodeError, EncodeError};
-use crate::job::{Encoded, Fused, Job, Partitioned, Place, Residual, Role};
+use crate::job::{CodedPlace, Encoded, Fused, Job, MessageCodec, Residual, Role};
 use crate::rng::{Counter, Purpose};
 use crate::simd::{self, Level, Stream, TILE, from_bf16_bits, to_bf16_bits};
 use crate::threads;
@@ -33,7 +33,7 @@ pub struct RandomK {
 }
 
 impl RandomK {
-    fn strata(&self, place: &Place) -> Strata {
+    fn strata(&self, place: &CodedPlace) -> Strata {
         let mut context = place.context;
         context.seed = self.seed.unwrap_or(context.seed);
         Strata {
@@ -60,7 +60,7 @@ impl RandomK {
     }
 }
 
-impl Partitioned for RandomK {
+impl MessageCodec for RandomK {
     fn encode(&self, job: &Job<'_>, out: &mut Encoded) -> Result<(), EncodeError> {
         job.check();
         let level = Level::detect();
@@ -112,7 +112,7 @@ impl Partitioned for RandomK {
         Ok(())
     }
 
-    fn add_decoded_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
+    fn add_decoded_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
         assert_eq!(acc.len(), place.range.len(), "one element for each of the range");
         let strata = self.strata(place);
         let range = place.range.clone();

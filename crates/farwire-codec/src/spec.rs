@@ -6,7 +6,7 @@ use std::str::FromStr;
 use crate::block::{BlockQuantiser, Format, Rounding};
 use crate::cast::Cast;
 use crate::identity::Identity;
-use crate::job::Partitioned;
+use crate::job::MessageCodec;
 use crate::kept::ValueCoding;
 use crate::powersgd::PowerSgd;
 use crate::randk::RandomK;
@@ -45,7 +45,7 @@ pub enum CodecSpec {
 #[derive(Debug)]
 pub enum Plan {
     /// In messages: shards to their owners, sums to everybody.
-    Partitioned(Box<dyn Partitioned>),
+    Partitioned(Box<dyn MessageCodec>),
     /// As two factors, each summed by an allreduce of f32.
     LowRank(PowerSgd),
 }

@@ -21,7 +21,7 @@ use std::ops::Range;
 use crate::dense::sections;
 use crate::error::{DecodeError, EncodeError};
 use crate::index::{self, BLOCK};
-use crate::job::{Encoded, Fused, Job, Partitioned, Place, Role, Sparse};
+use crate::job::{CodedPlace, Encoded, Fused, Job, MessageCodec, Role, Sparse};
 use crate::kept::ValueCoding;
 use crate::rng::mix32;
 use crate::simd::{self, Found, Level, Stream, TILE};
@@ -81,7 +81,7 @@ pub enum OwnerMode {
     Union,
 }
 
-impl Partitioned for TopK {
+impl MessageCodec for TopK {
     fn encode(&self, job: &Job<'_>, out: &mut Encoded) -> Result<(), EncodeError> {
         job.check();
         let len = job.place.range.len();
@@ -114,12 +114,12 @@ impl Partitioned for TopK {
         Ok(())
     }
 
-    fn add_decoded_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
+    fn add_decoded_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
         assert_eq!(acc.len(), place.range.len(), "one element for each of the range");
         decode(Level::detect(), self.values, bytes, acc, false)
     }
 
-    fn decode_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
+    fn decode_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
         assert_eq!(acc.len(), place.range.len(), "one element for each of the range");
         decode(Level::detect(), self.values, bytes, acc, true)
     }
@@ -550,7 +550,7 @@ mod tests {
         fn levels_add_the_same(seed: u32, len in 1usize..3000, share in 0.001f64..=1.0) {
             for values in [ValueCoding::F32, ValueCoding::Bf16, ValueCoding::Int8] {
                 let codec = TopK { keep: Keep::Whole(Share::Fraction(share)), values, mode: OwnerMode::Global };
-                let place = Place::whole(Context::default(), len);
+                let place = CodedPlace::whole(Context::default(), len);
                 let gradient: Vec<f32> = (0..len as u32).map(|i| mix32(seed, i) as i32 as f32).collect();
                 let mut out = Encoded::default();
                 codec

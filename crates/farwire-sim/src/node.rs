@@ -3,7 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 
-use farwire_codec::exchange::Exchange;
+use farwire_codec::collective::CodedCollective;
 use farwire_proto::{
     Action, Config, Engine, Gate, Lane, OpId, Outcome, Parcels, Peer, Plan, Rank, Source, Workspace,
     WorldSize,
@@ -61,7 +61,7 @@ pub(crate) enum Memory {
     /// A message in one parcel, from this rank if there is one.
     Message { parcels: Parcels, from: Option<Rank>, input: Vec<u8> },
     /// Rounds of parcels that a codec makes.
-    Coded { parcels: Parcels, exchange: Box<Exchange> },
+    Coded { parcels: Parcels, exchange: Box<CodedCollective> },
     /// Rounds of parcels of which only the lengths are known: by round, and by rank.
     Lengths(Vec<Vec<usize>>),
 }

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use farwire_codec::exchange::ExchangeError;
+use farwire_codec::collective::CodingError;
 use farwire_proto::{CallError, OpError, Peer, Time, Wait};
 
 use crate::sim::JobId;
@@ -122,7 +122,7 @@ pub enum JobEnd {
     /// All data moved, and could not be encoded: somebody's input was not finite.
     NotEncodable {
         /// Why.
-        error: ExchangeError,
+        error: CodingError,
         /// As it was submitted.
         input: Vec<u8>,
     },

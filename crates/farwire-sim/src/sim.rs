@@ -4,7 +4,7 @@ use std::cmp::Ordering;
 use std::collections::{BinaryHeap, HashMap, HashSet};
 use std::time::Duration;
 
-use farwire_codec::exchange::Exchange;
+use farwire_codec::collective::CodedCollective;
 use farwire_proto::{
     Call, CommId, Config, Event, HEADER_LEN, Header, Lane, OpId, OpenError, Options, Outcome, Parcels,
     Payload, Peer, Rank, Time, Transmit, Verdict, Workspace,
@@ -41,16 +41,16 @@ pub struct Submission {
 #[derive(Debug)]
 pub enum Coded {
     /// Real ones.
-    Exchange(Box<Exchange>),
+    Collective(Box<CodedCollective>),
     /// Only their lengths, by round and by the rank they go to: for vectors that would not fit in memory.
     Lengths(Vec<Vec<usize>>),
 }
 
 impl Submission {
     /// A coded call on the world communicator, at the beginning. Its result is in f32.
-    pub fn coded(exchange: Exchange) -> Self {
+    pub fn coded(exchange: CodedCollective) -> Self {
         let call = exchange.call().clone();
-        Self { coded: Some(Coded::Exchange(Box::new(exchange))), ..Self::new(call, Vec::new()) }
+        Self { coded: Some(Coded::Collective(Box::new(exchange))), ..Self::new(call, Vec::new()) }
     }
 
     /// A call on the world communicator, at the beginning.
@@ -402,7 +402,7 @@ impl Sim {
             Err(error) => return self.end(id, JobEnd::Refused(error)),
         };
         let memory = match (coded, &call) {
-            (Some(Coded::Exchange(exchange)), _) => Memory::Coded { parcels: Parcels::default(), exchange },
+            (Some(Coded::Collective(exchange)), _) => Memory::Coded { parcels: Parcels::default(), exchange },
             (Some(Coded::Lengths(lengths)), _) => Memory::Lengths(lengths),
             (None, Call::SendParcel { to, .. }) => {
                 let mut parcels = Parcels::default();

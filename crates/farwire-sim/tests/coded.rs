@@ -6,10 +6,10 @@ use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::time::Duration;
 
-use farwire_codec::exchange::{Collective, Exchange, ExchangeError, Floats, Order, Through};
+use farwire_codec::collective::{CodedCollective, CodingError, Collective, Floats, Order, Through};
 use farwire_codec::{
-    CodecSpec, Context, Encoded, ErrorFeedback, Job, Partitioned, Place, Plan, PowerP, PowerQ, Residual,
-    Shape, Transaction,
+    CodecSpec, CodedPlace, Context, Encoded, ErrorFeedback, Job, MessageCodec, Plan, PowerP, PowerQ,
+    Residual, Shape, Transaction,
 };
 use farwire_proto::{Call, Counts, Options, Peer, Rank, ReduceOp, Time, WorldSize};
 use farwire_sim::{Coded, JobEnd, Link, Network, Report, Sim, Submission, Trouble};
@@ -88,7 +88,7 @@ fn simulate(orders: Vec<Order>, segment: usize, network: Network) -> Report {
     for order in orders {
         let peer = Peer(order.rank.0);
         let options = Options { segment: NonZeroUsize::new(segment), ..Options::default() };
-        let submission = Submission::coded(Exchange::new(order).unwrap());
+        let submission = Submission::coded(CodedCollective::new(order).unwrap());
         sim.submit(peer, Submission { options, ..submission });
     }
     sim.run().unwrap()
@@ -166,13 +166,13 @@ fn cut(len: usize, ranks: usize) -> Vec<Range<usize>> {
 }
 
 fn two_phase(
-    codec: &dyn Partitioned,
+    codec: &dyn MessageCodec,
     gradients: &[Vec<f32>],
     context: Context,
     transactions: &mut [Transaction],
 ) -> Vec<f32> {
     let (n, shards) = (gradients[0].len(), cut(gradients[0].len(), gradients.len()));
-    let place = Place::whole(context, n);
+    let place = CodedPlace::whole(context, n);
     let mut scattered = Vec::new();
     for (rank, (gradient, transaction)) in gradients.iter().zip(&mut *transactions).enumerate() {
         let (owed, mut out) = (transaction.worker(0..n), Encoded::default());
@@ -272,7 +272,7 @@ fn long_vectors_travel_in_chunks() {
                 order(Collective::AllReduce(ReduceOp::Mean), spec(codec), rank, ranks, gradient.clone(), 0)
             })
             .collect();
-        let rounds = Exchange::new(order(
+        let rounds = CodedCollective::new(order(
             Collective::AllReduce(ReduceOp::Mean),
             spec(codec),
             0,
@@ -324,7 +324,7 @@ fn reduce_scatter_and_all_gather_go_through_codecs_too() {
             if codec.starts_with("powersgd") {
                 let order =
                     order(Collective::AllGather(Counts::Each(3)), through(), 0, ranks, vec![0.0; 3], 0);
-                assert!(Exchange::new(order).unwrap_err().0.to_string().contains("cannot gather"));
+                assert!(CodedCollective::new(order).unwrap_err().0.to_string().contains("cannot gather"));
                 continue;
             }
             let counts =
@@ -351,14 +351,14 @@ impl farwire_codec::Codec for Halves {
         "halves".into()
     }
 
-    fn encode(&self, values: &[f32], _: &Place, out: &mut Vec<u8>) {
+    fn encode(&self, values: &[f32], _: &CodedPlace, out: &mut Vec<u8>) {
         values.iter().for_each(|value| out.extend(&value.to_le_bytes()[2..]));
     }
 
     fn add_decoded_into(
         &self,
         bytes: &[u8],
-        _: &Place,
+        _: &CodedPlace,
         acc: &mut [f32],
     ) -> Result<(), farwire_codec::DecodeError> {
         if bytes.len() != 2 * acc.len() {
@@ -424,7 +424,7 @@ fn a_nan_anywhere_is_the_same_error_everywhere() {
                     continue;
                 }
                 let rank = *bad.iter().min().unwrap();
-                let expected = ExchangeError::NotFinite { rank, tensor: "w".into(), element: 17 };
+                let expected = CodingError::NotFinite { rank, tensor: "w".into(), element: 17 };
                 for (job, gradient) in report.jobs().iter().zip(&gradients) {
                     let JobEnd::NotEncodable { error, input } = &job.end else {
                         panic!("{codec}: {:?}", job.end)
@@ -611,7 +611,7 @@ fn volumes_are_those_of_the_formulas() {
         let mut by_world = Vec::new();
         for ranks in [2, 4, 16, 64, 256] {
             let shards = cut(len, ranks);
-            let place = Place::whole(Context::default(), len);
+            let place = CodedPlace::whole(Context::default(), len);
             let mut out = Encoded::default();
             encoder.encode(&Job::worker(gradient, Residual::Off, &place, &shards), &mut out).unwrap();
             let scatter: Vec<usize> = out.messages.iter().map(|message| message.len() + 1).collect();

@@ -5,7 +5,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use farwire_codec::exchange::{Exchange, Finished, Floats, Nonsense};
+use farwire_codec::collective::{CodedCollective, Finished, Floats, Nonsense};
 use farwire_codec::{DecodeError, Transaction};
 use farwire_proto::{DType, OpId};
 use half::{bf16, f16};
@@ -120,7 +120,7 @@ fn work(node: &Node, op: OpId) {
 fn go(
     node: &Node,
     op: OpId,
-    exchange: &mut Exchange,
+    exchange: &mut CodedCollective,
     came: &[(u32, Vec<Vec<u8>>)],
     alone: bool,
 ) -> Result<(), Nonsense> {
@@ -134,7 +134,7 @@ fn go(
 }
 
 /// Makes and supplies all parcels that can be made.
-fn make(node: &Node, op: OpId, exchange: &mut Exchange, alone: bool) -> Result<(), Nonsense> {
+fn make(node: &Node, op: OpId, exchange: &mut CodedCollective, alone: bool) -> Result<(), Nonsense> {
     while let Some(made) = exchange.next_parcels() {
         let round = exchange.made() - 1;
         if alone {
@@ -146,7 +146,7 @@ fn make(node: &Node, op: OpId, exchange: &mut Exchange, alone: bool) -> Result<(
     Ok(())
 }
 
-fn finish(node: &Node, exchange: Exchange, completion: &Arc<Completion>) {
+fn finish(node: &Node, exchange: CodedCollective, completion: &Arc<Completion>) {
     let result = match exchange.finish() {
         Err((error, input)) => Err(Error::NotEncodable { error, input: Some(Box::new(input.into())) }),
         Ok(Finished { output, input }) => {

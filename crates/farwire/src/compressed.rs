@@ -3,7 +3,7 @@
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-use farwire_codec::exchange::{Collective, Exchange, Floats, Order, Through};
+use farwire_codec::collective::{CodedCollective, Collective, Floats, Order, Through};
 use farwire_codec::{Codec, CodecSpec, Context, ErrorFeedback};
 use farwire_proto::{Call, Counts, DType, Rank, ReduceOp, WorldSize};
 use half::{bf16, f16};
@@ -333,7 +333,7 @@ impl Communicator {
             Collective::ReduceScatter(_) => input.len() / self.size(),
             Collective::AllGather(_) => input.len() * self.size(),
         });
-        let exchange = Exchange::new(Order {
+        let exchange = CodedCollective::new(Order {
             collective,
             through,
             rank: Rank(self.rank() as u32),

@@ -7,8 +7,8 @@ mod common;
 use std::num::NonZeroUsize;
 
 use common::{assert_succeeds, on_processes, on_threads, start_processes};
-use farwire::{Communicator, Compressor, Error, ExchangeError, Fault, Peer, ReduceOp};
-use farwire_codec::exchange::{Collective, Exchange, Floats, Order, Through};
+use farwire::{CodingError, Communicator, Compressor, Error, Fault, Peer, ReduceOp};
+use farwire_codec::collective::{CodedCollective, Collective, Floats, Order, Through};
 use farwire_codec::{Context, ErrorFeedback, Residual};
 use farwire_proto::{Rank, WorldSize};
 use farwire_sim::{Network, Sim, Submission};
@@ -53,7 +53,7 @@ fn simulated(codec: &str, ranks: usize, len: usize, steps: u64) -> (Vec<Vec<f32>
                 threads: NonZeroUsize::MIN,
                 output: Vec::new(),
             };
-            sim.submit(Peer(rank as u32), Submission::coded(Exchange::new(order).unwrap()));
+            sim.submit(Peer(rank as u32), Submission::coded(CodedCollective::new(order).unwrap()));
         }
         let report = sim.run().unwrap();
         bytemuck::pod_collect_to_vec(report.jobs()[0].result().unwrap())
@@ -259,7 +259,7 @@ fn what_cannot_be_is_refused_with_a_reason() {
         }
         let mut error = comm.all_reduce_compressed("w", spoiled, ReduceOp::Sum, &top).wait().unwrap_err();
         let Error::NotEncodable { error: source, .. } = &error else { panic!("{error}") };
-        assert_eq!(*source, ExchangeError::NotFinite { rank: 1, tensor: "w".into(), element: 3 });
+        assert_eq!(*source, CodingError::NotFinite { rank: 1, tensor: "w".into(), element: 3 });
         assert_eq!(error.take_input::<f32>().unwrap().len(), 100);
         assert_eq!(top.feedback().unwrap().to_bytes(), before);
         call(ReduceOp::Sum).wait().unwrap();

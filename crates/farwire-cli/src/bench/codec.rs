@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use farwire::{CodecChoice, CodecSpec};
 use farwire_codec::{
-    Context, Encoded, Job, Keep, Partitioned, Place, Plan, PowerSgd, Residual, Shape, add_at,
+    CodedPlace, Context, Encoded, Job, Keep, MessageCodec, Plan, PowerSgd, Residual, Shape, add_at,
 };
 use serde::Serialize;
 
@@ -126,12 +126,12 @@ impl Best {
 fn partitioned(
     args: &Args,
     spec: &CodecSpec,
-    coder: &dyn Partitioned,
+    coder: &dyn MessageCodec,
     gradient: &[f32],
     owed: &[f32],
 ) -> Row {
     let n = gradient.len();
-    let place = Place::whole(Context { seed: 1, step: 2, tensor: 3 }, n);
+    let place = CodedPlace::whole(Context { seed: 1, step: 2, tensor: 3 }, n);
     let threads = NonZeroUsize::new(args.threads as usize).unwrap_or(NonZeroUsize::MIN);
     let whole = std::slice::from_ref(&place.range);
     let job = Job { threads, ..Job::worker(gradient, Residual::Owed(owed), &place, whole) };

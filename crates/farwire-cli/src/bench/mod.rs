@@ -15,7 +15,7 @@ use farwire::{
     LinkChoice, Options,
 };
 use farwire_codec::Context;
-use farwire_codec::exchange::{Collective, Exchange, Floats, Order, Through};
+use farwire_codec::collective::{CodedCollective, Collective, Floats, Order, Through};
 use farwire_proto::{Algorithm, Counts, DType, Kind, Rank, ReduceOp, UnknownName, WorldSize};
 use half::{bf16, f16};
 use rustix::time::ClockId;
@@ -595,7 +595,7 @@ impl<T: Element> Trial<'_, T> {
             }
         };
         let mut all: Vec<_> =
-            (0..ranks).map(|rank| Exchange::new(order(rank)).expect("it was measured")).collect();
+            (0..ranks).map(|rank| CodedCollective::new(order(rank)).expect("it was measured")).collect();
         for round in 0..all[0].rounds() {
             // A rank may be a round ahead, so rounds are kept by number.
             let made: Vec<_> = all.iter_mut().map(|rank| rank.next_parcels().expect("its turn")).collect();

@@ -5,7 +5,7 @@ use farwire_codec::*;
 use crate::{Random, partitioned};
 
 fn encode(name: &str, values: &[f32]) -> Encoded {
-    let place = Place::whole(Context::default(), values.len());
+    let place = CodedPlace::whole(Context::default(), values.len());
     let mut out = Encoded::default();
     let job = Job::worker(values, Residual::Zero, &place, std::slice::from_ref(&place.range));
     partitioned(name).unwrap().encode(&job, &mut out).unwrap();

@@ -90,7 +90,7 @@ fn a_gradient_with_a_nan_leaves_the_residual_as_it_was() {
         let mut transaction = world.feedback[0].begin("w").unwrap();
         let mut gradient = vec![1.0; n];
         gradient[n - 1] = f32::NAN;
-        let (owed, place) = (transaction.worker(0..n), Place::whole(Context::default(), n));
+        let (owed, place) = (transaction.worker(0..n), CodedPlace::whole(Context::default(), n));
         let mut out = Encoded::default();
         out.residual = transaction.buffer(0);
         let job = Job::worker(&gradient, owed.residual(), &place, std::slice::from_ref(&place.range));

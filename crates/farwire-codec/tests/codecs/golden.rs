@@ -56,7 +56,7 @@ fn sent(name: &str) -> u64 {
         let q = p.with_sum(sum.clone()).unwrap();
         return hash(hash(0xcbf2_9ce4_8422_2325, &floats(&sum)), &floats(q.q()));
     };
-    let place = Place::whole(context, n);
+    let place = CodedPlace::whole(context, n);
     let shards = [0..1000, 1000..1024, 1024..n];
     let mut out = Encoded::default();
     let job = Job { rank: 1, ..Job::worker(&gradient, Residual::Owed(&owed), &place, &shards) };

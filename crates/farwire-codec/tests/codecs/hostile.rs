@@ -13,7 +13,7 @@ fn mutated_messages_are_decoded_or_refused() {
         let n = 2000;
         let values: Vec<f32> =
             random.normals(n).iter().map(|x| if x.abs() < 0.5 { 0.0 } else { *x }).collect();
-        let place = Place::whole(Context::default(), n);
+        let place = CodedPlace::whole(Context::default(), n);
         let shards = [0..n / 3, n / 3..n];
         let mut out = Encoded::default();
         let mut good = Vec::new();
@@ -69,7 +69,7 @@ fn mutate(message: &[u8], random: &mut Random) -> Vec<u8> {
 #[test]
 fn a_count_from_the_wire_allocates_nothing_and_is_checked_first() {
     let codec = crate::partitioned("topk:0.01").unwrap();
-    let place = Place::whole(Context::default(), 10);
+    let place = CodedPlace::whole(Context::default(), 10);
     let error = codec.add_decoded_into(&u32::MAX.to_le_bytes(), &place, &mut [0.0; 10]).unwrap_err();
     assert_eq!(error, DecodeError::Count { given: u32::MAX as usize, range: 10 });
 }

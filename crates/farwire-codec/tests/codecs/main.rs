@@ -42,14 +42,14 @@ pub(crate) const ALL: [&str; 24] = [
     "powersgd:2",
 ];
 
-pub(crate) fn partitioned(text: &str) -> Option<Box<dyn Partitioned>> {
+pub(crate) fn partitioned(text: &str) -> Option<Box<dyn MessageCodec>> {
     match text.parse::<CodecSpec>().unwrap().plan() {
         Plan::Partitioned(codec) => Some(codec),
         Plan::LowRank(_) => None,
     }
 }
 
-pub(crate) fn all_partitioned() -> impl Iterator<Item = (&'static str, Box<dyn Partitioned>)> {
+pub(crate) fn all_partitioned() -> impl Iterator<Item = (&'static str, Box<dyn MessageCodec>)> {
     ALL.into_iter().filter_map(|text| Some((text, partitioned(text)?)))
 }
 

@@ -5,8 +5,8 @@ use farwire_codec::*;
 use crate::{Random, partitioned};
 
 /// What rounding did to each element.
-fn errors(codec: &dyn Partitioned, values: &[f32], role: Role, rank: u32, step: u64) -> Vec<f32> {
-    let place = Place::whole(Context { seed: 5, step, tensor: 1 }, values.len());
+fn errors(codec: &dyn MessageCodec, values: &[f32], role: Role, rank: u32, step: u64) -> Vec<f32> {
+    let place = CodedPlace::whole(Context { seed: 5, step, tensor: 1 }, values.len());
     let shards = std::slice::from_ref(&place.range);
     let mut out = Encoded::default();
     let job = Job { role, rank, ..Job::worker(values, Residual::Zero, &place, shards) };

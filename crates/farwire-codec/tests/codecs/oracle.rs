@@ -15,7 +15,7 @@ struct Outcome {
     messages: Vec<Vec<u8>>,
 }
 
-fn run(codec: &dyn Partitioned, job: &Job<'_>) -> Outcome {
+fn run(codec: &dyn MessageCodec, job: &Job<'_>) -> Outcome {
     let mut out = Encoded::default();
     codec.encode(job, &mut out).unwrap();
     let mut decoded = vec![0.0; job.values.len()];
@@ -36,8 +36,8 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|value| value.to_bits()).collect()
 }
 
-fn place(n: usize) -> Place {
-    Place::whole(Context { seed: 1, step: 2, tensor: 3 }, n)
+fn place(n: usize) -> CodedPlace {
+    CodedPlace::whole(Context { seed: 1, step: 2, tensor: 3 }, n)
 }
 
 /// `0..n` cut into `parts`.
@@ -113,7 +113,7 @@ proptest! {
     #[test]
     fn owners_keep_their_share_or_everything(sums in awkward(), k in 1usize..300, before in 0usize..500, after in 0usize..500) {
         let (n, len) = (before + sums.len() + after, sums.len());
-        let place = Place { range: before..before + len, ..place(n) };
+        let place = CodedPlace { range: before..before + len, ..place(n) };
         let global = partitioned(&format!("topk:count={k},values=f32")).unwrap();
         let outcome = run(&*global, &Job::owner(&sums, Residual::Zero, &place));
         let share = (k.min(n) * len).div_ceil(n.max(1));
@@ -243,7 +243,7 @@ fn random_k_sends_the_same_elements_on_every_rank_and_others_each_step() {
     let mut random = Random(5);
     let shards = cut(n, 7);
     let sent = |values: &[f32], step| {
-        let place = Place::whole(Context { seed: 1, step, tensor: 3 }, n);
+        let place = CodedPlace::whole(Context { seed: 1, step, tensor: 3 }, n);
         let outcome = run(&*codec, &Job::worker(values, Residual::Zero, &place, &shards));
         let sent: Vec<_> = (0..n).filter(|i| outcome.decoded[*i] != 0.0).collect();
         assert!(sent.iter().all(|i| outcome.decoded[*i] == values[*i] && outcome.residual[*i] == 0.0));
@@ -263,7 +263,7 @@ fn random_k_without_feedback_is_right_in_the_mean() {
     let mut mean = vec![0.0f64; n];
     let steps = 20_000;
     for step in 0..steps {
-        let place = Place::whole(Context { seed: 1, step, tensor: 3 }, n);
+        let place = CodedPlace::whole(Context { seed: 1, step, tensor: 3 }, n);
         let outcome = run(&*codec, &Job::worker(&values, Residual::Off, &place, &cut(n, 2)));
         assert!(outcome.residual.is_empty());
         mean.iter_mut().zip(&outcome.decoded).for_each(|(mean, x)| *mean += f64::from(*x) / steps as f64);
@@ -289,7 +289,7 @@ fn stochastic_rounding_is_right_in_the_mean_and_differs_between_ranks() {
         let (steps, shards) = (3000, cut(512, 1));
         let mut mean = vec![0.0f64; 512];
         for step in 0..steps {
-            let place = Place::whole(Context { seed: 1, step, tensor: 3 }, 512);
+            let place = CodedPlace::whole(Context { seed: 1, step, tensor: 3 }, 512);
             let job = Job::worker(&values, Residual::Off, &place, &shards);
             let outcome = run(&*codec, &job);
             mean.iter_mut().zip(&outcome.decoded).for_each(|(mean, x)| *mean += f64::from(*x) / steps as f64);

@@ -54,13 +54,13 @@ impl World {
 
     fn two_phase(
         &self,
-        codec: &dyn Partitioned,
+        codec: &dyn MessageCodec,
         gradients: &[Vec<f32>],
         context: Context,
         transactions: &mut [Transaction],
     ) -> Vec<f32> {
         let n = gradients[0].len();
-        let place = Place::whole(context, n);
+        let place = CodedPlace::whole(context, n);
         let mut scattered = Vec::new();
         for (rank, (gradient, transaction)) in gradients.iter().zip(&mut *transactions).enumerate() {
             let owed = transaction.worker(0..n);

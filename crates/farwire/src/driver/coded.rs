@@ -1,6 +1,6 @@
 //! Collectives through a codec: rounds of parcels, made and understood on the node's coding thread.
 //!
-//! Coding takes time, so it is done without the driver's lock. The driver keeps an operation's [`Exchange`] between rounds; when parcels have come, it tells the coding thread, which takes the
+//! Coding takes time, so it is done without the driver's lock. The driver keeps an operation's [`CodedCollective`] between rounds; when parcels have come, it tells the coding thread, which takes the
 //! exchange, works, supplies what it made, and gives it back. For a short vector the telling would take longer than the work: whoever turned the driver does that itself, with the lock free.
 
 use std::collections::VecDeque;
@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::mpsc::Sender;
 
 use bytes::Bytes;
-use farwire_codec::exchange::{Exchange, Nonsense};
+use farwire_codec::collective::{CodedCollective, Nonsense};
 use farwire_proto::{
     CommId, DType, Fingerprint, OpError, OpId, OpSeq, Options, Parcels, Peer, Rank, WorldSize,
 };
@@ -30,7 +30,7 @@ pub(super) struct CodedJob {
     /// Whether a thread of its own is worth the way there.
     long: bool,
     /// Absent while it is being worked on.
-    pub(super) exchange: Option<Box<Exchange>>,
+    pub(super) exchange: Option<Box<CodedCollective>>,
     /// Rounds that have come and not been looked at.
     pub(super) came: VecDeque<u32>,
     /// How its frames fared, once they have.
@@ -44,9 +44,9 @@ pub(super) type Ended = Result<(), (Box<OpError>, Vec<Peer>)>;
 #[derive(Debug)]
 pub(crate) enum Coding {
     /// Look at these rounds of parcels, make what can be made, and give it back. Who is alone in the world hears of no rounds, and has them as soon as they are made.
-    Go { exchange: Box<Exchange>, came: Vec<(u32, Vec<Vec<u8>>)>, alone: bool },
+    Go { exchange: Box<CodedCollective>, came: Vec<(u32, Vec<Vec<u8>>)>, alone: bool },
     /// All has come: finish it.
-    Finish { exchange: Box<Exchange>, completion: Arc<Completion> },
+    Finish { exchange: Box<CodedCollective>, completion: Arc<Completion> },
 }
 
 impl Driver {
@@ -54,7 +54,7 @@ impl Driver {
     pub(crate) fn submit_coded(
         &mut self,
         comm: CommId,
-        exchange: Exchange,
+        exchange: CodedCollective,
         long: bool,
         options: &Options,
         completion: Arc<Completion>,
@@ -174,7 +174,12 @@ impl Driver {
     }
 
     /// Whoever coded is done for now.
-    pub(crate) fn give_coding_back(&mut self, op: OpId, exchange: Box<Exchange>, nonsense: Option<Nonsense>) {
+    pub(crate) fn give_coding_back(
+        &mut self,
+        op: OpId,
+        exchange: Box<CodedCollective>,
+        nonsense: Option<Nonsense>,
+    ) {
         let Some(Job { work: Work::Coded(job), .. }) = self.jobs.get_mut(&op) else { return };
         job.exchange = Some(exchange);
         let (comm, seq, operation) = (job.comm, job.seq, job.call);

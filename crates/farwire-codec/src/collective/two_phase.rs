@@ -21,14 +21,14 @@ use bytes::Bytes;
 use farwire_proto::{Rank, WorldSize};
 
 use super::{Common, Kind, Made, Nonsense, Trouble, even, residual, scale, seal, unseal};
-use crate::job::{Encoded, Job, Partitioned, Place, Role};
+use crate::job::{CodedPlace, Encoded, Job, MessageCodec, Role};
 
 /// Elements of a chunk: long enough that its parcels fill frames, short enough that three of them overlap.
 const CHUNK: usize = 1 << 22;
 
 #[derive(Debug)]
 pub(super) struct TwoPhase {
-    codec: Box<dyn Partitioned>,
+    codec: Box<dyn MessageCodec>,
     /// Elements of the vector.
     count: usize,
     chunks: Vec<Chunk>,
@@ -58,7 +58,7 @@ enum Phase {
 
 impl TwoPhase {
     pub(super) fn new(
-        codec: Box<dyn Partitioned>,
+        codec: Box<dyn MessageCodec>,
         count: usize,
         world: WorldSize,
         gather: bool,
@@ -142,7 +142,7 @@ impl TwoPhase {
         let job = Job {
             values: common.input.values(range.clone()),
             residual: residual(owed.as_ref()),
-            place: Place::whole(context, range.len()),
+            place: CodedPlace::whole(context, range.len()),
             role: Role::Worker,
             rank: common.rank.0,
             shards: &local,
@@ -170,7 +170,7 @@ impl TwoPhase {
         let owed = common.feedback.as_ref().map(|feedback| feedback.owner(shard.clone()));
         let mut encoded = Encoded { residual: common.buffer(shard.len()), ..Encoded::default() };
         let place =
-            Place::whole(context, range.len()).part(shard.start - range.start..shard.end - range.start);
+            CodedPlace::whole(context, range.len()).part(shard.start - range.start..shard.end - range.start);
         let job = Job {
             rank: common.rank.0,
             threads: common.threads,
@@ -197,7 +197,7 @@ impl TwoPhase {
         let (Phase::Scatter(chunk) | Phase::Gather(chunk)) = phase;
         let context = self.context(chunk, common);
         let Chunk { range, shards, own, sum, .. } = &mut self.chunks[chunk];
-        let whole = Place::whole(context, range.len());
+        let whole = CodedPlace::whole(context, range.len());
         let place = |shard: &Range<usize>| whole.part(shard.start - range.start..shard.end - range.start);
         let message =
             |from: farwire_proto::Rank| if from == me { unseal(own) } else { messages[from.index()] };

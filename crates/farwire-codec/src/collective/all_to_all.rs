@@ -7,11 +7,11 @@ use std::ops::Range;
 use bytes::Bytes;
 
 use super::{Common, Kind, Made, Nonsense, Trouble, residual, scale, seal, unseal};
-use crate::job::{Encoded, Job, Partitioned, Place, Role};
+use crate::job::{CodedPlace, Encoded, Job, MessageCodec, Role};
 
 #[derive(Debug)]
 pub(super) struct AllToAll {
-    codec: Box<dyn Partitioned>,
+    codec: Box<dyn MessageCodec>,
     what: What,
     own: Bytes,
 }
@@ -25,11 +25,11 @@ enum What {
 }
 
 impl AllToAll {
-    pub(super) fn sum(codec: Box<dyn Partitioned>, count: usize, mean: bool) -> Self {
+    pub(super) fn sum(codec: Box<dyn MessageCodec>, count: usize, mean: bool) -> Self {
         Self { codec, what: What::Sum { count, mean }, own: Bytes::new() }
     }
 
-    pub(super) fn gather(codec: Box<dyn Partitioned>, blocks: Vec<Range<usize>>) -> Self {
+    pub(super) fn gather(codec: Box<dyn MessageCodec>, blocks: Vec<Range<usize>>) -> Self {
         Self { codec, what: What::Gather(blocks), own: Bytes::new() }
     }
 
@@ -49,7 +49,7 @@ impl AllToAll {
         let job = Job {
             values: common.input.values(0..len),
             residual: residual(owed.as_ref()),
-            place: Place::whole(common.context, len),
+            place: CodedPlace::whole(common.context, len),
             role: Role::Worker,
             rank: common.rank.0,
             shards: std::slice::from_ref(&whole),
@@ -86,7 +86,7 @@ impl AllToAll {
                 What::Sum { .. } => (&mut common.output[..], from.index() == 0),
                 What::Gather(blocks) => (&mut common.output[blocks[from.index()].clone()], true),
             };
-            let place = Place::whole(common.context, out.len());
+            let place = CodedPlace::whole(common.context, out.len());
             let decoded = match first {
                 true => self.codec.decode_into(message, &place, out),
                 false => self.codec.add_decoded_into(message, &place, out),

@@ -1,6 +1,6 @@
 //! A collective through a codec, as rounds of parcels.
 //!
-//! Each round, every rank makes one parcel for every other and gets one from each. An [`Exchange`] is one rank's part in it, without a network: whoever drives it (the runtime,
+//! Each round, every rank makes one parcel for every other and gets one from each. An [`CodedCollective`] is one rank's part in it, without a network: whoever drives it (the runtime,
 //! the simulator) carries the parcels.
 //!
 //! | codec | all-reduce | rounds |
@@ -197,7 +197,7 @@ pub struct Order {
 /// Why a coded operation has no result, the same on all ranks.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
-pub enum ExchangeError {
+pub enum CodingError {
     /// A NaN or an infinity in somebody's input.
     #[error(
         "rank {rank}'s input of tensor `{tensor}` holds a NaN or an infinity (gradient plus residual, element {element}); \
@@ -282,7 +282,7 @@ pub struct Nonsense {
 /// Call [`next_parcels`](Self::next_parcels) until it has nothing more to say, hand each round of parcels that has come whole to [`came`](Self::came), in order, and ask again; after the last,
 /// [`finish`](Self::finish).
 #[derive(Debug)]
-pub struct Exchange {
+pub struct CodedCollective {
     call: Call,
     script: Script,
     common: Common,
@@ -415,7 +415,7 @@ impl Script {
     }
 }
 
-impl Exchange {
+impl CodedCollective {
     /// This rank's part in `order`; or why there can be none, and its input back.
     pub fn new(order: Order) -> Result<Self, (OrderError, Floats)> {
         let (call, script) = match Script::of(&order) {
@@ -531,15 +531,15 @@ impl Exchange {
     }
 
     /// The result, in f32; residuals are committed. Call it after the last round has come.
-    pub fn finish(self) -> Result<Finished, (ExchangeError, Floats)> {
+    pub fn finish(self) -> Result<Finished, (CodingError, Floats)> {
         let Common { tensor, feedback, output, input, trouble, .. } = self.common;
         match trouble {
             Some(Trouble { rank, kind, element, .. }) => {
                 let rank = rank.index();
                 let error = match kind {
-                    Kind::Input => ExchangeError::NotFinite { rank, tensor, element },
-                    Kind::Sum => ExchangeError::Overflow { rank, tensor, element },
-                    Kind::Codec => ExchangeError::Codec { rank, tensor },
+                    Kind::Input => CodingError::NotFinite { rank, tensor, element },
+                    Kind::Sum => CodingError::Overflow { rank, tensor, element },
+                    Kind::Codec => CodingError::Codec { rank, tensor },
                 };
                 Err((error, input))
             }
@@ -558,7 +558,7 @@ impl Exchange {
     }
 }
 
-/// What an [`Exchange`] leaves.
+/// What an [`CodedCollective`] leaves.
 #[derive(Debug)]
 pub struct Finished {
     /// The result.
@@ -569,7 +569,7 @@ pub struct Finished {
 
 impl Through {
     /// As what goes in messages.
-    fn partitioned(&self) -> Result<Box<dyn crate::Partitioned>, OrderError> {
+    fn partitioned(&self) -> Result<Box<dyn crate::MessageCodec>, OrderError> {
         match self {
             Self::Own(codec) => Ok(Box::new(Opaque(codec.clone()))),
             Self::Spec(spec) => match spec.plan() {
