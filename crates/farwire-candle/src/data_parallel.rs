@@ -2,7 +2,7 @@
 
 use candle_core::backprop::GradStore;
 use candle_core::{Device, Result, Tensor, Var};
-use farwire::{CodecChoice, CodecPolicy, CodecSpec, Communicator, DType};
+use farwire::{CodecChoice, CodecPolicy, Communicator, DType};
 use farwire_train::{
     Compressed, DENSE, DENSE_BELOW, Entry, Exchange, ExchangeError, ParameterList, PhaseIn, Rules, Summary,
 };
@@ -93,7 +93,7 @@ pub(crate) fn groups(plan: &ParameterList, codec: &CodecPolicy) -> Rules<String>
     let dense = || DENSE.to_owned();
     let is_small = |entry: &&Entry| {
         let elements = entry.shape.iter().product();
-        elements < DENSE_BELOW || codec.codec_for(elements, DType::F32) == CodecSpec::None
+        elements < DENSE_BELOW || codec.codec_for(elements, DType::F32).is_none()
     };
     let rules = Rules::new(codec.to_string()).on("*.bias", dense()).on("*norm*", dense());
     plan.entries().iter().filter(is_small).fold(rules, |rules, entry| rules.on(&entry.name[..], dense()))

@@ -14,32 +14,13 @@ use std::time::Instant;
 
 use farwire_codec::*;
 
-const DEFAULT: [&str; 16] = [
-    "none",
-    "bf16",
-    "f16",
-    "topk:0.01",
-    "topk:0.01,values=f32",
-    "topk:0.01,values=int8",
-    "topk:0.001",
-    "topk:64/4096,values=int8",
-    "randk:0.01",
-    "int8",
-    "int8,rounding=stochastic",
-    "int8,rotate=on",
-    "int4",
-    "int4,rotate=on",
-    "fp8",
-    "sign",
-];
-
 fn main() {
     let mut arguments = std::env::args().skip(1).filter(|argument| argument != "--bench").peekable();
     let elements = arguments.next_if(|argument| argument.parse::<usize>().is_ok());
     let elements = elements.map_or(1 << 24, |text| text.parse().expect("it parsed just now"));
     let mut codecs: Vec<String> = arguments.collect();
     if codecs.is_empty() {
-        codecs = DEFAULT.map(String::from).to_vec();
+        codecs = typical().map(String::from).collect();
     }
 
     let gradient = gaussian(elements, 1);
@@ -52,12 +33,13 @@ fn main() {
     );
     for text in &codecs {
         let spec: CodecSpec = text.parse().unwrap_or_else(|error| panic!("{error}"));
-        let Plan::Partitioned(codec) = spec.plan() else { continue };
-        row(text, &*codec, &gradient, &residual, &mut acc);
+        let Some(codec) = spec.messages() else { continue };
+        let sent = spec.density(elements) * elements as f64;
+        row(text, &*codec, sent, &gradient, &residual, &mut acc);
     }
 }
 
-fn row(name: &str, codec: &dyn MessageCodec, gradient: &[f32], residual: &[f32], acc: &mut [f32]) {
+fn row(name: &str, codec: &dyn MessageCodec, sent: f64, gradient: &[f32], residual: &[f32], acc: &mut [f32]) {
     let n = gradient.len();
     let place = CodedPlace::whole(Context { seed: 1, step: 2, tensor: 3 }, n);
     let job = Job::worker(gradient, Residual::Owed(residual), &place, std::slice::from_ref(&place.range));
@@ -72,14 +54,6 @@ fn row(name: &str, codec: &dyn MessageCodec, gradient: &[f32], residual: &[f32],
     }
     let kept = out.messages[0].len();
     let bits = 8.0 * kept as f64;
-    let sent = match name.parse() {
-        Ok(CodecSpec::TopK(topk)) => match topk.keep {
-            Keep::Whole(share) => share.of(n),
-            Keep::PerChunk { keep, chunk } => n / chunk * keep,
-        },
-        Ok(CodecSpec::RandomK(randk)) => randk.keep.of(n),
-        _ => n,
-    };
     // A shard's message, into an accumulator that stays in the second-level cache.
     let shard = n.min(1 << 18);
     let shards = [0..shard, shard..n];
@@ -100,9 +74,9 @@ fn row(name: &str, codec: &dyn MessageCodec, gradient: &[f32], residual: &[f32],
         roofline / encode,
         gigabytes / decode,
         roofline / decode,
-        sent as f64 / decode / 1e6,
-        sent as f64 * shard as f64 / n as f64 / cached / 1e6,
-        bits / sent as f64,
+        sent / decode / 1e6,
+        sent * shard as f64 / n as f64 / cached / 1e6,
+        bits / sent,
         32.0 * n as f64 / bits,
     );
 }

@@ -12,6 +12,7 @@
 
 use std::ops::Range;
 
+use crate::codec::MessageCodec;
 use crate::error::{DecodeError, EncodeError};
 use crate::job::{CodedPlace, Encoded, Fused, Job, Role};
 use crate::rng::{Counter, Purpose};
@@ -19,7 +20,7 @@ use crate::simd::{Level, Stream};
 use crate::threads;
 
 /// A codec for one tile.
-pub(crate) trait Tiles: Send + Sync {
+pub(crate) trait Tiles: std::fmt::Debug + Send + Sync {
     /// Elements of a tile.
     fn tile(&self) -> usize;
 
@@ -27,16 +28,11 @@ pub(crate) trait Tiles: Send + Sync {
     fn coded_len(&self, elements: usize) -> usize;
 
     /// Codes a tile. Leaves in `values` what was not coded.
-    fn encode(&self, level: Level, noise: &Noise, values: &mut [f32], out: &mut [u8]);
+    fn encode_tile(&self, level: Level, noise: &Noise, values: &mut [f32], out: &mut [u8]);
 
     /// Adds a coded tile, whose length is right.
-    fn add_decoded(
-        &self,
-        level: Level,
-        noise: &Noise,
-        bytes: &[u8],
-        acc: &mut [f32],
-    ) -> Result<(), DecodeError>;
+    fn add_tile(&self, level: Level, noise: &Noise, bytes: &[u8], acc: &mut [f32])
+    -> Result<(), DecodeError>;
 }
 
 /// The random numbers of one tile.
@@ -62,8 +58,31 @@ impl Noise {
     }
 }
 
+impl<T: Tiles> MessageCodec for T {
+    fn encode(&self, job: &Job<'_>, out: &mut Encoded) -> Result<(), EncodeError> {
+        encode(self, job, out)
+    }
+
+    fn add_decoded_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
+        add_to(self, bytes, place, acc, |_| ())
+    }
+
+    fn decode_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
+        // The zeros never leave the first-level cache.
+        add_to(self, bytes, place, acc, |tile| tile.fill(0.0))
+    }
+
+    fn max_message_len(&self, elements: usize) -> usize {
+        self.coded_len(elements)
+    }
+
+    fn is_local(&self) -> bool {
+        true
+    }
+}
+
 /// Encodes a job tile by tile.
-pub(crate) fn encode(codec: &impl Tiles, job: &Job<'_>, out: &mut Encoded) -> Result<(), EncodeError> {
+fn encode(codec: &impl Tiles, job: &Job<'_>, out: &mut Encoded) -> Result<(), EncodeError> {
     job.check();
     out.resize(job.shards.len(), job.place.range.len());
     let first = job.place.range.start;
@@ -91,7 +110,7 @@ pub(crate) fn encode(codec: &impl Tiles, job: &Job<'_>, out: &mut Encoded) -> Re
             bytes = rest;
             stream.write(own, |values| {
                 fused.read(start - first, values)?;
-                codec.encode(level, &Noise::new(&job.place, job.role, job.rank, start), values, coded);
+                codec.encode_tile(level, &Noise::new(&job.place, job.role, job.rank, start), values, coded);
                 Ok(())
             })?;
         }
@@ -100,26 +119,6 @@ pub(crate) fn encode(codec: &impl Tiles, job: &Job<'_>, out: &mut Encoded) -> Re
     results.into_iter().collect::<Result<(), _>>()?;
     out.finish(job.residual);
     Ok(())
-}
-
-/// Adds a message tile by tile.
-pub(crate) fn add_decoded(
-    codec: &impl Tiles,
-    bytes: &[u8],
-    place: &CodedPlace,
-    acc: &mut [f32],
-) -> Result<(), DecodeError> {
-    add_to(codec, bytes, place, acc, |_| ())
-}
-
-/// The same to zeros, which never leave the first-level cache.
-pub(crate) fn decode(
-    codec: &impl Tiles,
-    bytes: &[u8],
-    place: &CodedPlace,
-    acc: &mut [f32],
-) -> Result<(), DecodeError> {
-    add_to(codec, bytes, place, acc, |tile| tile.fill(0.0))
 }
 
 /// Adds a message to tiles that are prepared first.
@@ -139,7 +138,7 @@ fn add_to(
         prepare(acc);
         // Decoding rounds nothing, so it does not matter whose message this is.
         let noise = Noise::new(place, Role::Worker, 0, place.range.start + k * codec.tile());
-        codec.add_decoded(level, &noise, coded, acc)?;
+        codec.add_tile(level, &noise, coded, acc)?;
     }
     Ok(())
 }

@@ -21,7 +21,7 @@
 //! use farwire_codec::*;
 //!
 //! let feedback = ErrorFeedback::new();
-//! let Plan::Partitioned(codec) = "topk:count=1".parse::<CodecSpec>().unwrap().plan() else { unreachable!() };
+//! let codec = "topk:count=1".parse::<CodecSpec>().unwrap().messages().unwrap();
 //! let place = CodedPlace::whole(Context::default(), 3);
 //! let mut out = Encoded::default();
 //! for step in 0..2 {

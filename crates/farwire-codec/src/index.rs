@@ -29,6 +29,15 @@ pub(crate) fn max_len(elements: usize) -> usize {
     elements / 8 + 2 * elements.div_ceil(BLOCK)
 }
 
+/// Bytes that the blocks of so many indices below `elements` take if these are drawn at random.
+pub(crate) fn expected_len(indices: usize, elements: usize) -> usize {
+    let density = indices as f64 / elements.max(1) as f64;
+    let entropy = |p: f64| if p > 0.0 { -p * p.log2() } else { 0.0 };
+    let bits = elements as f64 * (entropy(density) + entropy(1.0 - density));
+    // What this coding takes above the entropy, and a byte for each block.
+    (1.01 * bits / 8.0) as usize + indices.div_ceil(BLOCK)
+}
+
 /// Appends a block of at most [`BLOCK`] ascending indices, the first at least `next`.
 pub(crate) fn encode(indices: &[u32], next: u32, out: &mut Vec<u8>) {
     let (count, Some(last)) = (indices.len(), indices.last()) else { return };

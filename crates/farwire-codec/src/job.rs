@@ -5,34 +5,8 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use crate::error::{DecodeError, EncodeError};
+use crate::error::EncodeError;
 use crate::simd::Level;
-
-/// A codec that travels in two rounds of messages: each rank encodes the shards for their owners, each owner encodes the sum.
-///
-/// Made by [`CodecSpec::plan`](crate::CodecSpec::plan). The same on every rank, and without state: what a codec owes lies in the
-/// residual that its caller keeps (see [`ErrorFeedback`](crate::ErrorFeedback)).
-pub trait MessageCodec: std::fmt::Debug + Send + Sync {
-    /// Encodes each shard of `job` to a message of its own, and leaves in `out` what was not transmitted:
-    /// `residual = values + old residual − decoded`, exactly as f32 arithmetic gives it.
-    ///
-    /// `out` is reused: give the same one again and nothing is allocated. On an error its content means nothing.
-    fn encode(&self, job: &Job<'_>, out: &mut Encoded) -> Result<(), EncodeError>;
-
-    /// Adds the message for `place` to `acc`, which has one element for each of `place.range`.
-    ///
-    /// The message must be whole and nothing more. Every length, count and index is checked before it is used.
-    fn add_decoded_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError>;
-
-    /// The same where all of `acc` is to be taken for zero, whatever it holds.
-    fn decode_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
-        acc.fill(0.0);
-        self.add_decoded_into(bytes, place, acc)
-    }
-
-    /// The most bytes a message for a range of this many elements can have.
-    fn max_message_len(&self, elements: usize) -> usize;
-}
 
 /// One vector to encode.
 #[derive(Clone, Debug)]

@@ -35,7 +35,7 @@ impl Compressed {
     /// What a bucket goes through in this step.
     fn codec(&self, bucket: &Bucket) -> CodecSpec {
         if bucket.group == DENSE || bucket.len() < DENSE_BELOW {
-            return CodecSpec::None;
+            return CodecSpec::none();
         }
         let codec = self.policy.codec_for(bucket.len(), DType::F32);
         self.phase_in.codec_at(self.step, codec, bucket.len())

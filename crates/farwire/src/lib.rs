@@ -56,7 +56,7 @@ pub use farwire_codec as codec;
 pub use farwire_codec::collective::{CodingError, OrderError};
 pub use farwire_codec::{
     Codec, CodecSpec, CodedPlace, Context, DecodeError, ErrorFeedback, FeedbackError, Norms, Owed, Savepoint,
-    SpecError, Transaction,
+    SpecError, Transaction, VectorCodec,
 };
 pub use farwire_proto::{
     Algorithm, CallError, Called, CommId, Config, DType, Epoch, Fault, Fingerprint, Kind, OpError, OpSeq,

@@ -17,6 +17,7 @@ use farwire_candle::{OnNan, Settings, StepReport, TrainError, Trainer, embedded}
 use farwire_train::{PhaseIn, Schedule};
 
 use crate::launch::{Job, JobOutput, LaunchError, Wishes, hold_port, random_name};
+use crate::named::codec_help;
 use crate::units;
 use view::{Run, View};
 
@@ -58,14 +59,13 @@ pub(crate) struct Args {
     /// How they pass through: gpipe, 1f1b, or interleaved:2 (with the number of chunks per rank).
     #[arg(long, default_value_t)]
     schedule: Schedule,
-    /// How gradients are compressed on the wire, with error feedback: none, int8, topk:0.01, randk:0.01, sign, powersgd:4, … Biases and norms travel as they are. `auto` measures for a second at the
-    /// start and takes bf16 or int8 for tensors for which that is faster than none; `auto:topk:0.01` does so with that codec.
-    #[arg(long, default_value = "int8")]
+    /// How gradients are compressed on the wire, with error feedback; --help lists the codecs.
+    #[arg(long, default_value = "int8", long_help = codec_help("Biases and norms travel as they are."))]
     codec: CodecChoice,
-    /// Steps at the start in which they are not compressed. If not given: an eighth of the run for codecs that leave much out (topk, randk, sign, powersgd), none for others. A resumed run keeps what it began with.
+    /// Steps at the start in which they are not compressed. If not given: an eighth of the run for codecs that leave much out, none for others. A resumed run keeps what it began with.
     #[arg(long, value_name = "STEPS", allow_negative_numbers = true)]
     dense_steps: Option<u32>,
-    /// Steps after those in which the share that topk and randk keep falls from a quarter to their own; three quarters of the run if not given.
+    /// Steps after those in which the share that a sparse codec keeps falls from a quarter to its own; three quarters of the run if not given.
     #[arg(long, value_name = "STEPS", allow_negative_numbers = true)]
     falling_steps: Option<u32>,
     /// Train once with each of these codecs, from the same start, and put all in one report.
@@ -184,7 +184,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, TrainCommandError> {
             if let Some(ranks) = args.ranks.filter(|ranks| *ranks != world) {
                 return Err(TrainCommandError::Ranks { world, ranks });
             }
-            args.settings(world, args.codec)?.check()?;
+            args.settings(world, args.codec.clone())?.check()?;
             be_a_rank(args, &Communicator::from_env()?)?;
             Ok(ExitCode::SUCCESS)
         }
@@ -207,7 +207,7 @@ impl Args {
             }
             None => (u64::from(ranks) / shared) as u32,
         };
-        let PhaseIn { dense, falling } = PhaseIn::over(codec, u64::from(self.steps));
+        let PhaseIn { dense, falling } = PhaseIn::over(codec.clone(), u64::from(self.steps));
         Ok(Settings {
             model: Config {
                 layers: self.layers as usize,
@@ -238,7 +238,7 @@ impl Args {
 /// Starts this very command again, as each of the ranks.
 fn start_ranks(args: &Args, ranks: u32) -> Result<ExitCode, TrainCommandError> {
     // What is wrong with the flags is better said once.
-    args.settings(ranks, args.codec)?.check()?;
+    args.settings(ranks, args.codec.clone())?.check()?;
     if let Some(path) = &args.data {
         std::fs::metadata(path).map_err(|source| TrainCommandError::Data { path: path.clone(), source })?;
     }
@@ -271,7 +271,7 @@ fn start_ranks(args: &Args, ranks: u32) -> Result<ExitCode, TrainCommandError> {
 fn be_a_rank(args: &Args, comm: &Communicator) -> Result<(), TrainCommandError> {
     let stop = watch_for_signals()?;
     let text = text(args, comm)?;
-    let Codecs(codecs) = args.compare.clone().unwrap_or_else(|| Codecs(vec![args.codec]));
+    let Codecs(codecs) = args.compare.clone().unwrap_or_else(|| Codecs(vec![args.codec.clone()]));
     let mut view = View::new(comm.rank() == 0, args.json);
     let mut runs = Vec::new();
     for codec in codecs {

@@ -3,15 +3,17 @@
 //! One round. Every rank adds the messages in rank order, its own among them. Bytes per rank: (N−1) times the coded vector.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use bytes::Bytes;
 
 use super::{Common, Kind, Made, Nonsense, Trouble, residual, scale, seal, unseal};
-use crate::job::{CodedPlace, Encoded, Job, MessageCodec, Role};
+use crate::codec::MessageCodec;
+use crate::job::{CodedPlace, Encoded, Job, Role};
 
 #[derive(Debug)]
 pub(super) struct AllToAll {
-    codec: Box<dyn MessageCodec>,
+    codec: Arc<dyn MessageCodec>,
     what: What,
     own: Bytes,
 }
@@ -25,11 +27,11 @@ enum What {
 }
 
 impl AllToAll {
-    pub(super) fn sum(codec: Box<dyn MessageCodec>, count: usize, mean: bool) -> Self {
+    pub(super) fn sum(codec: Arc<dyn MessageCodec>, count: usize, mean: bool) -> Self {
         Self { codec, what: What::Sum { count, mean }, own: Bytes::new() }
     }
 
-    pub(super) fn gather(codec: Box<dyn MessageCodec>, blocks: Vec<Range<usize>>) -> Self {
+    pub(super) fn gather(codec: Arc<dyn MessageCodec>, blocks: Vec<Range<usize>>) -> Self {
         Self { codec, what: What::Gather(blocks), own: Bytes::new() }
     }
 

@@ -7,8 +7,8 @@ use std::ops::Range;
 use farwire_proto::WorldSize;
 
 use super::{Common, Kind, Made, Nonsense, Trouble, even, residual, scale, seal};
+use crate::codecs::powersgd::{PowerP, PowerQ, PowerSgd, Shape};
 use crate::error::{DecodeError, EncodeError};
-use crate::powersgd::{PowerP, PowerQ, PowerSgd, Shape};
 
 pub(super) const ROUNDS: u32 = 4;
 

@@ -21,18 +21,17 @@ mod two_phase;
 
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::ops::Range;
-use std::sync::Arc;
 
 use bytes::Bytes;
 use farwire_proto::{Call, Counts, DType, Partition, Rank, ReduceOp, WorldSize};
 use half::{bf16, f16};
 
-use crate::custom::{Codec, Opaque};
+use crate::codec::Travel;
+use crate::codecs::powersgd::Shape;
 use crate::error::{DecodeError, EncodeError};
 use crate::feedback::{Owed, Transaction};
 use crate::job::{Context, Residual, Values};
-use crate::powersgd::Shape;
-use crate::spec::{CodecSpec, Plan};
+use crate::spec::CodecSpec;
 
 /// What to do.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -43,34 +42,6 @@ pub enum Collective {
     ReduceScatter(ReduceOp),
     /// Everyone gets everyone's vector, of these lengths.
     AllGather(Counts),
-}
-
-/// Through what: a codec of this crate, or one of your own.
-#[derive(Clone, Debug)]
-pub enum Through {
-    /// By name.
-    Spec(CodecSpec),
-    /// Your own.
-    Own(Arc<dyn Codec>),
-}
-
-impl Through {
-    /// 32 bits by which ranks compare their codecs.
-    pub fn id(&self) -> NonZeroU32 {
-        let id = match self {
-            Self::Spec(spec) => spec.id(),
-            Self::Own(codec) => Opaque(codec.clone()).id(),
-        };
-        NonZeroU32::new(id).unwrap_or(NonZeroU32::MIN)
-    }
-
-    /// Its name.
-    pub fn name(&self) -> String {
-        match self {
-            Self::Spec(spec) => spec.to_string(),
-            Self::Own(codec) => codec.name(),
-        }
-    }
 }
 
 /// A vector of any float type.
@@ -173,7 +144,7 @@ pub struct Order {
     /// What to do.
     pub collective: Collective,
     /// Through which codec.
-    pub through: Through,
+    pub codec: CodecSpec,
     /// This rank.
     pub rank: Rank,
     /// How many there are.
@@ -284,14 +255,14 @@ pub struct Nonsense {
 #[derive(Debug)]
 pub struct CodedCollective {
     call: Call,
-    script: Script,
+    route: Route,
     common: Common,
     /// Rounds that parcels were made for, and that have come.
     made: u32,
     came: u32,
 }
 
-/// What all scripts work on.
+/// What all routes work on.
 #[derive(Debug)]
 struct Common {
     rank: Rank,
@@ -308,7 +279,7 @@ struct Common {
 
 /// The closed set of ways to move coded data.
 #[derive(Debug)]
-enum Script {
+enum Route {
     TwoPhase(two_phase::TwoPhase),
     AllToAll(all_to_all::AllToAll),
     LowRank(low_rank::LowRank),
@@ -357,11 +328,11 @@ enum Kind {
 
 const FINE: u8 = 0;
 
-impl Script {
+impl Route {
     /// The call to plan for `order`, and its rounds.
     fn of(order: &Order) -> Result<(Call, Self), OrderError> {
-        let Order { collective, through, input, dimensions, .. } = order;
-        let (rank, world, context) = (order.rank, order.world, order.context);
+        let Order { collective, codec, input, dimensions, rank, world, .. } = order;
+        let (rank, world) = (*rank, *world);
         let (count, dtype) = (input.len(), input.dtype());
         let (plain, ranges, op) = match *collective {
             Collective::AllReduce(op) => (Call::AllReduce { count, dtype, op }, even(count, world), Some(op)),
@@ -377,48 +348,44 @@ impl Script {
             }
         };
         let mean = op == Some(ReduceOp::Mean);
-        let local = matches!(through, Through::Spec(spec) if is_local(spec));
-        if !local && u32::try_from(count).is_err() {
-            return Err(OrderError::TooLong { codec: through.name(), given: count });
+        let is_local = codec.messages().is_some_and(|codec| codec.is_local());
+        if !is_local && u32::try_from(count).is_err() {
+            return Err(OrderError::TooLong { codec: codec.name(), given: count });
         }
-        let script = match (through, collective) {
-            (Through::Own(codec), Collective::AllReduce(_)) => {
-                Script::AllToAll(all_to_all::AllToAll::sum(Box::new(Opaque(codec.clone())), count, mean))
+        let route = match (codec.travels(), collective) {
+            (Travel::Factors(_), Collective::AllGather(_)) => {
+                return Err(OrderError::CannotGather { codec: codec.name() });
             }
-            (through, Collective::AllGather(_)) => {
-                Script::AllToAll(all_to_all::AllToAll::gather(through.partitioned()?, ranges))
+            (Travel::Factors(codec), _) => {
+                let fits = |d: &&[usize]| d.iter().product::<usize>() == count;
+                let shape = Shape::of(dimensions.as_deref().filter(fits).unwrap_or(&[count]));
+                let only = matches!(collective, Collective::ReduceScatter(_));
+                let only = only.then(|| ranges[rank.index()].clone());
+                Self::LowRank(low_rank::LowRank::new(codec, shape, world, mean, only))
             }
-            (Through::Spec(spec), collective) => match spec.plan() {
-                Plan::LowRank(codec) => {
-                    let fits = |d: &&[usize]| d.iter().product::<usize>() == count;
-                    let shape = Shape::of(dimensions.as_deref().filter(fits).unwrap_or(&[count]));
-                    let only = matches!(collective, Collective::ReduceScatter(_))
-                        .then(|| ranges[rank.index()].clone());
-                    Script::LowRank(low_rank::LowRank::new(codec, shape, world, mean, only))
-                }
-                Plan::Partitioned(codec) => {
-                    let chunked = is_local(spec);
-                    let gather = matches!(collective, Collective::AllReduce(_));
-                    Script::TwoPhase(two_phase::TwoPhase::new(codec, count, world, gather, chunked, mean))
-                }
-            },
-            (through, Collective::ReduceScatter(_)) => {
-                let codec = through.partitioned()?;
-                Script::TwoPhase(two_phase::TwoPhase::new(codec, count, world, false, false, mean))
+            (Travel::Shards(codec) | Travel::Whole(codec), Collective::AllGather(_)) => {
+                Self::AllToAll(all_to_all::AllToAll::gather(codec, ranges))
+            }
+            (Travel::Whole(codec), Collective::AllReduce(_)) => {
+                Self::AllToAll(all_to_all::AllToAll::sum(codec, count, mean))
+            }
+            (Travel::Shards(codec) | Travel::Whole(codec), _) => {
+                let gather = matches!(collective, Collective::AllReduce(_));
+                Self::TwoPhase(two_phase::TwoPhase::new(codec, count, world, gather, mean))
             }
         };
         // A byte for how it went, or nine if it went badly.
-        let max = 9 + script.longest();
-        let codec = agreement(through, context);
-        let call = Call::Coded { call: Box::new(plain), codec, rounds: script.rounds(), max };
-        Ok((call, script))
+        let max = 9 + route.longest();
+        let codec = agreement(codec, order.context);
+        let call = Call::Coded { call: Box::new(plain), codec, rounds: route.rounds(), max };
+        Ok((call, route))
     }
 }
 
 impl CodedCollective {
     /// This rank's part in `order`; or why there can be none, and its input back.
     pub fn new(order: Order) -> Result<Self, (OrderError, Floats)> {
-        let (call, script) = match Script::of(&order) {
+        let (call, route) = match Route::of(&order) {
             Ok(laid_out) => laid_out,
             Err(error) => return Err((error, order.input)),
         };
@@ -426,10 +393,10 @@ impl CodedCollective {
             order;
         let adds = !matches!(collective, Collective::AllGather(_));
         if let Some(feedback) = feedback.as_mut().filter(|_| adds) {
-            feedback.own(&script.owned(rank));
+            feedback.own(&route.owned(rank));
         }
         let common = Common { rank, world, input, tensor, feedback, context, threads, output, trouble: None };
-        Ok(Self { call, script, common, made: 0, came: 0 })
+        Ok(Self { call, route, common, made: 0, came: 0 })
     }
 
     /// The call to plan: its rounds, and how long a parcel can be.
@@ -454,20 +421,20 @@ impl CodedCollective {
 
     /// How many rounds there are.
     pub fn rounds(&self) -> u32 {
-        self.script.rounds()
+        self.route.rounds()
     }
 
     /// The parcels of the next round, one for each rank in order (this rank's own is empty), if they can be made with what has come.
     pub fn next_parcels(&mut self) -> Option<Vec<Bytes>> {
-        let Self { script, common, made, .. } = self;
-        if *made == script.rounds() {
+        let Self { route, common, made, .. } = self;
+        if *made == route.rounds() {
             return None;
         }
         let world = common.world.len();
-        let message = match script {
-            Script::TwoPhase(script) => script.next(*made, common),
-            Script::AllToAll(script) => script.next(*made, common),
-            Script::LowRank(script) => script.next(*made, common),
+        let message = match route {
+            Route::TwoPhase(route) => route.next(*made, common),
+            Route::AllToAll(route) => route.next(*made, common),
+            Route::LowRank(route) => route.next(*made, common),
         }?;
         *made += 1;
         let mut parcels = match (message, common.trouble) {
@@ -496,7 +463,7 @@ impl CodedCollective {
     }
 
     fn understand(&mut self, round: u32, parcels: &[Vec<u8>]) -> Result<(), Nonsense> {
-        let Self { script, common, .. } = self;
+        let Self { route, common, .. } = self;
         let mut messages = vec![&[][..]; common.world.len()];
         for from in common.world.others(common.rank) {
             let nonsense = |why| Nonsense { from, round, why };
@@ -523,10 +490,10 @@ impl CodedCollective {
         if common.trouble.is_some() {
             return Ok(());
         }
-        match script {
-            Script::TwoPhase(script) => script.came(round, &messages, common),
-            Script::AllToAll(script) => script.came(round, &messages, common),
-            Script::LowRank(script) => script.came(round, &messages, common),
+        match route {
+            Route::TwoPhase(route) => route.came(round, &messages, common),
+            Route::AllToAll(route) => route.came(round, &messages, common),
+            Route::LowRank(route) => route.came(round, &messages, common),
         }
     }
 
@@ -567,23 +534,10 @@ pub struct Finished {
     pub input: Floats,
 }
 
-impl Through {
-    /// As what goes in messages.
-    fn partitioned(&self) -> Result<Box<dyn crate::MessageCodec>, OrderError> {
-        match self {
-            Self::Own(codec) => Ok(Box::new(Opaque(codec.clone()))),
-            Self::Spec(spec) => match spec.plan() {
-                Plan::Partitioned(codec) => Ok(codec),
-                Plan::LowRank(_) => Err(OrderError::CannotGather { codec: self.name() }),
-            },
-        }
-    }
-}
-
-impl Script {
+impl Route {
     fn rounds(&self) -> u32 {
         match self {
-            Self::TwoPhase(script) => script.rounds(),
+            Self::TwoPhase(route) => route.rounds(),
             Self::AllToAll(_) => 1,
             Self::LowRank(_) => low_rank::ROUNDS,
         }
@@ -592,7 +546,7 @@ impl Script {
     /// The elements whose sum a rank encodes once more, in ascending ranges.
     fn owned(&self, rank: Rank) -> Vec<Range<usize>> {
         match self {
-            Self::TwoPhase(script) => script.owned(rank),
+            Self::TwoPhase(route) => route.owned(rank),
             Self::AllToAll(_) | Self::LowRank(_) => Vec::new(),
         }
     }
@@ -600,9 +554,9 @@ impl Script {
     /// Bytes of the longest message.
     fn longest(&self) -> usize {
         match self {
-            Self::TwoPhase(script) => script.longest(),
-            Self::AllToAll(script) => script.longest(),
-            Self::LowRank(script) => script.longest(),
+            Self::TwoPhase(route) => route.longest(),
+            Self::AllToAll(route) => route.longest(),
+            Self::LowRank(route) => route.longest(),
         }
     }
 }
@@ -642,9 +596,9 @@ fn residual(owed: Option<&Owed>) -> Residual<'_> {
 }
 
 /// 32 bits by which ranks find out that they mean different codecs, tensors or steps.
-fn agreement(through: &Through, Context { seed, step, tensor }: Context) -> NonZeroU32 {
+fn agreement(codec: &CodecSpec, Context { seed, step, tensor }: Context) -> NonZeroU32 {
     let mix = |hash: u64, word: u64| (hash ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(31);
-    let mixed = [seed, step, tensor].into_iter().fold(u64::from(through.id().get()), mix);
+    let mixed = [seed, step, tensor].into_iter().fold(u64::from(codec.id().get()), mix);
     NonZeroU32::new((mixed ^ mixed >> 32) as u32).unwrap_or(NonZeroU32::MIN)
 }
 
@@ -660,11 +614,6 @@ fn blocks(counts: &Counts, world: WorldSize) -> Vec<Range<usize>> {
 fn ranges(partition: &Partition, world: WorldSize) -> Vec<Range<usize>> {
     let block = |rank| partition.block(rank);
     world.ranks().map(|rank| block(rank).start..block(rank).end()).collect()
-}
-
-/// Whether a codec treats elements one by one or in small blocks, so that a vector may be cut anywhere.
-fn is_local(spec: &CodecSpec) -> bool {
-    matches!(spec, CodecSpec::None | CodecSpec::Cast(_) | CodecSpec::Block(_) | CodecSpec::Sign)
 }
 
 /// Divides by the number of ranks, if that is what was asked.

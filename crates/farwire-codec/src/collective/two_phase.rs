@@ -16,19 +16,21 @@
 //! Bytes per rank: 2·(N−1)/N times the coded vector. Without step 3 this is a reduce-scatter.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use farwire_proto::{Rank, WorldSize};
 
 use super::{Common, Kind, Made, Nonsense, Trouble, even, residual, scale, seal, unseal};
-use crate::job::{CodedPlace, Encoded, Job, MessageCodec, Role};
+use crate::codec::MessageCodec;
+use crate::job::{CodedPlace, Encoded, Job, Role};
 
 /// Elements of a chunk: long enough that its parcels fill frames, short enough that three of them overlap.
 const CHUNK: usize = 1 << 22;
 
 #[derive(Debug)]
 pub(super) struct TwoPhase {
-    codec: Box<dyn MessageCodec>,
+    codec: Arc<dyn MessageCodec>,
     /// Elements of the vector.
     count: usize,
     chunks: Vec<Chunk>,
@@ -58,15 +60,14 @@ enum Phase {
 
 impl TwoPhase {
     pub(super) fn new(
-        codec: Box<dyn MessageCodec>,
+        codec: Arc<dyn MessageCodec>,
         count: usize,
         world: WorldSize,
         gather: bool,
-        chunked: bool,
         mean: bool,
     ) -> Self {
         // A reduce-scatter's shards are of the whole vector.
-        let chunks = if chunked && gather { count.div_ceil(CHUNK).max(1) } else { 1 };
+        let chunks = if codec.is_local() && gather { count.div_ceil(CHUNK).max(1) } else { 1 };
         let cut = |start: usize, len: usize| Chunk {
             range: start..start + len,
             shards: even(len, world)

@@ -135,15 +135,13 @@ fn train(problem: &impl Problem, mut world: World, ranks: usize, steps: usize, r
     problem.loss(&weights)
 }
 
-const CODECS: [&str; 5] = ["topk:0.01", "randk:0.01", "int8", "sign", "powersgd:1"];
-
 fn compare(name: &str, problem: &impl Problem, ranks: usize, steps: usize, rate: f32, tolerance: f64) {
     let n = problem.parameters();
     let start = problem.loss(&problem.start());
     let dense = train(problem, World::new("none", ranks, n), ranks, steps, rate);
     assert!(dense < 0.1 * start, "{name}: dense training gets from {start} to {dense} only");
     let mut with = f64::NAN;
-    for codec in CODECS {
+    for codec in farwire_codec::typical().chain(["powersgd:1"]) {
         let loss = train(problem, World::new(codec, ranks, n), ranks, steps, rate);
         println!("{name}, {ranks} ranks, {codec}: {loss:.6}, dense {dense:.6}, at the start {start:.3}");
         assert!(loss <= dense + tolerance * (start - dense), "{codec}");

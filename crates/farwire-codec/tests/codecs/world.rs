@@ -42,9 +42,11 @@ impl World {
         let mut transactions: Vec<_> =
             self.feedback.iter().map(|feedback| feedback.begin("w").unwrap()).collect();
         let context = Context { seed: 5, step: self.step, tensor: Context::tensor_id("w") };
-        let sum = match self.spec.plan() {
-            Plan::Partitioned(codec) => self.two_phase(&*codec, gradients, context, &mut transactions),
-            Plan::LowRank(codec) => low_rank(codec, gradients, context, &mut transactions),
+        let sum = match self.spec.travels() {
+            Travel::Factors(codec) => low_rank(codec, gradients, context, &mut transactions),
+            Travel::Shards(codec) | Travel::Whole(codec) => {
+                self.two_phase(&*codec, gradients, context, &mut transactions)
+            }
         };
         if end == End::Commit {
             transactions.into_iter().for_each(Transaction::commit);

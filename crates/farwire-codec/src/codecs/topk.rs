@@ -16,15 +16,19 @@
 //! Bytes of a message: u32 count, then for every 256 kept elements their indices (`index.rs`) and values (`kept.rs`). At 1 % and
 //! bf16 values about 24.2 bits per kept element.
 
+use std::fmt;
 use std::ops::Range;
+use std::sync::Arc;
 
+use crate::codec::{Codec, CodecFamily, MessageCodec, Travel};
 use crate::dense::sections;
 use crate::error::{DecodeError, EncodeError};
 use crate::index::{self, BLOCK};
-use crate::job::{CodedPlace, Encoded, Fused, Job, MessageCodec, Role, Sparse};
+use crate::job::{CodedPlace, Encoded, Fused, Job, Role, Sparse};
 use crate::kept::ValueCoding;
 use crate::rng::mix32;
 use crate::simd::{self, Found, Level, Stream, TILE};
+use crate::spec::{CodecSpec, Params, positive};
 use crate::threads;
 
 /// Keeps the largest elements.
@@ -69,6 +73,31 @@ impl Share {
             Self::Count(count) => count.min(elements),
         }
     }
+
+    /// What [`Display`](fmt::Display) prints.
+    pub(super) fn parse(text: &str) -> Result<Self, String> {
+        if let Some(count) = text.strip_prefix("count=") {
+            return Ok(Self::Count(positive("count", count)?));
+        }
+        match text.parse() {
+            Ok(fraction) if fraction > 0.0 && fraction <= 1.0 => Ok(Self::Fraction(fraction)),
+            _ => Err(format!("`{text}` is not a fraction above 0 and at most 1")),
+        }
+    }
+
+    /// A fraction, brought into (0, 1].
+    pub(super) fn fraction(fraction: f64) -> Self {
+        Self::Fraction(fraction.clamp(f64::MIN_POSITIVE, 1.0))
+    }
+}
+
+impl fmt::Display for Share {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Fraction(fraction) => write!(f, "{fraction}"),
+            Self::Count(count) => write!(f, "count={count}"),
+        }
+    }
 }
 
 /// What the owner of a shard sends of its sum.
@@ -79,6 +108,82 @@ pub enum OwnerMode {
     Global,
     /// Everything that any rank sent.
     Union,
+}
+
+pub(super) const FAMILY: CodecFamily = CodecFamily {
+    names: &["topk"],
+    forms: "topk:0.01 | topk:count=1000 | topk:64/4096 [,values=f32|bf16|int8] [,mode=global|union]",
+    help: "the largest elements and where they are; the rest is sent later",
+    typical: &["topk:0.01", "topk:0.01,values=int8", "topk:64/4096,values=int8"],
+    corners: &[
+        "topk:0.001",
+        "topk:0.05,values=f32",
+        "topk:0.4,values=int8",
+        "topk:0.02,mode=union",
+        "topk:0.02,values=int8,mode=union",
+        "topk:count=3",
+        "topk:1",
+        "topk:1,values=f32",
+        "topk:2/64",
+        "topk:5/100,values=int8",
+        "topk:300/10000,values=int8",
+    ],
+    parse,
+};
+
+fn parse(params: &mut Params<'_>) -> Result<CodecSpec, String> {
+    let argument = params.argument("0.01")?;
+    let keep = match argument.split_once('/') {
+        Some((keep, chunk)) => {
+            let (keep, chunk) = (positive("count", keep)?, positive("chunk", chunk)?);
+            if keep > chunk {
+                return Err(format!("{keep} of {chunk} are too many"));
+            }
+            Keep::PerChunk { keep, chunk }
+        }
+        None => Keep::Whole(Share::parse(argument)?),
+    };
+    let codings = [ValueCoding::F32, ValueCoding::Bf16, ValueCoding::Int8];
+    let values = params.one_of("values", &codings.map(|coding| (coding.name(), coding)))?;
+    let mode = params.one_of("mode", &[("global", OwnerMode::Global), ("union", OwnerMode::Union)])?;
+    let (values, mode) = (values.unwrap_or_default(), mode.unwrap_or_default());
+    Ok(CodecSpec::new(TopK { keep, values, mode }))
+}
+
+impl Codec for TopK {
+    fn name(&self) -> String {
+        let mut name = match self.keep {
+            Keep::Whole(share) => format!("topk:{share}"),
+            Keep::PerChunk { keep, chunk } => format!("topk:{keep}/{chunk}"),
+        };
+        if self.values != ValueCoding::default() {
+            name += &format!(",values={}", self.values.name());
+        }
+        if self.mode == OwnerMode::Union {
+            name += ",mode=union";
+        }
+        name
+    }
+
+    fn travels(self: Arc<Self>) -> Travel {
+        Travel::Shards(self)
+    }
+
+    fn density(&self, elements: usize) -> f64 {
+        match self.keep {
+            Keep::Whole(share) => share.of(elements) as f64 / elements.max(1) as f64,
+            Keep::PerChunk { keep, chunk } => keep as f64 / chunk as f64,
+        }
+    }
+
+    fn with_density(&self, density: f64) -> Option<CodecSpec> {
+        let share = Share::fraction(density);
+        let keep = match self.keep {
+            Keep::Whole(_) => Keep::Whole(share),
+            Keep::PerChunk { chunk, .. } => Keep::PerChunk { keep: share.of(chunk), chunk },
+        };
+        Some(CodecSpec::new(Self { keep, ..*self }))
+    }
 }
 
 impl MessageCodec for TopK {
@@ -127,9 +232,22 @@ impl MessageCodec for TopK {
     fn max_message_len(&self, elements: usize) -> usize {
         4 + index::max_len(elements) + self.values.len(elements)
     }
+
+    fn expected_len(&self, elements: usize) -> usize {
+        let kept = self.kept(elements);
+        4 + index::expected_len(kept, elements) + self.values.len(kept)
+    }
 }
 
 impl TopK {
+    /// How many of a vector's elements are kept.
+    fn kept(&self, elements: usize) -> usize {
+        match self.keep {
+            Keep::Whole(share) => share.of(elements),
+            Keep::PerChunk { keep, chunk } => proportion(keep, elements, chunk),
+        }
+    }
+
     /// Codes kept elements of one shard. `start` is where the shard starts within the job.
     fn encode_shard(
         &self,

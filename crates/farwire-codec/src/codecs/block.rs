@@ -16,10 +16,13 @@
 //! Used exactly twice per allreduce, by worker and owner, each with error feedback. A block whose largest magnitude is not between
 //! 2⁻¹⁰⁰ and 2¹⁰⁰ is sent as zeros and stays in the residual.
 
-use crate::dense::{self, Noise, Tiles};
-use crate::error::{DecodeError, EncodeError};
-use crate::job::{CodedPlace, Encoded, Job, MessageCodec};
+use std::sync::Arc;
+
+use crate::codec::{Codec, CodecFamily, Travel};
+use crate::dense::{Noise, Tiles};
+use crate::error::DecodeError;
 use crate::simd::{self, Level};
+use crate::spec::{CodecSpec, Params, positive};
 
 /// Quantises by blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -53,6 +56,70 @@ pub enum Rounding {
     Nearest,
     /// To one of the two next codes, by chance, right in the mean.
     Stochastic,
+}
+
+pub(super) const FAMILY: CodecFamily = CodecFamily {
+    names: &["int8", "int4", "fp8"],
+    forms: "int8 | int4 | fp8 [,block=256] [,rounding=nearest|stochastic] [,rotate=on|off]",
+    help: "8 or 4 bits an element, in blocks with a scale each",
+    typical: &["int8", "int4", "int4,rotate=on", "fp8"],
+    corners: &[
+        "int8,block=16,rounding=stochastic",
+        "int8,rotate=on",
+        "int4,block=64,rotate=on",
+        "int4,block=8192,rotate=on",
+        "int4,rounding=stochastic,rotate=on",
+        "fp8,block=65536,rounding=stochastic",
+        "fp8,rounding=stochastic,rotate=on",
+    ],
+    parse,
+};
+
+fn parse(params: &mut Params<'_>) -> Result<CodecSpec, String> {
+    let mut block = BlockQuantiser::new(match params.name {
+        "int8" => Format::Int8,
+        "int4" => Format::Int4,
+        _ => Format::Fp8,
+    });
+    if let Some(given) = params.take("block") {
+        block.block = positive("block", given)?;
+        if !block.block.is_power_of_two() || !BlockQuantiser::BLOCKS.contains(&block.block) {
+            return Err(format!("block={given} is not a power of two from 16 to 65536"));
+        }
+    }
+    let roundings = [("nearest", Rounding::Nearest), ("stochastic", Rounding::Stochastic)];
+    block.rounding = params.one_of("rounding", &roundings)?.unwrap_or_default();
+    block.rotate = params.one_of("rotate", &[("on", true), ("off", false)])?.unwrap_or_default();
+    Ok(CodecSpec::new(block))
+}
+
+impl Codec for BlockQuantiser {
+    fn name(&self) -> String {
+        let mut name = match self.format {
+            Format::Int8 => "int8",
+            Format::Int4 => "int4",
+            Format::Fp8 => "fp8",
+        }
+        .to_owned();
+        if self.block != Self::new(self.format).block {
+            name += &format!(",block={}", self.block);
+        }
+        if self.rounding == Rounding::Stochastic {
+            name += ",rounding=stochastic";
+        }
+        if self.rotate {
+            name += ",rotate=on";
+        }
+        name
+    }
+
+    fn travels(self: Arc<Self>) -> Travel {
+        Travel::Shards(self)
+    }
+
+    fn trains_like_dense(&self) -> bool {
+        true
+    }
 }
 
 impl BlockQuantiser {
@@ -263,7 +330,7 @@ impl Tiles for BlockQuantiser {
         blocks * self.block_len(self.block) + if rest > 0 { self.block_len(rest) } else { 0 }
     }
 
-    fn encode(&self, level: Level, noise: &Noise, values: &mut [f32], out: &mut [u8]) {
+    fn encode_tile(&self, level: Level, noise: &Noise, values: &mut [f32], out: &mut [u8]) {
         let mut units = [0.0; 512];
         let mut large = Vec::new();
         let units = if self.block <= 512 {
@@ -280,7 +347,7 @@ impl Tiles for BlockQuantiser {
         }
     }
 
-    fn add_decoded(
+    fn add_tile(
         &self,
         level: Level,
         noise: &Noise,
@@ -305,23 +372,5 @@ impl Tiles for BlockQuantiser {
             simd::add_scaled(level, acc, units, scale);
         }
         Ok(())
-    }
-}
-
-impl MessageCodec for BlockQuantiser {
-    fn encode(&self, job: &Job<'_>, out: &mut Encoded) -> Result<(), EncodeError> {
-        dense::encode(self, job, out)
-    }
-
-    fn add_decoded_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
-        dense::add_decoded(self, bytes, place, acc)
-    }
-
-    fn decode_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
-        dense::decode(self, bytes, place, acc)
-    }
-
-    fn max_message_len(&self, elements: usize) -> usize {
-        self.coded_len(elements)
     }
 }

@@ -5,15 +5,37 @@
 //!
 //! Bytes of a block: f32 scale, then one bit per element (set: negative), filled up to a byte.
 
-use crate::block::{checked_scale, is_sendable};
-use crate::dense::{self, Noise, Tiles};
-use crate::error::{DecodeError, EncodeError};
-use crate::job::{CodedPlace, Encoded, Job, MessageCodec};
+use std::sync::Arc;
+
+use super::block::{checked_scale, is_sendable};
+use crate::codec::{Codec, CodecFamily, Travel};
+use crate::dense::{Noise, Tiles};
+use crate::error::DecodeError;
 use crate::simd::{self, Level};
+use crate::spec::CodecSpec;
 
 /// Sends signs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sign;
+
+pub(super) const FAMILY: CodecFamily = CodecFamily {
+    names: &["sign"],
+    forms: "sign",
+    help: "one bit an element, and a scale for every 4,096",
+    typical: &["sign"],
+    corners: &[],
+    parse: |_| Ok(CodecSpec::new(Sign)),
+};
+
+impl Codec for Sign {
+    fn name(&self) -> String {
+        "sign".into()
+    }
+
+    fn travels(self: Arc<Self>) -> Travel {
+        Travel::Shards(self)
+    }
+}
 
 const BLOCK: usize = 4096;
 
@@ -26,7 +48,7 @@ impl Tiles for Sign {
         4 * elements.div_ceil(BLOCK) + elements.div_ceil(8)
     }
 
-    fn encode(&self, level: Level, _: &Noise, values: &mut [f32], out: &mut [u8]) {
+    fn encode_tile(&self, level: Level, _: &Noise, values: &mut [f32], out: &mut [u8]) {
         let Some((scale_bytes, signs)) = out.split_first_chunk_mut::<4>() else { return };
         let sendable = is_sendable(simd::largest(level, values));
         let scale = if sendable { simd::sum_abs(level, values) / values.len() as f32 } else { 0.0 };
@@ -35,27 +57,9 @@ impl Tiles for Sign {
         simd::add_signs(level, signs, -scale, values);
     }
 
-    fn add_decoded(&self, level: Level, _: &Noise, bytes: &[u8], acc: &mut [f32]) -> Result<(), DecodeError> {
+    fn add_tile(&self, level: Level, _: &Noise, bytes: &[u8], acc: &mut [f32]) -> Result<(), DecodeError> {
         let Some((scale, signs)) = bytes.split_first_chunk::<4>() else { return Ok(()) };
         simd::add_signs(level, signs, checked_scale(*scale)?, acc);
         Ok(())
-    }
-}
-
-impl MessageCodec for Sign {
-    fn encode(&self, job: &Job<'_>, out: &mut Encoded) -> Result<(), EncodeError> {
-        dense::encode(self, job, out)
-    }
-
-    fn add_decoded_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
-        dense::add_decoded(self, bytes, place, acc)
-    }
-
-    fn decode_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
-        dense::decode(self, bytes, place, acc)
-    }
-
-    fn max_message_len(&self, elements: usize) -> usize {
-        self.coded_len(elements)
     }
 }

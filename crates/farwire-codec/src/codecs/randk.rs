@@ -12,14 +12,17 @@
 //! Bytes of a message: 4 (f32) or 2 (bf16) for each drawn element of the shard. Nothing else.
 
 use std::ops::Range;
+use std::sync::Arc;
 
+use super::topk::Share;
+use crate::codec::{Codec, CodecFamily, MessageCodec, Travel};
 use crate::dense::sections;
 use crate::error::{DecodeError, EncodeError};
-use crate::job::{CodedPlace, Encoded, Fused, Job, MessageCodec, Residual, Role};
+use crate::job::{CodedPlace, Encoded, Fused, Job, Residual, Role};
 use crate::rng::{Counter, Purpose};
 use crate::simd::{self, Level, Stream, TILE, from_bf16_bits, to_bf16_bits};
+use crate::spec::{CodecSpec, Params};
 use crate::threads;
-use crate::topk::Share;
 
 /// Keeps random elements.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -30,6 +33,49 @@ pub struct RandomK {
     pub bf16: bool,
     /// In place of the seed of the operation's context, if set.
     pub seed: Option<u64>,
+}
+
+pub(super) const FAMILY: CodecFamily = CodecFamily {
+    names: &["randk"],
+    forms: "randk:0.01 | randk:count=1000 [,values=f32|bf16] [,seed=7]",
+    help: "random elements, the same on all ranks, so no positions; the rest is sent later",
+    typical: &["randk:0.01"],
+    corners: &[
+        "randk:count=5",
+        "randk:0.1,values=f32,seed=9",
+        "randk:0.5,values=f32",
+        "randk:0.001,values=f32,seed=18446744073709551615",
+    ],
+    parse,
+};
+
+fn parse(params: &mut Params<'_>) -> Result<CodecSpec, String> {
+    let keep = Share::parse(params.argument("0.01")?)?;
+    let bf16 = params.one_of("values", &[("f32", false), ("bf16", true)])?.unwrap_or(true);
+    let seed = params
+        .take("seed")
+        .map(|seed| seed.parse().map_err(|_| format!("seed={seed} is not a whole number below 2^64")));
+    Ok(CodecSpec::new(RandomK { keep, bf16, seed: seed.transpose()? }))
+}
+
+impl Codec for RandomK {
+    fn name(&self) -> String {
+        let values = if self.bf16 { "" } else { ",values=f32" };
+        let seed = self.seed.map(|seed| format!(",seed={seed}")).unwrap_or_default();
+        format!("randk:{}{values}{seed}", self.keep)
+    }
+
+    fn travels(self: Arc<Self>) -> Travel {
+        Travel::Shards(self)
+    }
+
+    fn density(&self, elements: usize) -> f64 {
+        self.keep.of(elements) as f64 / elements.max(1) as f64
+    }
+
+    fn with_density(&self, density: f64) -> Option<CodecSpec> {
+        Some(CodecSpec::new(Self { keep: Share::fraction(density), ..*self }))
+    }
 }
 
 impl RandomK {
@@ -142,6 +188,10 @@ impl MessageCodec for RandomK {
 
     fn max_message_len(&self, elements: usize) -> usize {
         self.width() * elements
+    }
+
+    fn expected_len(&self, elements: usize) -> usize {
+        self.width() * self.keep.of(elements)
     }
 }
 

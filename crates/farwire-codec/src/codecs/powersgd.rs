@@ -12,16 +12,39 @@
 //!
 //! Bytes: P and Q travel as f32, by any allreduce: 4·r·(m + n) each way.
 
+use std::sync::Arc;
+
+use crate::codec::{Codec, CodecFamily, Travel};
 use crate::error::EncodeError;
 use crate::job::{CodedPlace, Context, Fused, Job, Residual, Role, Values};
 use crate::rng::{Counter, Purpose};
 use crate::simd::{self, Level};
+use crate::spec::{CodecSpec, positive};
 
 /// Sends matrices of a given rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PowerSgd {
     /// Columns of P and Q, at least 1. More than a matrix has rows or columns are not used.
     pub rank: usize,
+}
+
+pub(super) const FAMILY: CodecFamily = CodecFamily {
+    names: &["powersgd"],
+    forms: "powersgd:4",
+    help: "the tensor as a matrix of this rank, in two factors; the rest is sent later",
+    typical: &["powersgd:4"],
+    corners: &["powersgd:1", "powersgd:2"],
+    parse: |params| Ok(CodecSpec::new(PowerSgd { rank: positive("rank", params.argument("4")?)? })),
+};
+
+impl Codec for PowerSgd {
+    fn name(&self) -> String {
+        format!("powersgd:{}", self.rank)
+    }
+
+    fn travels(self: Arc<Self>) -> Travel {
+        Travel::Factors(*self)
+    }
 }
 
 /// A tensor seen as a matrix.
