@@ -9,7 +9,7 @@ use std::time::Duration;
 use farwire_codec::collective::{CodedCollective, CodingError, Collective, Floats, Order};
 use farwire_codec::{
     CodecSpec, CodedPlace, Context, Encoded, ErrorFeedback, Job, MessageCodec, PowerP, PowerQ, Residual,
-    Shape, Transaction, Travel, VectorCodec, samples,
+    Shape, Transaction, Travel, VectorCodec, samples, typical,
 };
 use farwire_proto::{Call, Counts, Options, Peer, Rank, ReduceOp, Time, WorldSize};
 use farwire_sim::{Coded, JobEnd, Link, Network, Report, Sim, Submission, Trouble};
@@ -184,7 +184,8 @@ fn two_phase(
 #[test]
 fn every_codec_equals_its_reference_on_every_world() {
     for ranks in [1, 2, 3, 4, 7, 16, 64] {
-        for codec in samples() {
+        // Many ranks find nothing in a codec's corners that a few do not.
+        for codec in samples().filter(|codec| ranks < 16 || typical().any(|typical| typical == *codec)) {
             let reference = Reference::new(codec, ranks);
             let feedback: Vec<_> = (0..ranks).map(|_| ErrorFeedback::new()).collect();
             for (step, len) in [(0, 700), (1, 700), (2, 700)] {
