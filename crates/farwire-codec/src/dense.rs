@@ -1,5 +1,6 @@
-//! What all codecs that send something for each element have in common: the vector is cut into *tiles*, each coded on its own, and a
-//! message is one coded tile after the other. Lengths follow from the number of elements, so there is no header.
+//! What all codecs that send something for each element have in common: the vector is cut into
+//! *tiles*, each coded on its own, and a message is one coded tile after the other. Lengths follow
+//! from the number of elements, so there is no header.
 //!
 //! ```text
 //!  shard    ├──────────────── elements ────────────────┤
@@ -7,8 +8,8 @@
 //!  message  ├─ coded ─┼─ coded ─┼ coded ┤
 //! ```
 //!
-//! A tile fits the first-level cache. Values and residual are read from memory once, added, coded, and the new residual written:
-//! one pass.
+//! A tile fits the first-level cache. Values and residual are read from memory once, added, coded,
+//! and the new residual written: one pass.
 
 use std::ops::Range;
 
@@ -38,8 +39,9 @@ pub(crate) trait Tiles: std::fmt::Debug + Send + Sync {
 /// The random numbers of one tile.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Noise {
-    /// For rounding: different on each rank, and in each of its two roles. An owner rounds a sum that holds its own rounded values; with the same
-    /// numbers the second error would follow the first.
+    /// For rounding: different on each rank, and in each of its two roles. An owner rounds a sum
+    /// that holds its own rounded values; with the same numbers the second error would follow the
+    /// first.
     pub(crate) rounding: Counter,
     /// For rotation: the same on each rank.
     pub(crate) rotation: Counter,

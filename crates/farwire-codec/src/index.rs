@@ -6,9 +6,11 @@
 //!  u8 low │ low bits of each gap, `low` bits each │ gap >> low of each, in unary: that many zeros and a one
 //! ```
 //!
-//! both parts filled up to a byte with zeros. Bits go from the least significant up. `low` is what makes this block shortest; kept
-//! apart, the parts decode a word at a time. Two special cases come for free: `low` = 0 is a bitmap, and [`RUN`] in its
-//! place, with nothing after it, a block without gaps. So the cost never exceeds one bit per element passed, and all elements cost nothing.
+//! both parts filled up to a byte with zeros. Bits go from the least significant up. `low` is what
+//! makes this block shortest; kept apart, the parts decode a word at a time. Two special cases come
+//! for free: `low` = 0 is a bitmap, and [`RUN`] in its place, with nothing after it, a block
+//! without gaps. So the cost never exceeds one bit per element passed, and all elements cost
+//! nothing.
 //!
 //! At 1 % kept: 8.15 bits per index; entropy 8.08.
 
@@ -93,7 +95,8 @@ fn best_low(gaps: &[u32], passed: u64) -> u32 {
         .expect("there are four")
 }
 
-/// Decodes a block of `count` indices from the front of `bytes`, the first at least `next`, all below `range`.
+/// Decodes a block of `count` indices from the front of `bytes`, the first at least `next`, all
+/// below `range`.
 ///
 /// Returns the bytes used. For `meanwhile` see [`simd::decode_gaps`].
 pub(crate) fn decode(

@@ -19,7 +19,8 @@ pub struct Job<'a> {
     pub place: CodedPlace,
     /// Which of the two rounds this is.
     pub role: Role,
-    /// This rank's number. Stochastic rounding draws other numbers on each rank, so that errors average out.
+    /// This rank's number. Stochastic rounding draws other numbers on each rank, so that errors
+    /// average out.
     pub rank: u32,
     /// The ranges to encode, in order and without a gap over all of `place.range`.
     pub shards: &'a [Range<usize>],
@@ -146,7 +147,8 @@ impl Encoded {
 /// Whether there is error feedback, and what it owes.
 #[derive(Clone, Copy, Debug)]
 pub enum Residual<'a> {
-    /// No error feedback: what is not transmitted is lost, and random-k scales what it sends to make up for it.
+    /// No error feedback: what is not transmitted is lost, and random-k scales what it sends to
+    /// make up for it.
     Off,
     /// Error feedback that owes nothing yet.
     Zero,
@@ -204,7 +206,8 @@ impl Context {
             .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
     }
 
-    /// The context for the `n`-th chunk of a tensor that is handed over in chunks, each a vector of its own.
+    /// The context for the `n`-th chunk of a tensor that is handed over in chunks, each a vector of
+    /// its own.
     pub fn chunk(self, n: u64) -> Self {
         let tensor = self.tensor ^ n.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32);
         Self { tensor, ..self }
@@ -288,8 +291,8 @@ impl<'a> Fused<'a> {
         Self { level, values: job.values, residual: job.residual, scratch: Vec::new() }
     }
 
-    /// Writes elements `start..start + out.len()`, counted from the first of the job, to `out`. An error names the first element
-    /// that is not finite.
+    /// Writes elements `start..start + out.len()`, counted from the first of the job, to `out`. An
+    /// error names the first element that is not finite.
     pub(crate) fn read(&mut self, start: usize, out: &mut [f32]) -> Result<(), EncodeError> {
         let range = start..start + out.len();
         let values = self.values.read(range.clone(), &mut self.scratch);
@@ -305,7 +308,8 @@ impl<'a> Fused<'a> {
         Err(EncodeError::NotFinite { index: start + index })
     }
 
-    /// What [`read`](Self::read) will read from element `start` on, where it lies in memory as it is.
+    /// What [`read`](Self::read) will read from element `start` on, where it lies in memory as it
+    /// is.
     pub(crate) fn soon(&self, start: usize) -> [&'a [f32]; 2] {
         let values = if let Values::F32(values) = self.values { values } else { &[] };
         let owed = if let Residual::Owed(owed) = self.residual { owed } else { &[] };

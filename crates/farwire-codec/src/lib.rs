@@ -55,8 +55,8 @@
 //! assert_eq!(result, [6.0, 0.0, 1.0, 8.0]);
 //! ```
 //!
-//! Words used throughout: a *shard* is what a rank owns of a vector; a *message* is one shard, coded;
-//! the *residual* is what error feedback still owes; to *keep* an element is to send it.
+//! Words used throughout: a *shard* is what a rank owns of a vector; a *message* is one shard,
+//! coded; the *residual* is what error feedback still owes; to *keep* an element is to send it.
 
 #![deny(unsafe_code)]
 

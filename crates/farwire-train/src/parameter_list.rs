@@ -1,6 +1,7 @@
 //! Which parameters there are, in which order: the contract between replicas.
 //!
-//! Gradients are exchanged by position, so ranks that disagree about the list would add up what does not belong together. They compare it once, at the start.
+//! Gradients are exchanged by position, so ranks that disagree about the list would add up what
+//! does not belong together. They compare it once, at the start.
 
 use std::fmt;
 

@@ -11,7 +11,8 @@ use farwire::{CodecChoice, CodecSpec};
 ///            └─ dense ─┴── falling ──┴─ the rest of the run ─▶ steps
 /// ```
 ///
-/// Which codec a step uses depends on the step only, so that a resumed run goes on as it would have.
+/// Which codec a step uses depends on the step only, so that a resumed run goes on as it would
+/// have.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PhaseIn {
     /// Steps at the start in which nothing is compressed.
@@ -24,7 +25,8 @@ pub struct PhaseIn {
 const FIRST: f64 = 0.25;
 
 impl PhaseIn {
-    /// What a run of so many steps does well with. A codec that trains like dense needs none of it; others get an eighth of the run dense, and sparse ones three quarters to fall in.
+    /// What a run of so many steps does well with. A codec that trains like dense needs none of it;
+    /// others get an eighth of the run dense, and sparse ones three quarters to fall in.
     pub fn over(codec: impl Into<CodecChoice>, steps: u64) -> Self {
         let (CodecChoice::Given(codec) | CodecChoice::WhereFaster(codec)) = codec.into() else {
             return Self::default();

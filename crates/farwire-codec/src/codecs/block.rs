@@ -1,11 +1,13 @@
 //! A few bits per element: blocks with a scale of their own, rounded to 8 or 4 bits.
 //!
 //! Steps, per block:
-//! 1. With `rotate=on`: flip signs at random and apply a Hadamard transform, which spreads outliers and makes any block look Gaussian.
-//! 2. scale = largest magnitude / largest code, and each element becomes code = round(x / scale), to the nearest or by chance so
-//!    that the mean is right. Rotated int4 uses the sixteen Lloyd–Max levels for a Gaussian instead, with
-//!    scale = root mean square: distortion 0.0095 where equal steps up to the largest magnitude leave 0.018. These levels are not
-//!    unbiased, so `rounding=stochastic` takes the equal steps.
+//! 1. With `rotate=on`: flip signs at random and apply a Hadamard transform, which spreads outliers
+//!    and makes any block look Gaussian.
+//! 2. scale = largest magnitude / largest code, and each element becomes code = round(x / scale),
+//!    to the nearest or by chance so that the mean is right. Rotated int4 uses the sixteen
+//!    Lloyd–Max levels for a Gaussian instead, with scale = root mean square: distortion 0.0095
+//!    where equal steps up to the largest magnitude leave 0.018. These levels are not unbiased, so
+//!    `rounding=stochastic` takes the equal steps.
 //!
 //! | format | codes | bytes of a block |
 //! |---|---|---|
@@ -13,8 +15,8 @@
 //! | int4 | −7..=7, plus 8; or sign and level | f32 scale, ½ per element |
 //! | fp8 | e4m3, up to 448 | f32 scale, 1 per element |
 //!
-//! Used exactly twice per allreduce, by worker and owner, each with error feedback. A block whose largest magnitude is not between
-//! 2⁻¹⁰⁰ and 2¹⁰⁰ is sent as zeros and stays in the residual.
+//! Used exactly twice per allreduce, by worker and owner, each with error feedback. A block whose
+//! largest magnitude is not between 2⁻¹⁰⁰ and 2¹⁰⁰ is sent as zeros and stays in the residual.
 
 use std::sync::Arc;
 
@@ -157,7 +159,8 @@ impl BlockQuantiser {
             Format::Fp8 => scale_for(largest, 448.0),
             Format::Int4 if !self.has_levels() => scale_for(largest, 7.0),
             Format::Int4 if is_sendable(largest) => {
-                // Squares of numbers near 2¹⁰⁰ would overflow, so the mean is taken of multiples of the largest.
+                // Squares of numbers near 2¹⁰⁰ would overflow, so the mean is taken of multiples of
+                // the largest.
                 let sum = simd::sum_squares(level, values, 1.0 / largest);
                 let scale = largest * (sum / values.len() as f32).sqrt();
                 (scale, 1.0 / scale)
@@ -231,9 +234,11 @@ impl BlockQuantiser {
         Ok(())
     }
 
-    /// Codes as multiples of the scale, turned back; and what to multiply them by for a scale of one.
+    /// Codes as multiples of the scale, turned back; and what to multiply them by for a scale of
+    /// one.
     ///
-    /// Encoder and decoder both come here, so that what one subtracts is what the other adds, to the bit.
+    /// Encoder and decoder both come here, so that what one subtracts is what the other adds, to
+    /// the bit.
     fn decoded_units(
         &self,
         level: Level,
@@ -290,8 +295,8 @@ impl BlockQuantiser {
 /// Elements that four-bit codes are unpacked for at a time.
 const PIECE: usize = 512;
 
-/// Rotates the values: a Hadamard transform of norm one over each power of two that their number is made of, largest first.
-/// Its own inverse.
+/// Rotates the values: a Hadamard transform of norm one over each power of two that their number is
+/// made of, largest first. Its own inverse.
 fn turn(level: Level, mut values: &mut [f32]) {
     while !values.is_empty() {
         let len = 1 << values.len().ilog2();
@@ -309,7 +314,8 @@ pub(crate) fn is_sendable(largest: f32) -> bool {
     (1.0 / TWO_100..=TWO_100).contains(&largest)
 }
 
-/// What a code of one is worth when `top` is to be `largest`, and the inverse; zeros if that cannot be.
+/// What a code of one is worth when `top` is to be `largest`, and the inverse; zeros if that cannot
+/// be.
 pub(crate) fn scale_for(largest: f32, top: f32) -> (f32, f32) {
     if is_sendable(largest) { (largest / top, top / largest) } else { (0.0, 0.0) }
 }

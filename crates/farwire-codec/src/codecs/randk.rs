@@ -1,13 +1,15 @@
 //! Random-k: the same random elements on every rank, so that no indices cross the wire.
 //!
 //! Steps:
-//! 1. The n elements are cut into k strata of ⌊n/k⌋ or ⌈n/k⌉ neighbours, and one element of each is drawn: number j of a counter RNG
-//!    over (seed, step, tensor). So the count is exact, no element is drawn twice, they come in order, and which of them fall into a
-//!    shard is known without looking at the others.
-//! 2. In one pass over memory: a = gradient + residual, written; then the drawn elements are sent and leave the residual.
+//! 1. The n elements are cut into k strata of ⌊n/k⌋ or ⌈n/k⌉ neighbours, and one element of each is
+//!    drawn: number j of a counter RNG over (seed, step, tensor). So the count is exact, no element
+//!    is drawn twice, they come in order, and which of them fall into a shard is known without
+//!    looking at the others.
+//! 2. In one pass over memory: a = gradient + residual, written; then the drawn elements are sent
+//!    and leave the residual.
 //!
-//! With error feedback values are sent as they are. Without it, a worker multiplies each by the length of its stratum, about n/k, so that the
-//! result is right in the mean.
+//! With error feedback values are sent as they are. Without it, a worker multiplies each by the
+//! length of its stratum, about n/k, so that the result is right in the mean.
 //!
 //! Bytes of a message: 4 (f32) or 2 (bf16) for each drawn element of the shard. Nothing else.
 
@@ -240,7 +242,8 @@ impl Strata {
         let count = self.count.max(1);
         let (step, remainder) = (self.elements / count, self.elements % count);
         let mut start = if touching.is_empty() { 0 } else { self.start(touching.start) };
-        // start(j) without a division: the remainders add up, and each time they reach `count` a stratum is one longer.
+        // start(j) without a division: the remainders add up, and each time they reach `count` a
+        // stratum is one longer.
         let mut owed = (u128::from(touching.start) * u128::from(remainder) % u128::from(count)) as u64;
         let all = touching.map(move |j| {
             owed += remainder;

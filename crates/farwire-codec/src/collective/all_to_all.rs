@@ -1,6 +1,8 @@
-//! Everybody's message to everybody: the all-reduce of codecs of which nothing is known but that they decode, and the all-gather of all.
+//! Everybody's message to everybody: the all-reduce of codecs of which nothing is known but that
+//! they decode, and the all-gather of all.
 //!
-//! One round. Every rank adds the messages in rank order, its own among them. Bytes per rank: (N−1) times the coded vector.
+//! One round. Every rank adds the messages in rank order, its own among them. Bytes per rank: (N−1)
+//! times the coded vector.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -58,7 +60,7 @@ impl AllToAll {
             threads: common.threads,
         };
         Some(match self.codec.encode(&job, &mut encoded) {
-            Err(error) => Err(common.stumbles(round, error, Kind::Input, 0)),
+            Err(error) => Err(common.fail_encode(round, error, Kind::Input, 0)),
             Ok(()) => {
                 if let Some(feedback) = &mut common.feedback {
                     feedback.set_worker(0, encoded.residual);
@@ -83,7 +85,8 @@ impl AllToAll {
         common.output.resize(len, 0.0);
         for from in world.ranks() {
             let message = if from == me { unseal(&self.own) } else { messages[from.index()] };
-            // What the buffer holds means nothing, so what comes to each element first is written and not added.
+            // What the buffer holds means nothing, so what comes to each element first is written
+            // and not added.
             let (out, first) = match &self.what {
                 What::Sum { .. } => (&mut common.output[..], from.index() == 0),
                 What::Gather(blocks) => (&mut common.output[blocks[from.index()].clone()], true),

@@ -1,256 +1,49 @@
 //! A collective through a codec, as rounds of parcels.
 //!
-//! Each round, every rank makes one parcel for every other and gets one from each. An [`CodedCollective`] is one rank's part in it, without a network: whoever drives it (the runtime,
+//! Each round, every rank makes one parcel for every other and gets one from each. A
+//! [`CodedCollective`] is one rank's part in it, without a network: whoever drives it (the runtime,
 //! the simulator) carries the parcels.
 //!
 //! | codec | all-reduce | rounds |
 //! |---|---|---|
-//! | partitioned | shards to their owners; the owners' sums to everybody (`two_phase.rs`) | 2 per chunk |
-//! | low rank | P summed, then Q, each as above (`low_rank.rs`) | 4 |
-//! | a user's own | everybody's message to everybody (`all_to_all.rs`) | 1 |
+//! | in shards | shards to their owners; the owners' sums to everybody (`two_phase.rs`) | 2 per chunk |
+//! | as factors | P summed, then Q, each as above (`low_rank.rs`) | 4 |
+//! | whole | everybody's message to everybody (`all_to_all.rs`) | 1 |
 //!
-//! Sums are made in rank order at one place, and everyone, the owner included, decodes the same bytes: so every rank ends with the same bits, whatever arrives first. A reduce-scatter
-//! is the first round of an all-reduce, an all-gather its second.
+//! Sums are made in rank order at one place, and everyone, the owner included, decodes the same
+//! bytes: so every rank ends with the same bits, whatever arrives first. A reduce-scatter is the
+//! first round of an all-reduce, an all-gather its second.
 //!
-//! A parcel ends with a byte that says whether its sender could make it. A rank whose input holds a NaN says so instead of sending a message, and still takes part in the rounds: so all
-//! ranks end with the same error, and none has changed its residuals.
+//! A parcel ends with a byte that says whether its sender could make it. A rank whose input holds a
+//! NaN says so instead of sending a message, and still takes part in the rounds: so all ranks end
+//! with the same error, and none has changed its residuals.
 
 mod all_to_all;
+mod floats;
 mod low_rank;
+mod order;
 mod two_phase;
 
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::ops::Range;
 
 use bytes::Bytes;
-use farwire_proto::{Call, Counts, DType, Partition, Rank, ReduceOp, WorldSize};
-use half::{bf16, f16};
+use farwire_proto::{Call, Counts, Partition, Rank, ReduceOp, WorldSize};
 
 use crate::codec::Travel;
 use crate::codecs::powersgd::Shape;
 use crate::error::{DecodeError, EncodeError};
 use crate::feedback::{Owed, Transaction};
-use crate::job::{Context, Residual, Values};
+use crate::job::{Context, Residual};
 use crate::spec::CodecSpec;
 
-/// What to do.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Collective {
-    /// Everyone gets the sum or mean of everyone's vector.
-    AllReduce(ReduceOp),
-    /// Each rank gets its block of the sum or mean.
-    ReduceScatter(ReduceOp),
-    /// Everyone gets everyone's vector, of these lengths.
-    AllGather(Counts),
-}
-
-/// A vector of any float type.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Floats {
-    /// 32-bit floats.
-    F32(Vec<f32>),
-    /// 64-bit floats.
-    F64(Vec<f64>),
-    /// IEEE binary16.
-    F16(Vec<f16>),
-    /// bfloat16.
-    Bf16(Vec<bf16>),
-}
-
-impl Floats {
-    /// Number of elements.
-    pub fn len(&self) -> usize {
-        match self {
-            Self::F32(values) => values.len(),
-            Self::F64(values) => values.len(),
-            Self::F16(values) => values.len(),
-            Self::Bf16(values) => values.len(),
-        }
-    }
-
-    /// Whether there are none.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// The element type.
-    pub fn dtype(&self) -> DType {
-        match self {
-            Self::F32(_) => DType::F32,
-            Self::F64(_) => DType::F64,
-            Self::F16(_) => DType::F16,
-            Self::Bf16(_) => DType::Bf16,
-        }
-    }
-
-    /// Their bytes.
-    pub fn into_bytes(self) -> Vec<u8> {
-        match self {
-            Self::F32(values) => bytemuck::cast_slice(&values).to_vec(),
-            Self::F64(values) => bytemuck::cast_slice(&values).to_vec(),
-            Self::F16(values) => bytemuck::cast_slice(&values).to_vec(),
-            Self::Bf16(values) => bytemuck::cast_slice(&values).to_vec(),
-        }
-    }
-
-    /// Adds to each element, and returns what rounding to 16 bits dropped: nothing from f32 and f64, where only the addition itself rounds, as it does in
-    /// every codec. None, and nothing is changed, if a sum is not finite.
-    pub(crate) fn add(&mut self, owed: &[f32]) -> Option<Vec<f32>> {
-        macro_rules! add_16_bits {
-            ($values:ident, $type:ty) => {{
-                let sums = $values.iter().zip(owed).map(|(value, owed)| value.to_f32() + owed);
-                let sums: Vec<f32> = sums.collect();
-                let largest = <$type>::MAX.to_f32();
-                let round = |(value, sum): (&mut $type, &f32)| {
-                    *value = <$type>::from_f32(sum.clamp(-largest, largest));
-                    sum - value.to_f32()
-                };
-                let finite = sums.iter().all(|sum| sum.is_finite());
-                finite.then(|| $values.iter_mut().zip(&sums).map(round).collect())
-            }};
-        }
-        macro_rules! add_whole {
-            ($values:ident, $type:ty) => {{
-                let finite =
-                    $values.iter().zip(owed).all(|(value, o)| (value + <$type>::from(*o)).is_finite());
-                finite.then(|| {
-                    $values.iter_mut().zip(owed).for_each(|(value, owed)| *value += <$type>::from(*owed));
-                    Vec::new()
-                })
-            }};
-        }
-        match self {
-            Self::F32(values) => add_whole!(values, f32),
-            Self::F64(values) => add_whole!(values, f64),
-            Self::F16(values) => add_16_bits!(values, f16),
-            Self::Bf16(values) => add_16_bits!(values, bf16),
-        }
-    }
-
-    /// Some of the elements.
-    fn values(&self, range: Range<usize>) -> Values<'_> {
-        match self {
-            Self::F32(values) => Values::F32(&values[range]),
-            Self::F64(values) => Values::F64(&values[range]),
-            Self::F16(values) => Values::F16(&values[range]),
-            Self::Bf16(values) => Values::Bf16(&values[range]),
-        }
-    }
-}
-
-/// Everything about an operation that one rank knows.
-#[derive(Debug)]
-pub struct Order {
-    /// What to do.
-    pub collective: Collective,
-    /// Through which codec.
-    pub codec: CodecSpec,
-    /// This rank.
-    pub rank: Rank,
-    /// How many there are.
-    pub world: WorldSize,
-    /// This rank's vector.
-    pub input: Floats,
-    /// The dimensions of the tensor, where they are known: PowerSGD wants a matrix.
-    pub dimensions: Option<Vec<usize>>,
-    /// The tensor's name, for errors.
-    pub tensor: String,
-    /// The residuals, unless there is no error feedback.
-    pub feedback: Option<Transaction>,
-    /// The key to random numbers: the same on all ranks.
-    pub context: Context,
-    /// Threads that may work on it.
-    pub threads: NonZeroUsize,
-    /// A buffer to write the result to, with anything in it.
-    pub output: Vec<f32>,
-}
-
-/// Why a coded operation has no result, the same on all ranks.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum CodingError {
-    /// A NaN or an infinity in somebody's input.
-    #[error(
-        "rank {rank}'s input of tensor `{tensor}` holds a NaN or an infinity (gradient plus residual, element {element}); \
-         skip this step on all ranks or clip the gradient: residuals are unchanged"
-    )]
-    NotFinite {
-        /// Whose.
-        rank: usize,
-        /// Of which tensor.
-        tensor: String,
-        /// The first such element.
-        element: u64,
-    },
-    /// A sum that does not fit.
-    #[error(
-        "the sum of tensor `{tensor}` at rank {rank} is not finite (element {element}); use the mean of smaller values, or skip this step on all ranks: \
-         residuals are unchanged"
-    )]
-    Overflow {
-        /// Which rank added.
-        rank: usize,
-        /// Of which tensor.
-        tensor: String,
-        /// The first such element.
-        element: u64,
-    },
-    /// A codec of the user's own that is wrong.
-    #[error(
-        "the codec cannot decode, on rank {rank}, what it encoded of tensor `{tensor}`; see that `add_decoded_into` takes what `encode` makes: \
-         residuals are unchanged"
-    )]
-    Codec {
-        /// Where it was found.
-        rank: usize,
-        /// With which tensor.
-        tensor: String,
-    },
-}
-
-/// Why an operation cannot be started.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[non_exhaustive]
-pub enum OrderError {
-    /// A vector whose length is not its count.
-    #[error("this rank's vector has {given} elements where the list of counts says {need}")]
-    Length {
-        /// What the list says.
-        need: usize,
-        /// What it has.
-        given: usize,
-    },
-    /// More elements than a codec can count.
-    #[error("{codec} counts elements in 32 bits; {given} are too many for one vector: cut it in two")]
-    TooLong {
-        /// The codec.
-        codec: String,
-        /// How many were given.
-        given: usize,
-    },
-    /// A codec that makes sums only.
-    #[error("{codec} sums matrices and cannot gather; use another codec for all_gather")]
-    CannotGather {
-        /// The codec.
-        codec: String,
-    },
-}
-
-/// A peer's parcel is not what any encoder makes: a bug there, or a hostile peer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("rank {from}'s parcel in round {round} makes no sense: {why}")]
-pub struct Nonsense {
-    /// Who sent it.
-    pub from: Rank,
-    /// When.
-    pub round: u32,
-    /// How so.
-    pub why: DecodeError,
-}
+pub use floats::Floats;
+pub use order::{CodingError, Collective, Nonsense, Order, OrderError};
 
 /// One rank's part in a collective through a codec.
 ///
-/// Call [`next_parcels`](Self::next_parcels) until it has nothing more to say, hand each round of parcels that has come whole to [`came`](Self::came), in order, and ask again; after the last,
+/// Call [`next_parcels`](Self::next_parcels) until it has nothing more to say, hand each round of
+/// parcels that has come whole to [`came`](Self::came), in order, and ask again; after the last,
 /// [`finish`](Self::finish).
 #[derive(Debug)]
 pub struct CodedCollective {
@@ -305,7 +98,8 @@ fn unseal(parcel: &Bytes) -> &[u8] {
     parcel.split_last().map_or(&[], |(_, message)| message)
 }
 
-/// Something that cannot be encoded. Of several, the least counts: all ranks hear of the same ones, if not at the same time.
+/// Something that cannot be encoded. Of several, the least counts: all ranks hear of the same ones,
+/// if not at the same time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Trouble {
     round: u32,
@@ -424,7 +218,8 @@ impl CodedCollective {
         self.route.rounds()
     }
 
-    /// The parcels of the next round, one for each rank in order (this rank's own is empty), if they can be made with what has come.
+    /// The parcels of the next round, one for each rank in order (this rank's own is empty), if
+    /// they can be made with what has come.
     pub fn next_parcels(&mut self) -> Option<Vec<Bytes>> {
         let Self { route, common, made, .. } = self;
         if *made == route.rounds() {
@@ -573,7 +368,7 @@ impl Common {
     }
 
     /// This rank could not encode what it had to in a round, counted from element `first`.
-    fn stumbles(&mut self, round: u32, error: EncodeError, kind: Kind, first: usize) -> Trouble {
+    fn fail_encode(&mut self, round: u32, error: EncodeError, kind: Kind, first: usize) -> Trouble {
         let (kind, element) = match error {
             EncodeError::NotFinite { index } => (kind, (first + index) as u64),
             EncodeError::TooLong { .. } | EncodeError::OwnMessage(_) => (Kind::Codec, 0),

@@ -1,10 +1,14 @@
-//! Shards to their owners, sums to everybody: the all-reduce of codecs that encode each shard by itself.
+//! Shards to their owners, sums to everybody: the all-reduce of codecs that encode each shard by
+//! itself.
 //!
-//! 1. *Scatter.* Every rank encodes its gradient plus residual, and sends each shard's message to the shard's owner.
+//! 1. *Scatter.* Every rank encodes its gradient plus residual, and sends each shard's message to
+//!    the shard's owner.
 //! 2. *Reduce.* The owner decodes and adds them in rank order, its own among them.
-//! 3. *Gather.* It encodes the sum plus its owner residual and sends the message to everyone. Everyone decodes it.
+//! 3. *Gather.* It encodes the sum plus its owner residual and sends the message to everyone.
+//!    Everyone decodes it.
 //!
-//! A codec that treats elements one by one, or in small blocks, works through a long vector in chunks, so that one is encoded while another travels and a third is added up:
+//! A codec that treats elements one by one, or in small blocks, works through a long vector in
+//! chunks, so that one is encoded while another travels and a third is added up:
 //!
 //! ```text
 //! round      0    1    2    3    4    5
@@ -25,7 +29,8 @@ use super::{Common, Kind, Made, Nonsense, Trouble, even, residual, scale, seal, 
 use crate::codec::MessageCodec;
 use crate::job::{CodedPlace, Encoded, Job, Role};
 
-/// Elements of a chunk: long enough that its parcels fill frames, short enough that three of them overlap.
+/// Elements of a chunk: long enough that its parcels fill frames, short enough that three of them
+/// overlap.
 const CHUNK: usize = 1 << 22;
 
 #[derive(Debug)]
@@ -103,7 +108,8 @@ impl TwoPhase {
         chunks.map(|chunk| chunk.shards[rank.index()].clone()).collect()
     }
 
-    /// s₀ s₁ g₀ s₂ g₁ … g₋₂ g₋₁: a chunk's sums are asked for one round after the next chunk was sent.
+    /// s₀ s₁ g₀ s₂ g₁ … g₋₂ g₋₁: a chunk's sums are asked for one round after the next chunk was
+    /// sent.
     fn phase(&self, round: u32) -> Phase {
         let (round, chunks) = (round as usize, self.chunks.len());
         match round {
@@ -151,7 +157,7 @@ impl TwoPhase {
         };
         if let Err(error) = self.codec.encode(&job, &mut encoded) {
             let first = range.start;
-            return Err(common.stumbles(round, error, Kind::Input, first));
+            return Err(common.fail_encode(round, error, Kind::Input, first));
         }
         if let Some(feedback) = &mut common.feedback {
             feedback.set_worker(range.start, encoded.residual);
@@ -178,7 +184,7 @@ impl TwoPhase {
             ..Job::owner(&sum, residual(owed.as_ref()), &place)
         };
         if let Err(error) = self.codec.encode(&job, &mut encoded) {
-            return Err(common.stumbles(round, error, Kind::Sum, shard.start));
+            return Err(common.fail_encode(round, error, Kind::Sum, shard.start));
         }
         if let Some(feedback) = &mut common.feedback {
             feedback.set_owner(shard.start, encoded.residual);

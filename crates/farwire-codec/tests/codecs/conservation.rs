@@ -5,7 +5,8 @@ use farwire_codec::*;
 use crate::world::{End, World};
 use crate::{Random, all_messages};
 
-/// After `steps` steps, of which some are dropped: how far results plus residuals are from the inputs, relative to the inputs.
+/// After `steps` steps, of which some are dropped: how far results plus residuals are from the
+/// inputs, relative to the inputs.
 fn imbalance(spec: &str, ranks: usize, steps: usize, drop_every: usize) -> f64 {
     let n = 1000;
     let mut world = World::new(spec, ranks, n);

@@ -84,7 +84,8 @@ impl Mlp {
         Self { ranks, rows: rows.collect() }
     }
 
-    /// Hidden units and output. Weights are a row per hidden unit: its inputs, then its output weight.
+    /// Hidden units and output. Weights are a row per hidden unit: its inputs, then its output
+    /// weight.
     fn forward(x: &[f32], weights: &[f32]) -> (Vec<f32>, f32) {
         let hidden: Vec<f32> = weights
             .chunks(INPUTS + 1)

@@ -1,5 +1,5 @@
-//! Every codec against plain references, in memory. `FARWIRE_LONG=1` runs the long forms, `FARWIRE_MUTATIONS=n`
-//! decodes so many mutated messages.
+//! Every codec against plain references, in memory. `FARWIRE_LONG=1` runs the long forms,
+//! `FARWIRE_MUTATIONS=n` decodes so many mutated messages.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 

@@ -45,7 +45,8 @@ fn cut(n: usize, parts: usize) -> Vec<Range<usize>> {
     (0..parts).map(|part| n * part / parts..n * (part + 1) / parts).collect()
 }
 
-/// Indices of the `k` largest magnitudes, the lowest index first among equals, by sorting everything.
+/// Indices of the `k` largest magnitudes, the lowest index first among equals, by sorting
+/// everything.
 fn largest(values: &[f32], k: usize) -> Vec<usize> {
     let mut order: Vec<_> = (0..values.len()).collect();
     order.sort_by(|i, j| values[*j].abs().total_cmp(&values[*i].abs()).then(i.cmp(j)));
@@ -125,8 +126,8 @@ proptest! {
         prop_assert_eq!(&outcome.decoded, &sums);
     }
 
-    /// Everything that encodes: what is decoded and what is owed add up to what was given, and the bits depend on neither threads
-    /// nor on what was in the output before.
+    /// Everything that encodes: what is decoded and what is owed add up to what was given, and the
+    /// bits depend on neither threads nor on what was in the output before.
     #[test]
     fn decoded_plus_residual_is_the_input(values in awkward(), parts in 1usize..5, threads in 2usize..5) {
         let n = values.len();
@@ -283,7 +284,8 @@ fn stochastic_rounding_is_right_in_the_mean_and_differs_between_ranks() {
                 assert_ne!(outcome.messages, run(&*codec, &Job { rank: 1, ..job }).messages);
             }
         }
-        // Steps of int4 are about 3.5 / 7 = 0.5, so one sample is off by at most that and the mean by 0.25 / √3000.
+        // Steps of int4 are about 3.5 / 7 = 0.5, so one sample is off by at most that and the mean
+        // by 0.25 / √3000.
         let worst = mean
             .iter()
             .zip(&values)

@@ -1,4 +1,5 @@
-//! Ranks in memory: the two-phase allreduce that the codecs are made for, as plainly as it can be written.
+//! Ranks in memory: the two-phase allreduce that the codecs are made for, as plainly as it can be
+//! written.
 
 use std::ops::Range;
 
