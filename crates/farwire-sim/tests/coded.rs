@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use farwire_codec::collective::{CodedCollective, CodingError, Collective, Floats, Order};
 use farwire_codec::{
-    CodecSpec, CodedPlace, Context, Encoded, ErrorFeedback, Job, MessageCodec, PowerP, PowerQ, Residual,
-    Shape, Transaction, Travel, VectorCodec, samples, typical,
+    Codec, CodecSpec, CodedPlace, Context, Encoded, ErrorFeedback, Job, MessageCodec, PowerP, PowerQ,
+    Residual, Shape, Transaction, Travel, VectorCodec, samples, typical,
 };
 use farwire_proto::{Call, Counts, Options, Peer, Rank, ReduceOp, Time, WorldSize};
 use farwire_sim::{Coded, JobEnd, Link, Network, Report, Sim, Submission, Trouble};
@@ -358,6 +358,34 @@ impl VectorCodec for Halves {
     fn max_message_len(&self, elements: usize) -> usize {
         2 * elements
     }
+}
+
+/// A codec of another crate, with the whole trait. Its name is taken, which must not matter.
+#[derive(Debug)]
+struct Relabelled;
+
+impl Codec for Relabelled {
+    fn name(&self) -> String {
+        "none".into()
+    }
+
+    fn travels(self: std::sync::Arc<Self>) -> Travel {
+        spec("int8").travels()
+    }
+}
+
+#[test]
+fn a_codec_of_another_crate_travels_like_those_that_have_names() {
+    let gradients = gradients(9, 3, 1000);
+    let sum = |codec: CodecSpec| {
+        let orders = gradients.iter().enumerate().map(|(rank, gradient)| {
+            order(Collective::AllReduce(ReduceOp::Sum), codec.clone(), rank, 3, gradient.clone(), 0)
+        });
+        results(&simulate(orders.collect(), 64, network(3, 1))).swap_remove(0)
+    };
+    let own = CodecSpec::new(Relabelled);
+    assert!(!own.is_none() && own != CodecSpec::none());
+    assert_eq!(bits(&sum(own)), bits(&sum(spec("int8"))));
 }
 
 #[test]
