@@ -286,8 +286,8 @@ impl Communicator {
         completion: Arc<Completion>,
     ) -> Result<(), Error> {
         let node = self.node();
-        // A codec of the user's own may do anything, and take any time. Where no thread is to be had,
-        // whoever waits does the work.
+        // A codec that sends whole vectors is a user's own: it may do anything, and take any time.
+        // Where no thread is to be had, whoever waits does the work.
         let long = (input.len() > coder::SHORT || matches!(codec.travels(), Travel::Whole(_)))
             && coder::ensure(node, node.downgrade())
                 .inspect_err(|error| tracing::warn!(%error, "could not start the coding thread"))

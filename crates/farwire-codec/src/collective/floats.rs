@@ -20,15 +20,22 @@ pub enum Floats {
     Bf16(Vec<bf16>),
 }
 
+/// The same for whichever type it is.
+macro_rules! each {
+    ($floats:expr, $values:ident => $result:expr) => {
+        match $floats {
+            Floats::F32($values) => $result,
+            Floats::F64($values) => $result,
+            Floats::F16($values) => $result,
+            Floats::Bf16($values) => $result,
+        }
+    };
+}
+
 impl Floats {
     /// Number of elements.
     pub fn len(&self) -> usize {
-        match self {
-            Self::F32(values) => values.len(),
-            Self::F64(values) => values.len(),
-            Self::F16(values) => values.len(),
-            Self::Bf16(values) => values.len(),
-        }
+        each!(self, values => values.len())
     }
 
     /// Whether there are none.
@@ -48,12 +55,7 @@ impl Floats {
 
     /// Their bytes.
     pub fn into_bytes(self) -> Vec<u8> {
-        match self {
-            Self::F32(values) => bytemuck::cast_slice(&values).to_vec(),
-            Self::F64(values) => bytemuck::cast_slice(&values).to_vec(),
-            Self::F16(values) => bytemuck::cast_slice(&values).to_vec(),
-            Self::Bf16(values) => bytemuck::cast_slice(&values).to_vec(),
-        }
+        each!(self, values => bytemuck::cast_slice(&values).to_vec())
     }
 
     /// Adds to each element, and returns what rounding to 16 bits dropped: nothing from f32 and
@@ -93,11 +95,6 @@ impl Floats {
 
     /// Some of the elements.
     pub(super) fn values(&self, range: Range<usize>) -> Values<'_> {
-        match self {
-            Self::F32(values) => Values::F32(&values[range]),
-            Self::F64(values) => Values::F64(&values[range]),
-            Self::F16(values) => Values::F16(&values[range]),
-            Self::Bf16(values) => Values::Bf16(&values[range]),
-        }
+        each!(self, values => (&values[range]).into())
     }
 }
