@@ -1,11 +1,13 @@
-//! A block whose layers are shared by all ranks, trained as if it were on one: no call that is not on one rank, too.
+//! A block whose layers are shared by all ranks, trained as if it were on one: no call that is not
+//! on one rank, too.
 //!
 //! `farwire launch -n 4 -- cargo run -p farwire-candle --example tensor_parallel`
 
 use candle_core::{DType, Device, Result, Tensor};
 use candle_nn::{Optimizer, SGD};
 use farwire::Communicator;
-use farwire_candle::{ColumnParallelLinear, Group, Params, RowParallelLinear};
+use farwire_candle::{ColumnParallelLinear, Params, RowParallelLinear};
+use farwire_train::Group;
 
 /// x + down(relu(up(x))): each rank has a share of the columns between `up` and `down`.
 struct Block {

@@ -1,77 +1,24 @@
-//! A GPT: token and position embedding, blocks of causal attention and MLP, norms before each, and a head.
+//! A GPT: token and position embedding, blocks of causal attention and MLP, norms before each, and
+//! a head.
 //!
 //! ```text
 //!  ids ─▶ token + position ─▶ [ x + attention(norm(x)) ─▶ x + mlp(norm(x)) ] × layers ─▶ norm ─▶ logits
 //! ```
 //!
-//! Everything is built of operations that have a backward. Attention is cut by heads, the MLP by columns, the token table and the head by tokens; norms and positions are
-//! whole on every rank.
+//! Everything is built of operations that have a backward. Attention is cut by heads, the MLP by
+//! columns, the token table and the head by tokens; norms and positions are whole on every rank.
 
 use candle_core::{D, Device, Result, Tensor};
-use rand::{RngExt, SeedableRng};
-use rand_chacha::ChaCha8Rng;
-use serde::{Deserialize, Serialize};
+use farwire_train::Init;
+use farwire_train::gpt::{Config, VOCABULARY};
 
-use crate::collective::Group;
-use crate::error::TrainError;
 use crate::parallel::{ColumnParallelLinear, ParallelEmbedding, RowParallelLinear};
-use crate::params::{Init, Params};
-use crate::stage::Segment;
+use crate::params::Params;
+use crate::stage::{Segment, Stage};
 
-/// Tokens are bytes.
-pub const VOCABULARY: usize = 256;
-
-/// Sizes of the model.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Config {
-    /// Blocks.
-    pub layers: usize,
-    /// Heads of each attention.
-    pub heads: usize,
-    /// Width of what passes between blocks.
-    pub width: usize,
-    /// Bytes that a prediction can see.
-    pub context: usize,
-}
-
-impl Default for Config {
-    fn default() -> Self {
-        Self { layers: 4, heads: 4, width: 128, context: 64 }
-    }
-}
-
-impl Config {
-    /// Fails if the sizes contradict each other or cannot be cut into `tp` × `stages`.
-    pub fn check(&self, tp: usize, stages: usize) -> std::result::Result<(), TrainError> {
-        let Self { layers, heads, width, context } = *self;
-        let wrong = |text: String| Err(TrainError::Settings(text));
-        if layers == 0 || heads == 0 || width == 0 || context == 0 {
-            return wrong("layers, heads, width and context must be at least 1".to_owned());
-        }
-        if !width.is_multiple_of(heads) {
-            return wrong(format!("width {width} is not a multiple of {heads} heads; change one of them"));
-        }
-        if !heads.is_multiple_of(tp) {
-            return wrong(format!(
-                "{heads} heads cannot be shared evenly by tp={tp} ranks; use a multiple of {tp} heads"
-            ));
-        }
-        if !VOCABULARY.is_multiple_of(tp) {
-            return wrong(format!(
-                "{VOCABULARY} tokens cannot be shared evenly by tp={tp} ranks; use a power of two"
-            ));
-        }
-        if !layers.is_multiple_of(stages) {
-            return wrong(format!(
-                "{layers} layers cannot be cut into {stages} equal stages; use a multiple of {stages} layers"
-            ));
-        }
-        Ok(())
-    }
-}
-
-/// The segments of one of `stages` equal parts of the model: its blocks, with the embedding before the first and the head after the last.
-pub fn stage(params: &mut Params, config: Config, stage: usize, stages: usize) -> Result<Vec<Segment>> {
+/// One of `stages` equal parts of the model: its blocks, with the embedding before the first and
+/// the head after the last.
+pub(crate) fn stage(params: &mut Params, config: Config, stage: usize, stages: usize) -> Result<Stage> {
     let each = config.layers / stages;
     let mut segments = Vec::new();
     if stage == 0 {
@@ -86,7 +33,7 @@ pub fn stage(params: &mut Params, config: Config, stage: usize, stages: usize) -
         let head = Head::new(params, config)?;
         segments.push(Segment::new("head", params.take(), move |x| head.forward(x)));
     }
-    Ok(segments)
+    Ok(Stage::new(segments, &[config.context, config.width], cross_entropy))
 }
 
 struct Embedding {
@@ -227,50 +174,12 @@ fn softmax(x: &Tensor) -> Result<Tensor> {
     exponentials.broadcast_div(&exponentials.sum_keepdim(D::Minus1)?)
 }
 
-/// The mean of −ln p(target), over all predictions. Logits are `[…, vocabulary]`, targets u32 of the same shape without the last dimension.
-pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
+/// The mean of −ln p(target), over all predictions. Logits are `[…, vocabulary]`, targets u32, one
+/// for each of the rest.
+fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     let logits = logits.reshape(((), logits.dim(D::Minus1)?))?;
     let shifted = logits.broadcast_sub(&logits.max_keepdim(1)?.detach())?;
     let total = shifted.exp()?.sum_keepdim(1)?.log()?;
     let right = shifted.gather(&targets.flatten_all()?.unsqueeze(1)?, 1)?;
     (total - right)?.mean_all()
-}
-
-/// A whole model on one rank, to write text with.
-#[derive(Debug)]
-pub struct Writer {
-    segments: Vec<Segment>,
-    config: Config,
-}
-
-impl Writer {
-    /// From whole weights.
-    pub fn new(weights: impl IntoIterator<Item = (String, Tensor)>, config: Config) -> Result<Self> {
-        let mut params = Params::from_tensors(weights, &Group::alone());
-        Ok(Self { segments: stage(&mut params, config, 0, 1)?, config })
-    }
-
-    /// `count` bytes that may follow a prompt. A temperature near 0 takes the likeliest.
-    pub fn write(&self, prompt: &str, count: usize, temperature: f64, seed: u64) -> Result<String> {
-        let mut rng = ChaCha8Rng::seed_from_u64(seed);
-        let mut text: Vec<u8> = prompt.bytes().collect();
-        if text.is_empty() {
-            text.push(b'\n');
-        }
-        for _ in 0..count {
-            let seen = &text[text.len().saturating_sub(self.config.context)..];
-            let ids: Vec<u32> = seen.iter().map(|byte| u32::from(*byte)).collect();
-            let ids = Tensor::from_vec(ids, (1, seen.len()), &Device::Cpu)?;
-            let logits = self.segments.iter().try_fold(ids, |x, segment| segment.forward(&x))?;
-            let last = logits.get(0)?.get(seen.len() - 1)?;
-            let chances = softmax(&(last / temperature.max(1e-3))?)?.to_vec1::<f32>()?;
-            let mut left = rng.random::<f32>() * chances.iter().sum::<f32>();
-            let chosen = chances.iter().position(|chance| {
-                left -= chance;
-                left < 0.0
-            });
-            text.push(chosen.unwrap_or(usize::from(b' ')) as u8);
-        }
-        Ok(String::from_utf8_lossy(&text).into_owned())
-    }
 }

@@ -1,6 +1,7 @@
 //! Linear layers and embeddings that several ranks share.
 //!
-//! The pair of [`ColumnParallelLinear`] and [`RowParallelLinear`] needs one sum forward and one backward, however many operations lie between:
+//! The pair of [`ColumnParallelLinear`] and [`RowParallelLinear`] needs one sum forward and one
+//! backward, however many operations lie between:
 //!
 //! ```text
 //!   x ──▶ column parallel ──▶ any function of single columns ──▶ row parallel ──▶ y
@@ -9,20 +10,25 @@
 //!         backward: sum of ∂x over ranks                         backward: nothing
 //! ```
 //!
-//! W is `[out, in]` and W_r this rank's rows of it (column parallel) or columns (row parallel). Every rank has all of x, y and the row-parallel bias.
+//! W is `[out, in]` and W_r this rank's rows of it (column parallel) or columns (row parallel).
+//! Every rank has all of x, y and the row-parallel bias.
 
 use candle_core::{DType, Result, Tensor};
 
-use crate::collective::{Group, gather_forward, sum_backward, sum_forward};
-use crate::params::{Cut, Init, Params};
+use farwire_train::{Cut, Group, Init};
+
+use crate::collective::{gather_forward, sum_backward, sum_forward};
+use crate::params::Params;
 
 /// `y = x·Wᵀ + b` with the outputs cut: each rank computes its columns of y.
 ///
-/// x is `[…, in]` and the same on all ranks, y is `[…, out / ranks]`, or `[…, out]` after [`gathered`](Self::gathered).
+/// x is `[…, in]` and the same on all ranks, y is `[…, out / ranks]`, or `[…, out]` after
+/// [`gathered`](Self::gathered).
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
-/// use farwire_candle::{ColumnParallelLinear, Group, Params, RowParallelLinear};
+/// use farwire_candle::{ColumnParallelLinear, Params, RowParallelLinear};
+/// use farwire_train::Group;
 ///
 /// std::thread::scope(|scope| {
 ///     for comm in farwire::local(2).expect("shared memory") {
@@ -116,7 +122,8 @@ impl RowParallelLinear {
     }
 }
 
-/// Rows of a table by index, with the table's rows cut: each rank looks up the indices it has, and the sum has all.
+/// Rows of a table by index, with the table's rows cut: each rank looks up the indices it has, and
+/// the sum has all.
 #[derive(Clone, Debug)]
 pub struct ParallelEmbedding {
     weight: Tensor,

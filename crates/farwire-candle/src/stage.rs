@@ -1,20 +1,22 @@
 //! Backward, piece by piece.
 //!
-//! Candle runs backward in one go and hands out all gradients at the end: too late to send any while others are still being computed. So a model is a list of
-//! *segments*. Forward gives each segment its input as a fresh variable, which cuts the graph there; backward goes from the last segment to the first, and passes on
-//! the gradient that each segment's input got. After each segment its parameters' gradients are ready to travel.
+//! Candle runs backward in one go and hands out all gradients at the end: too late to send any
+//! while others are still being computed. So a model is a list of *segments*. Forward gives each
+//! segment its input as a fresh variable, which cuts the graph there; backward goes from the last
+//! segment to the first, and passes on the gradient that each segment's input got. After each
+//! segment its parameters' gradients are ready to travel.
 
 use std::collections::HashMap;
 use std::fmt;
 use std::time::Instant;
 
-use candle_core::{Result, Tensor, Var};
+use candle_core::{Device, Result, Tensor, Var};
+use farwire_train::{Input, LibraryResult, Sink, TrainError};
 
-use crate::error::TrainError;
-use crate::params::Param;
+use crate::params::{Param, set, values};
 
-/// From a micro-batch's index and the model's output to the loss, a scalar.
-pub type Loss<'a> = dyn Fn(usize, &Tensor) -> Result<Tensor> + 'a;
+/// From a model's output and the targets, one per token, to the loss, a scalar.
+pub type Loss = fn(&Tensor, &Tensor) -> Result<Tensor>;
 
 /// A piece of a model: a function of one tensor, and its parameters.
 pub struct Segment {
@@ -56,6 +58,9 @@ impl fmt::Debug for Segment {
 #[derive(Debug)]
 pub struct Stage {
     segments: Vec<Segment>,
+    /// Of what passes between stages, without the first dimension, which is that of sequences.
+    hidden: Vec<usize>,
+    loss: Loss,
     held: HashMap<usize, Vec<Held>>,
     trace: Vec<(String, Instant, Instant)>,
 }
@@ -68,50 +73,85 @@ struct Held {
 }
 
 impl Stage {
-    /// A stage.
-    pub fn new(segments: Vec<Segment>) -> Self {
-        Self { segments, held: HashMap::new(), trace: Vec::new() }
+    /// A stage. What comes from the stage before is `[sequences, hidden…]`; the last stage of a
+    /// model ends with the loss.
+    pub fn new(segments: Vec<Segment>, hidden: &[usize], loss: Loss) -> Self {
+        let hidden = hidden.to_vec();
+        Self { segments, hidden, loss, held: HashMap::new(), trace: Vec::new() }
     }
 
-    /// Its segments, from input to output.
-    pub fn segments(&self) -> &[Segment] {
-        &self.segments
-    }
-
-    /// Its parameters in the order in which backward brings their gradients.
-    pub fn backward_order(&self) -> impl Iterator<Item = &Param> {
+    /// Its parameters, in the order in which backward brings their gradients.
+    pub fn vars(&self) -> impl Iterator<Item = &Param> {
         self.segments.iter().rev().flat_map(|segment| segment.params.iter().rev())
     }
 
-    /// Runs a micro-batch through; the last stage of a model ends with the loss.
-    pub fn forward(&mut self, micro: usize, x: &Tensor, loss: Option<&Loss<'_>>) -> Result<Tensor> {
+    fn var(&self, name: &str) -> LibraryResult<&Var> {
+        let param = self.vars().find(|param| param.name == name);
+        Ok(&param.ok_or_else(|| format!("there is no parameter `{name}`"))?.var)
+    }
+}
+
+impl farwire_train::Stage for Stage {
+    fn params(&self) -> Vec<farwire_train::Param> {
+        self.vars()
+            .map(|Param { name, var, cut }| farwire_train::Param {
+                name: name.clone(),
+                shape: var.dims().to_vec(),
+                cut: *cut,
+            })
+            .collect()
+    }
+
+    fn weights(&self, name: &str) -> LibraryResult<Vec<f32>> {
+        Ok(values(self.var(name)?)?)
+    }
+
+    fn set_weights(&mut self, name: &str, weights: &[f32]) -> LibraryResult<()> {
+        Ok(set(self.var(name)?, weights)?)
+    }
+
+    fn forward(
+        &mut self,
+        micro: usize,
+        input: Input<'_>,
+        targets: Option<&[u32]>,
+    ) -> LibraryResult<Vec<f32>> {
+        let mut x = match input {
+            Input::Tokens(batch) => {
+                let shape = (batch.sequences, batch.inputs.len() / batch.sequences.max(1));
+                Tensor::from_slice(&batch.inputs, shape, &Device::Cpu)?
+            }
+            Input::Hidden(data) => {
+                let sequences = data.len() / self.hidden.iter().product::<usize>().max(1);
+                Tensor::from_vec(data, [&[sequences], &self.hidden[..]].concat(), &Device::Cpu)?
+            }
+        };
         let mut held = Vec::with_capacity(self.segments.len());
-        let mut x = x.detach();
         for (index, segment) in self.segments.iter().enumerate() {
             let input = if x.dtype().is_float() { Some(Var::from_tensor(&x)?) } else { None };
             let mut output = segment.forward(input.as_ref().map_or(&x, Var::as_tensor))?;
-            if let (Some(loss), true) = (loss, index + 1 == self.segments.len()) {
-                output = loss(micro, &output)?;
+            if let (Some(targets), true) = (targets, index + 1 == self.segments.len()) {
+                let targets = Tensor::from_slice(targets, targets.len(), &Device::Cpu)?;
+                output = (self.loss)(&output, &targets)?;
             }
             x = output.detach();
             held.push(Held { input, output });
         }
         self.held.insert(micro, held);
-        Ok(x)
+        Ok(values(&x)?)
     }
 
-    /// Runs a micro-batch back, from the gradient of the output to that of the input, if it has one. Gives each parameter's gradient to `sink` as soon as it is there.
-    pub fn backward(
+    fn backward(
         &mut self,
         micro: usize,
-        gradient: &Tensor,
-        sink: &mut dyn FnMut(&Param, &Tensor) -> std::result::Result<(), TrainError>,
-    ) -> std::result::Result<Option<Tensor>, TrainError> {
-        let held = self.held.remove(&micro);
-        let held = held.ok_or_else(|| {
-            TrainError::Settings(format!("micro-batch {micro} cannot go back before it has gone forward"))
-        })?;
-        let mut gradient = Some(gradient.clone());
+        gradient: Vec<f32>,
+        sink: &mut Sink<'_>,
+    ) -> LibraryResult<Option<Vec<f32>>> {
+        let held = self.held.remove(&micro).filter(|held| !held.is_empty());
+        let held =
+            held.ok_or_else(|| format!("micro-batch {micro} cannot go back before it has gone forward"))?;
+        let shape = held.last().map_or(&[][..], |last| last.output.dims());
+        let mut gradient = Some(Tensor::from_vec(gradient, shape, &Device::Cpu)?);
         for (segment, Held { input, output }) in self.segments.iter().zip(held).rev() {
             let begun = Instant::now();
             let from = gradient.take().ok_or_else(|| no_gradient(segment, "output"))?;
@@ -126,14 +166,14 @@ impl Stage {
             self.trace.push((segment.name.clone(), begun, Instant::now()));
             for param in segment.params.iter().rev() {
                 let found = gradients.remove(&param.var);
-                sink(param, &found.ok_or_else(|| TrainError::NoGradient(param.name.clone()))?)?;
+                let found = found.ok_or_else(|| TrainError::NoGradient(param.name.clone()))?;
+                sink(&param.name, &values(&found)?)?;
             }
         }
-        Ok(gradient)
+        Ok(gradient.as_ref().map(values).transpose()?)
     }
 
-    /// Which segment's backward ran from when to when, since this was last called.
-    pub fn take_trace(&mut self) -> Vec<(String, Instant, Instant)> {
+    fn take_trace(&mut self) -> Vec<(String, Instant, Instant)> {
         std::mem::take(&mut self.trace)
     }
 }

@@ -62,3 +62,14 @@ fn a_block_is_shared_by_ranks_and_learns_as_on_one() {
         assert!((shared - alone).abs() <= 1e-3 * alone + 1e-4, "{shared} and {alone}");
     }
 }
+
+/// Whoever copies the loop out of the guide copies what the test above has run.
+#[test]
+fn the_guide_quotes_the_example() {
+    let (guide, example) =
+        (include_str!("../../../docs/guide.md"), include_str!("../examples/data_parallel.rs"));
+    let (_, quoted) = guide.split_once("```rust\n").unwrap();
+    let (quoted, _) = quoted.split_once("```").unwrap();
+    assert!(quoted.starts_with("fn main()") && example.ends_with(quoted), "{quoted}");
+    assert!((28..=34).contains(&quoted.lines().count()), "about thirty lines");
+}

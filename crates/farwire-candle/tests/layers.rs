@@ -5,7 +5,8 @@
 use std::collections::BTreeMap;
 
 use candle_core::{Device, Result, Tensor, Var};
-use farwire_candle::{ColumnParallelLinear, Group, ParallelEmbedding, Param, Params, RowParallelLinear};
+use farwire_candle::{ColumnParallelLinear, ParallelEmbedding, Param, Params, RowParallelLinear};
+use farwire_train::{Group, Init};
 
 const WORLDS: [usize; 3] = [2, 3, 4];
 const TOLERANCE: f32 = 1e-5;
@@ -24,7 +25,7 @@ fn vec(tensor: &Tensor) -> Vec<f32> {
 
 fn random(seed: u64, shape: &[usize]) -> Tensor {
     let mut params = Params::from_seed(seed, &Group::alone());
-    params.get("x", shape, farwire_candle::Init::Normal(1.0), None).unwrap().detach()
+    params.get("x", shape, Init::Normal(1.0), None).unwrap().detach()
 }
 
 /// Weights that are nowhere zero, so that a bias added twice, or not at all, shows.
@@ -44,11 +45,8 @@ fn outcome(params: &[Param], x: &Var, y: &Tensor, dy: &Tensor, group: &Group) ->
         let whole = match (param.cut, group.communicator()) {
             (Some(cut), Some(comm)) => {
                 let all = comm.all_gather(vec(gradient)).wait().unwrap();
-                let shares: Vec<Tensor> = all
-                    .chunks(gradient.elem_count())
-                    .map(|share| Tensor::from_slice(share, gradient.shape(), &Device::Cpu).unwrap())
-                    .collect();
-                vec(&cut.join(&shares).unwrap())
+                let shares: Vec<&[f32]> = all.chunks(gradient.elem_count()).collect();
+                cut.join(gradient.dims(), &shares).data
             }
             _ => vec(gradient),
         };
@@ -107,7 +105,7 @@ fn column_parallel_is_dense() {
     let expected = outcome(&vars, &input, &y, &dy, &Group::alone());
     for ranks in WORLDS {
         on_threads(ranks, |group| {
-            let mut params = Params::from_tensors(whole.clone(), &group);
+            let mut params = Params::from_tensors(whole.clone(), &group).unwrap();
             let layer = ColumnParallelLinear::new(&mut params, "up", 10, 24).unwrap();
             let input = Var::from_tensor(&x).unwrap();
             // Each rank its columns of y, and of the gradient.
@@ -146,7 +144,7 @@ fn row_parallel_is_dense() {
     let expected = outcome(&vars, &input, &y, &dy, &Group::alone());
     for ranks in WORLDS {
         on_threads(ranks, |group| {
-            let mut params = Params::from_tensors(whole.clone(), &group);
+            let mut params = Params::from_tensors(whole.clone(), &group).unwrap();
             let layer = RowParallelLinear::new(&mut params, "down", 24, 10).unwrap();
             let width = 24 / ranks;
             let columns = |tensor: &Tensor| {
@@ -173,7 +171,7 @@ fn a_column_and_row_pair_is_a_dense_mlp() {
     let (x, dy) = (random(5, &[2, 5, 10]), random(6, &[2, 5, 10]));
     let whole = weights(&SHAPES);
     let run = |group: &Group| {
-        let mut params = Params::from_tensors(whole.clone(), group);
+        let mut params = Params::from_tensors(whole.clone(), group).unwrap();
         let up = ColumnParallelLinear::new(&mut params, "up", 10, 24).unwrap();
         let down = RowParallelLinear::new(&mut params, "down", 24, 10).unwrap();
         let input = Var::from_tensor(&x).unwrap();
@@ -192,7 +190,7 @@ fn a_parallel_embedding_is_a_table() {
     let ids = Tensor::new(&[[0u32, 3, 11, 3], [7, 8, 0, 4]], &Device::Cpu).unwrap();
     let dy = random(7, &[2, 4, 5]);
     let run = |group: &Group| {
-        let mut params = Params::from_tensors(whole.clone(), group);
+        let mut params = Params::from_tensors(whole.clone(), group).unwrap();
         let table = ParallelEmbedding::new(&mut params, "table", 12, 5).unwrap();
         let y = table.forward(&ids).unwrap();
         // A table has no dx; the test's shape wants one.

@@ -8,7 +8,8 @@ use std::path::{Path, PathBuf};
 
 use common::{is_rank, job, job_succeeds, text};
 use farwire::Communicator;
-use farwire_candle::{Settings, Trainer, gpt};
+use farwire_candle::Candle;
+use farwire_train::{Settings, Trainer, gpt};
 
 const STEPS: usize = 8;
 
@@ -30,8 +31,13 @@ fn trainer(comm: &Communicator, codec: &str) -> Trainer {
     // Wide enough that its matrices are worth a codec.
     let model = gpt::Config { width: 32, ..settings().model };
     let codec = codec.parse().unwrap();
-    Trainer::new(comm, Settings { model, codec, dense_steps: 1, falling_steps: 4, ..settings() }, &text())
-        .unwrap()
+    Trainer::new(
+        &Candle,
+        comm,
+        Settings { model, codec, dense_steps: 1, falling_steps: 4, ..settings() },
+        &text(),
+    )
+    .unwrap()
 }
 
 /// A directory that the processes of a test share.
@@ -104,7 +110,8 @@ fn a_killed_run_goes_on_bit_for_bit() {
     }
 }
 
-/// What was measured at the start is kept: a run does not depend on how fast the network is when it goes on, and pays what it owes.
+/// What was measured at the start is kept: a run does not depend on how fast the network is when it
+/// goes on, and pays what it owes.
 #[test]
 fn a_run_with_a_measured_codec_goes_on_with_the_same() {
     let dir = directory("auto");
@@ -124,9 +131,9 @@ fn a_run_with_a_measured_codec_goes_on_with_the_same() {
                 let losses = |trainer: &mut Trainer, steps: usize| -> Vec<f64> {
                     (0..steps).map(|_| trainer.step(false).unwrap().loss).collect()
                 };
-                let given = losses(&mut Trainer::new(&comm, settings("int8"), &text).unwrap(), 6);
+                let given = losses(&mut Trainer::new(&Candle, &comm, settings("int8"), &text).unwrap(), 6);
                 // Whatever was chosen here, the checkpoint shall say that it was int8.
-                let mut start = Trainer::new(&comm, settings("auto"), &text).unwrap();
+                let mut start = Trainer::new(&Candle, &comm, settings("auto"), &text).unwrap();
                 start.save(dir, serde_json::Value::Null).unwrap();
                 if comm.rank() == 0 {
                     let path = dir.join("step-00000000").join("job.json");
@@ -138,16 +145,16 @@ fn a_run_with_a_measured_codec_goes_on_with_the_same() {
                     hash_again(&dir.join("step-00000000"), "job.json");
                 }
                 comm.barrier().wait().unwrap();
-                let mut trainer = Trainer::new(&comm, settings("auto"), &text).unwrap();
+                let mut trainer = Trainer::new(&Candle, &comm, settings("auto"), &text).unwrap();
                 trainer.resume(dir).unwrap();
                 assert_eq!(trainer.codec().to_string(), "int8 from 4 KiB (2.5×)");
                 assert_eq!(losses(&mut trainer, 3), given[..3]);
                 trainer.save(dir, serde_json::Value::Null).unwrap();
-                let mut trainer = Trainer::new(&comm, settings("auto"), &text).unwrap();
+                let mut trainer = Trainer::new(&Candle, &comm, settings("auto"), &text).unwrap();
                 trainer.resume(dir).unwrap();
                 assert_eq!(losses(&mut trainer, 3), given[3..]);
                 // One codec or another is not the same run.
-                let mut other = Trainer::new(&comm, settings("auto:int8"), &text).unwrap();
+                let mut other = Trainer::new(&Candle, &comm, settings("auto:int8"), &text).unwrap();
                 assert!(other.resume(dir).is_err());
             });
         }
@@ -162,7 +169,7 @@ fn a_run_goes_on_in_another_layout() {
     let text = text();
     let alone = Settings { dp: 1, tp: 1, shard_optimizer: false, ..settings() };
     let comm = farwire::local(1).unwrap().remove(0);
-    let mut trainer = Trainer::new(&comm, alone.clone(), &text).unwrap();
+    let mut trainer = Trainer::new(&Candle, &comm, alone.clone(), &text).unwrap();
     for _ in 0..3 {
         trainer.step(false).unwrap();
     }
@@ -178,7 +185,7 @@ fn a_run_goes_on_in_another_layout() {
             for comm in farwire::local(2).unwrap() {
                 let (dir, text, expected, layout) = (&dir, &text, &expected, layout.clone());
                 scope.spawn(move || {
-                    let mut trainer = Trainer::new(&comm, layout, text).unwrap();
+                    let mut trainer = Trainer::new(&Candle, &comm, layout, text).unwrap();
                     assert_eq!(trainer.resume(dir).unwrap().step, 3);
                     assert!(trainer.replicas_agree().unwrap());
                     for expected in expected {
@@ -201,7 +208,7 @@ fn checkpoints_are_refused_where_they_do_not_fit_and_old_ones_removed() {
     let comm = farwire::local(1).unwrap().remove(0);
     let alone = Settings { dp: 1, tp: 1, shard_optimizer: false, seed: SEED, ..settings() };
     let text = text();
-    let mut trainer = Trainer::new(&comm, alone.clone(), &text).unwrap();
+    let mut trainer = Trainer::new(&Candle, &comm, alone.clone(), &text).unwrap();
     let none = trainer.resume(&dir).unwrap_err().to_string();
     assert!(none.contains("start without resuming"), "{none}");
     for _ in 0..4 {
@@ -219,22 +226,22 @@ fn checkpoints_are_refused_where_they_do_not_fit_and_old_ones_removed() {
         (Settings { learning_rate: 1.0, ..alone.clone() }, "learning rate"),
         (Settings { model: gpt::Config { width: 32, ..alone.model }, ..alone.clone() }, "model"),
     ] {
-        let mut other = Trainer::new(&comm, other, &text).unwrap();
+        let mut other = Trainer::new(&Candle, &comm, other, &text).unwrap();
         let error = other.resume(&dir).unwrap_err().to_string();
         assert!(error.contains(says) && error.contains("give the same"), "{error}");
     }
     // Another text, of the same length.
     let mut altered = text.clone();
     altered[500] ^= 1;
-    let mut other = Trainer::new(&comm, alone.clone(), &altered).unwrap();
+    let mut other = Trainer::new(&Candle, &comm, alone.clone(), &altered).unwrap();
     let error = other.resume(&dir).unwrap_err().to_string();
     assert!(error.contains("another text") && error.contains("--data"), "{error}");
     // A whole model's file is a start for any layout.
     let file = dir.join("step-00000004").join("model.safetensors");
-    let mut other = Trainer::new(&comm, Settings { seed: 7, ..alone }, &text).unwrap();
+    let mut other = Trainer::new(&Candle, &comm, Settings { seed: 7, ..alone }, &text).unwrap();
     other.load_weights(&file).unwrap();
     let values = |trainer: &Trainer| -> Vec<Vec<f32>> {
-        trainer.params().map(|param| param.var.flatten_all().unwrap().to_vec1().unwrap()).collect()
+        trainer.params().map(|param| trainer.weights(&param.name).unwrap()).collect()
     };
     assert_eq!(values(&trainer), values(&other));
     assert!(other.load_weights(Path::new("/no/such/file")).is_err());
@@ -289,7 +296,7 @@ fn a_damaged_checkpoint_is_passed_over_for_the_one_before() {
                     trainer.step(false).unwrap();
                     trainer.save(dir, serde_json::Value::Null).unwrap();
                 };
-                let mut trainer = Trainer::new(&comm, settings.clone(), text).unwrap();
+                let mut trainer = Trainer::new(&Candle, &comm, settings.clone(), text).unwrap();
                 whole(&mut trainer);
                 whole(&mut trainer);
                 let newest = dir.join("step-00000002");
@@ -301,7 +308,7 @@ fn a_damaged_checkpoint_is_passed_over_for_the_one_before() {
                         if rank == 0 {
                             act(&path);
                         }
-                        let mut resumed = Trainer::new(&comm, settings.clone(), text).unwrap();
+                        let mut resumed = Trainer::new(&Candle, &comm, settings.clone(), text).unwrap();
                         let about = resumed.resume(&seen).unwrap();
                         assert_eq!(about.step, 1, "{name} {harm}");
                         assert_eq!(resumed.steps_done(), 1);
@@ -321,16 +328,17 @@ fn a_damaged_checkpoint_is_passed_over_for_the_one_before() {
                         comm.barrier().wait().unwrap();
                     }
                 }
-                let mut resumed = Trainer::new(&comm, settings.clone(), text).unwrap();
+                let mut resumed = Trainer::new(&Candle, &comm, settings.clone(), text).unwrap();
                 assert_eq!(resumed.resume(&seen).unwrap().damaged, [""; 0], "all is well again");
-                // A run that went back writes the step again, and what was damaged is not kept for good.
+                // A run that went back writes the step again, and what was damaged is not kept for
+                // good.
                 comm.barrier().wait().unwrap();
                 if rank == 0 {
                     std::fs::write(newest.join("job.json"), "").unwrap();
                 }
                 resumed.resume(&seen).unwrap();
                 whole(&mut resumed);
-                let mut again = Trainer::new(&comm, settings.clone(), text).unwrap();
+                let mut again = Trainer::new(&Candle, &comm, settings.clone(), text).unwrap();
                 let about = again.resume(&seen).unwrap();
                 assert_eq!((about.step, about.damaged.len()), (2, 0));
                 // None is whole.
@@ -367,7 +375,7 @@ fn a_checkpoint_that_cannot_be_written_is_an_error_and_the_older_ones_stay() {
                     }
                     comm.barrier().wait().unwrap();
                 };
-                let mut trainer = Trainer::new(&comm, settings.clone(), text).unwrap();
+                let mut trainer = Trainer::new(&Candle, &comm, settings.clone(), text).unwrap();
                 trainer.save(dir, serde_json::Value::Null).unwrap();
                 trainer.step(false).unwrap();
                 // Half a checkpoint, links, and a file with a checkpoint's name.
@@ -381,7 +389,7 @@ fn a_checkpoint_that_cannot_be_written_is_an_error_and_the_older_ones_stay() {
                     std::os::unix::fs::symlink(&elsewhere, dir.join(".step-00000007.tmp")).unwrap();
                     std::fs::write(dir.join("step-00000001"), "a file").unwrap();
                 });
-                let mut fresh = Trainer::new(&comm, settings.clone(), text).unwrap();
+                let mut fresh = Trainer::new(&Candle, &comm, settings.clone(), text).unwrap();
                 let about = fresh.resume(dir).unwrap();
                 assert_eq!((about.step, about.damaged.len()), (0, 1), "{about:?}");
                 trainer.save(dir, serde_json::Value::Null).unwrap();
@@ -407,9 +415,10 @@ fn a_checkpoint_that_cannot_be_written_is_an_error_and_the_older_ones_stay() {
                 assert!(error.contains("another job"), "{error}");
                 only_first(&|| lock.unlock().unwrap());
                 // Weights that cannot be trained further do not take the place of those that can.
-                let param = trainer.params().next().unwrap();
-                let broken = param.var.affine(f64::INFINITY, 0.0).unwrap();
-                param.var.set(&broken).unwrap();
+                let name = trainer.params().next().unwrap().name.clone();
+                let broken: Vec<f32> =
+                    trainer.weights(&name).unwrap().iter().map(|x| x * f32::INFINITY).collect();
+                trainer.set_weights(&name, &broken).unwrap();
                 let error = trainer.save(dir, serde_json::Value::Null).unwrap_err().to_string();
                 assert!(error.contains("NaN or an infinity"), "{error}");
                 assert_eq!(fresh.resume(dir).unwrap().step, 1);

@@ -1,17 +1,19 @@
-//! The trainer and its parts in one process: it learns, gradients travel during backward, and what gets no gradient is named.
+//! The trainer and its parts in one process: it learns, gradients travel during backward, and what
+//! gets no gradient is named.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
 mod common;
 
-use candle_core::{Device, Tensor, Var};
+use candle_core::{DType, Device, Tensor, Var};
 use common::text;
 use farwire::CodecChoice;
 use farwire::Communicator;
-use farwire_candle::{
-    DataParallel, Group, Init, OnNan, Params, Pipeline, Segment, Settings, Stage, TrainError, Trainer, gpt,
+use farwire_candle::{Candle, DataParallel, Params, Segment, Stage};
+use farwire_train::{
+    Batch, Group, Init, Input, OnNan, ParameterListError, Pipeline, Schedule, Settings, StepReport,
+    TrainError, Trainer, gpt,
 };
-use farwire_train::{ParameterListError, Schedule};
 
 fn settings() -> Settings {
     Settings {
@@ -38,7 +40,7 @@ fn on_threads(ranks: usize, rank: impl Fn(Communicator) + Sync) {
 fn the_loss_falls_and_the_exchange_overlaps_backward() {
     let text = text();
     on_threads(2, |comm| {
-        let mut trainer = Trainer::new(&comm, Settings { dp: 2, ..settings() }, &text).unwrap();
+        let mut trainer = Trainer::new(&Candle, &comm, Settings { dp: 2, ..settings() }, &text).unwrap();
         let reports: Vec<_> = (0..60).map(|_| trainer.step(false).unwrap()).collect();
         let mean = |range: std::ops::Range<usize>| {
             reports[range].iter().map(|report| report.loss).sum::<f64>() / 10.0
@@ -70,7 +72,7 @@ fn a_sharded_optimizer_takes_the_same_steps() {
         let plain = Settings { dp: 3, batch: 6, ..settings() };
         let sharded = Settings { shard_optimizer: true, ..plain.clone() };
         let run = |settings: Settings| {
-            let mut trainer = Trainer::new(&comm, settings, &text).unwrap();
+            let mut trainer = Trainer::new(&Candle, &comm, settings, &text).unwrap();
             let reports: Vec<_> = (0..6).map(|_| trainer.step(false).unwrap()).collect();
             assert!(trainer.replicas_agree().unwrap());
             // Updates count with the step after.
@@ -88,7 +90,8 @@ fn a_sharded_optimizer_takes_the_same_steps() {
 fn one_ranks_wish_to_stop_reaches_all() {
     let text = text();
     on_threads(3, |comm| {
-        let mut trainer = Trainer::new(&comm, Settings { dp: 3, batch: 3, ..settings() }, &text).unwrap();
+        let mut trainer =
+            Trainer::new(&Candle, &comm, Settings { dp: 3, batch: 3, ..settings() }, &text).unwrap();
         assert!(!trainer.step(false).unwrap().stop);
         assert!(trainer.step(comm.rank() == 1).unwrap().stop);
     });
@@ -99,9 +102,10 @@ fn gradients_are_cut_to_the_length_allowed() {
     let text = text();
     let comm = farwire::local(1).unwrap().remove(0);
     let after = |clip: f64| {
-        let mut trainer = Trainer::new(&comm, Settings { clip, decay: 0.0, ..settings() }, &text).unwrap();
+        let mut trainer =
+            Trainer::new(&Candle, &comm, Settings { clip, decay: 0.0, ..settings() }, &text).unwrap();
         let report = trainer.step(false).unwrap();
-        let first = trainer.params().next().unwrap().var.flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let first = trainer.weights(&trainer.params().next().unwrap().name).unwrap();
         (report.norm, first)
     };
     let (norm, plain) = after(1e9);
@@ -128,7 +132,8 @@ fn settings_that_contradict_each_other_are_refused_with_what_to_use() {
         assert!(error.contains(says), "{error}");
     }
     let comm = farwire::local(1).unwrap().remove(0);
-    let error = Trainer::new(&comm, Settings { dp: 2, ..settings }, &text()).unwrap_err().to_string();
+    let error =
+        Trainer::new(&Candle, &comm, Settings { dp: 2, ..settings }, &text()).unwrap_err().to_string();
     assert!(error.contains("is 2 ranks, but there are 1"), "{error}");
 }
 
@@ -139,14 +144,16 @@ fn a_parameter_without_a_gradient_is_named() {
     let used = params.get("used", &[3], Init::Ones, None).unwrap();
     let lost = params.get("lost", &[3], Init::Ones, None).unwrap();
     let segment = Segment::new("one", params.take(), move |x| x * &used + lost.detach());
-    let mut stage = Stage::new(vec![segment]);
-    let x = Tensor::new(&[1f32, 2.0, 3.0], &Device::Cpu).unwrap();
-    let loss = stage.forward(0, &x, Some(&|_, y: &Tensor| y.sum_all())).unwrap();
-    let error = stage.backward(0, &loss.ones_like().unwrap(), &mut |_, _| Ok(())).unwrap_err();
+    let mut stage = Stage::new(vec![segment], &[], |y, _| y.sum_all());
+    let stage: &mut dyn farwire_train::Stage = &mut stage;
+    let x = Input::Hidden(vec![1.0, 2.0, 3.0]);
+    stage.forward(0, x, Some(&[0])).unwrap();
+    let error = TrainError::from(stage.backward(0, vec![1.0], &mut |_, _| Ok(())).unwrap_err());
     assert!(matches!(&error, TrainError::NoGradient(name) if name == "lost"), "{error}");
 }
 
-/// Every micro-batch's loss is told which one it is, under every schedule, and gradients add up to those of the mean.
+/// Every micro-batch's loss is told which one it is, under every schedule, and gradients add up to
+/// those of the mean.
 #[test]
 fn the_loss_gets_the_index_of_its_micro_batch() {
     for schedule in ["gpipe", "1f1b", "interleaved:2"] {
@@ -154,21 +161,25 @@ fn the_loss_gets_the_index_of_its_micro_batch() {
         on_threads(2, |comm| {
             let group = Group::of(&comm);
             let mut params = Params::from_seed(1, &Group::alone());
-            let mut chunk = |index: usize| {
+            // Micro-batch i has input 1 + i and weight 10^i: any mix-up shows in a digit.
+            let loss = |y: &Tensor, targets: &Tensor| {
+                let micro = targets.to_vec1::<u32>()?[0];
+                (y * 10f64.powi(micro as i32))?.sum_all()
+            };
+            let mut chunk = |index: usize| -> Box<dyn farwire_train::Stage> {
                 let name = format!("w{}", index * 2 + comm.rank());
                 let weight = params.get(&name, &[1], Init::Ones, None).unwrap();
-                Stage::new(vec![Segment::new(name, params.take(), move |x| x * &weight)])
+                let forward = move |x: &Tensor| x.to_dtype(DType::F32)?.flatten_all()? * &weight;
+                Box::new(Stage::new(vec![Segment::new(name, params.take(), forward)], &[], loss))
             };
             let chunks = (0..schedule.chunks()).map(&mut chunk).collect();
-            let mut pipeline = Pipeline::new(&group, schedule, 4, chunks, &[1]).unwrap();
-            let inputs: Vec<Tensor> =
-                (0..4).map(|micro| Tensor::new(&[1.0 + micro as f32], &Device::Cpu).unwrap()).collect();
-            // Micro-batch i has input 1 + i and weight 10^i: any mix-up shows in a digit.
-            let loss = |micro: usize, y: &Tensor| (y * 10f64.powi(micro as i32))?.sum_all();
+            let mut pipeline = Pipeline::new(&group, schedule, 4, chunks, 1).unwrap();
+            let batch = |micro| Batch { sequences: 1, inputs: vec![1 + micro], targets: vec![micro] };
+            let batches: Vec<Batch> = (0..4).map(batch).collect();
             let mut sum = 0.0;
             let flow = pipeline
-                .run(&inputs, &loss, &mut |_, gradient| {
-                    sum += gradient.to_vec1::<f32>()?[0];
+                .run(&batches, &mut |_, gradient| {
+                    sum += gradient[0];
                     Ok(())
                 })
                 .unwrap();
@@ -212,7 +223,7 @@ fn a_sparse_codec_is_phased_in() {
     on_threads(2, |comm| {
         let codec = "topk:0.01".parse().unwrap();
         let settings = Settings { dp: 2, codec, dense_steps: 2, falling_steps: 4, ..settings() };
-        let mut trainer = Trainer::new(&comm, settings, &text).unwrap();
+        let mut trainer = Trainer::new(&Candle, &comm, settings, &text).unwrap();
         let sent: Vec<_> = (0..9).map(|_| trainer.step(false).unwrap().wire_bytes).collect();
         let falls = |pair: &[u64]| (pair[1] as f64) < 0.99 * pair[0] as f64;
         assert!(!falls(&sent[0..2]), "dense: {sent:?}");
@@ -245,19 +256,16 @@ fn places() -> Vec<Settings> {
 }
 
 fn weights(trainer: &Trainer) -> Vec<Vec<u32>> {
-    let bits = |tensor: &Tensor| tensor.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-    let of = |var: &Var| bits(var.as_tensor()).into_iter().map(f32::to_bits).collect();
-    trainer.params().map(|param| of(&param.var)).collect()
+    let bits = |weights: Vec<f32>| weights.into_iter().map(f32::to_bits).collect();
+    trainer.params().map(|param| bits(trainer.weights(&param.name).unwrap())).collect()
 }
 
-/// Puts a value into some parameter of this rank; what it held before.
-fn spoil(trainer: &Trainer, value: f32) -> (Var, Tensor) {
-    let param = trainer.params().find(|param| param.name.ends_with("weight")).unwrap();
-    let before = param.var.as_tensor().copy().unwrap();
-    let mut data = before.flatten_all().unwrap().to_vec1::<f32>().unwrap();
-    data.fill(value);
-    param.var.set(&Tensor::from_vec(data, before.shape(), &Device::Cpu).unwrap()).unwrap();
-    (param.var.clone(), before)
+/// Puts a value into some parameter of this rank; its name, and what it held before.
+fn spoil(trainer: &mut Trainer, value: f32) -> (String, Vec<f32>) {
+    let name = trainer.params().find(|param| param.name.ends_with("weight")).unwrap().name.clone();
+    let before = trainer.weights(&name).unwrap();
+    trainer.set_weights(&name, &vec![value; before.len()]).unwrap();
+    (name, before)
 }
 
 #[test]
@@ -266,10 +274,10 @@ fn a_nan_on_one_rank_stops_all_ranks_before_any_weight_moves() {
     for settings in places() {
         for value in [f32::NAN, f32::INFINITY] {
             on_threads(settings.ranks(), |comm| {
-                let mut trainer = Trainer::new(&comm, settings.clone(), &text).unwrap();
+                let mut trainer = Trainer::new(&Candle, &comm, settings.clone(), &text).unwrap();
                 trainer.step(false).unwrap();
                 if comm.rank() + 1 == comm.size() {
-                    spoil(&trainer, value);
+                    spoil(&mut trainer, value);
                 }
                 let before = weights(&trainer);
                 let error = trainer.step(false).unwrap_err();
@@ -293,16 +301,16 @@ fn a_skipped_step_moves_nothing_on_any_rank() {
             std::env::temp_dir().join(format!("farwire-skip-{index}-{when}-{}", std::process::id()))
         };
         on_threads(settings.ranks(), |comm| {
-            let mut trainer = Trainer::new(&comm, settings.clone(), &text).unwrap();
+            let mut trainer = Trainer::new(&Candle, &comm, settings.clone(), &text).unwrap();
             for _ in 0..2 {
                 assert_eq!(trainer.step(false).unwrap().skipped, None);
             }
             trainer.save(&dir("before"), serde_json::Value::Null).unwrap();
-            let spoiled = (comm.rank() + 1 == comm.size()).then(|| spoil(&trainer, f32::NAN));
+            let spoiled = (comm.rank() + 1 == comm.size()).then(|| spoil(&mut trainer, f32::NAN));
             let report = trainer.step(false).unwrap();
             assert!(report.skipped.unwrap().contains("the gradient of `"), "{settings:?}");
-            if let Some((var, before)) = spoiled {
-                var.set(&before).unwrap();
+            if let Some((name, before)) = spoiled {
+                trainer.set_weights(&name, &before).unwrap();
             }
             assert_eq!((trainer.steps_done(), trainer.steps_skipped()), (3, 1));
             trainer.save(&dir("after"), serde_json::Value::Null).unwrap();
@@ -327,19 +335,19 @@ fn a_run_with_a_skipped_step_goes_on_bit_for_bit() {
     let settings = Settings { on_nan: OnNan::Skip, ..small() };
     let dir = std::env::temp_dir().join(format!("farwire-skipped-{}", std::process::id()));
     let comm = farwire::local(1).unwrap().remove(0);
-    let mut trainer = Trainer::new(&comm, settings.clone(), &text).unwrap();
+    let mut trainer = Trainer::new(&Candle, &comm, settings.clone(), &text).unwrap();
     trainer.step(false).unwrap();
-    let (var, before) = spoil(&trainer, f32::NAN);
+    let (name, before) = spoil(&mut trainer, f32::NAN);
     let report = trainer.step(false).unwrap();
-    var.set(&before).unwrap();
+    trainer.set_weights(&name, &before).unwrap();
     trainer.step(false).unwrap();
     // NaNs in what is kept beside the tensors come back as such.
     assert!(report.norm.is_nan());
     trainer.save(&dir, serde_json::to_value(vec![report]).unwrap()).unwrap();
-    let mut resumed = Trainer::new(&comm, settings, &text).unwrap();
+    let mut resumed = Trainer::new(&Candle, &comm, settings, &text).unwrap();
     let about = resumed.resume(&dir).unwrap();
     assert_eq!((about.step, about.skipped, resumed.steps_skipped()), (3, 1, 1));
-    let reports: Vec<farwire_candle::StepReport> = serde_json::from_value(about.notes).unwrap();
+    let reports: Vec<StepReport> = serde_json::from_value(about.notes).unwrap();
     assert!(reports[0].norm.is_nan() && reports[0].skipped.is_some());
     for _ in 0..3 {
         let (one, other) = (trainer.step(false).unwrap(), resumed.step(false).unwrap());
@@ -355,9 +363,9 @@ fn a_run_that_only_skips_ends_with_an_error() {
     let model = gpt::Config { layers: 1, heads: 1, width: 8, context: 4 };
     let settings = Settings { model, dp: 2, on_nan: OnNan::Skip, ..settings() };
     on_threads(2, |comm| {
-        let mut trainer = Trainer::new(&comm, settings.clone(), &text).unwrap();
+        let mut trainer = Trainer::new(&Candle, &comm, settings.clone(), &text).unwrap();
         if comm.rank() == 1 {
-            spoil(&trainer, f32::NAN);
+            spoil(&mut trainer, f32::NAN);
         }
         for _ in 0..99 {
             assert!(trainer.step(false).unwrap().skipped.is_some());
@@ -367,13 +375,14 @@ fn a_run_that_only_skips_ends_with_an_error() {
     });
 }
 
-/// For models of one's own: all replicas get the error, nothing has changed, and the next step works.
+/// For models of one's own: all replicas get the error, nothing has changed, and the next step
+/// works.
 #[test]
 fn replicas_of_a_plain_model_are_told_of_a_nan_and_go_on() {
     for codec in ["none", "topk:0.1"] {
         on_threads(2, |comm| {
             let var = |name: &str| {
-                let ones = Tensor::ones(2048, candle_core::DType::F32, &Device::Cpu).unwrap();
+                let ones = Tensor::ones(2048, DType::F32, &Device::Cpu).unwrap();
                 (name.to_owned(), Var::from_tensor(&ones).unwrap())
             };
             let vars = [var("a"), var("b")];

@@ -1,9 +1,10 @@
 //! `farwire launch`: one process per rank on this machine.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
 use std::ffi::OsString;
-use std::io;
-use std::os::fd::AsFd;
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{ExitCode, ExitStatus, Stdio};
@@ -11,6 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use farwire::{HeldPort, Token};
+use farwire_train::SAID;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, WaitIdStatus};
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader};
 use tokio::process::{Child, Command};
@@ -18,8 +20,8 @@ use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-/// How long the others have to find out by themselves that one has failed, and to say what they were
-/// doing: as long as heartbeats take.
+/// How long the others have to find out by themselves that one has failed, and to say what they
+/// were doing: as long as heartbeats take.
 const FIND_OUT: Duration = Duration::from_millis(2500);
 /// How long they have to end once they were asked to.
 pub(crate) const GRACE: Duration = Duration::from_secs(5);
@@ -27,13 +29,19 @@ pub(crate) const GRACE: Duration = Duration::from_secs(5);
 const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Lines of a failed rank that are shown again at the end.
 const LAST_LINES: usize = 10;
+/// Of what a rank says as its error.
+const LONGEST_ERROR: usize = 16 << 10;
+/// Tells a rank that its standard input is a socket for its error, rather than standard error.
+const TELL_PARENT: &str = "FARWIRE_TELL_PARENT";
 /// Longer lines are cut into pieces of this many bytes.
 const LONGEST_LINE: u64 = 64 << 10;
 
 /// Start a command once per rank, and end all when one fails.
 ///
-/// Sets what torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and, for jobs on this machine, a fresh FARWIRE_TOKEN and FARWIRE_JOB. Puts the
-/// rank before each line of output, passes signals on, and exits with the code of the first rank that failed. Ranks that were asked to end and have not within 5 s are killed.
+/// Sets what torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR,
+/// MASTER_PORT) and, for jobs on this machine, a fresh FARWIRE_TOKEN and FARWIRE_JOB. Puts the rank
+/// before each line of output, passes signals on, and exits with the code of the first rank that
+/// failed. Ranks that were asked to end and have not within 5 s are killed.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -56,8 +64,10 @@ pub(crate) struct Args {
     /// Where rank 0 listens, as HOST:PORT; needed for more than one machine.
     #[arg(long, value_name = "HOST:PORT", value_parser = master)]
     master: Option<(String, u16)>,
-    /// The job's name, up to 255 bytes: ranks of another job that come to the same address are refused. If not given: FARWIRE_JOB; else a random one on one machine, and none on several,
-    /// where jobs are then told apart by address and number of ranks alone. The same on all machines.
+    /// The job's name, up to 255 bytes: ranks of another job that come to the same address are
+    /// refused. If not given: FARWIRE_JOB; else a random one on one machine, and none on several,
+    /// where jobs are then told apart by address and number of ranks alone. The same on all
+    /// machines.
     #[arg(long, value_name = "NAME", value_parser = job_name)]
     job: Option<String>,
     /// The command and its arguments.
@@ -256,11 +266,11 @@ impl Job {
         let mut running = JoinSet::new();
         // A rank that has ended is reaped only when all have: until then its process id is not used
         // again, and signals go where they should.
-        let (mut children, mut pids) = (Vec::new(), Vec::new());
+        let (mut children, mut pids, mut said) = (Vec::new(), Vec::new(), Errors::default());
         for local_rank in 0..self.ranks {
             let rank = self.first_rank + local_rank;
-            let mut child = match self.start(rank, local_rank, records.as_deref()) {
-                Ok(child) => child,
+            let (mut child, error) = match self.start(rank, local_rank, records.as_deref()) {
+                Ok(started) => started,
                 Err(source) => {
                     tell(&pids, Signal::TERM);
                     return Err(LaunchError::Start { command: self.command[0].clone(), source });
@@ -269,15 +279,17 @@ impl Job {
             let pid = child.id().and_then(|id| Pid::from_raw(id as i32)).expect("it has not been waited for");
             let last = Arc::new(Mutex::new(VecDeque::new()));
             let prefix = if self.output == JobOutput::Marked { format!("[{rank}] ") } else { String::new() };
-            let said =
+            let printed =
                 tokio::spawn(pass_on(child.stdout.take(), output.clone(), prefix.clone(), last.clone()));
             let complained = tokio::spawn(pass_on(child.stderr.take(), errors.clone(), prefix, last.clone()));
             pids.push(pid);
             children.push(child);
+            said.sockets.extend(error.map(|error| (rank, error)));
             running.spawn(async move {
                 let status = ended(pid).await;
-                // Its output is read to the end; but something that it started may hold that open for ever.
-                let _ = tokio::time::timeout(LAST_WORDS, async { (said.await, complained.await) }).await;
+                // Its output is read to the end; but something that it started may hold that open
+                // for ever.
+                let _ = tokio::time::timeout(LAST_WORDS, async { (printed.await, complained.await) }).await;
                 (rank, status, last)
             });
         }
@@ -298,6 +310,7 @@ impl Job {
                     continue;
                 }
                 () = tokio::time::sleep_until(due), if next.is_some() => {
+                    said.show(self.ranks); // the others may take long
                     tell(&pids, next.map_or(Signal::KILL, |(_, signal)| signal));
                     next = Some((Instant::now() + self.grace, Signal::KILL));
                     continue;
@@ -317,7 +330,10 @@ impl Job {
         }
         let Some((rank, last)) = first_failure else { return Ok(ExitCode::SUCCESS) };
         let status = statuses[(rank - self.first_rank) as usize];
-        if !asked_to_end {
+        said.show(self.ranks);
+        // Where all that failed say the same, it does not matter who was first.
+        let is_explained = said.shown.len() == 1 && said.said.iter().any(|(other, _)| *other == rank);
+        if !asked_to_end && !is_explained {
             let last = last.lock().unwrap_or_else(PoisonError::into_inner);
             let and = if last.is_empty() { "" } else { "; its last lines were:" };
             eprintln!("farwire: rank {rank} failed first ({status}){and}");
@@ -331,7 +347,13 @@ impl Job {
         Ok(ExitCode::from(code(status)))
     }
 
-    fn start(&self, rank: u32, local_rank: u32, records: Option<&Path>) -> io::Result<Child> {
+    /// Starts a rank; and where its output is its own, what its error comes by.
+    fn start(
+        &self,
+        rank: u32,
+        local_rank: u32,
+        records: Option<&Path>,
+    ) -> io::Result<(Child, Option<UnixStream>)> {
         let (host, port, held) = match &self.master {
             Master::Given(host, port) => (&host[..], *port, None),
             Master::Held(held) => ("127.0.0.1", held.port(), Some(held.variable())),
@@ -358,7 +380,6 @@ impl Job {
             .env("MASTER_ADDR", host)
             .env("MASTER_PORT", port.to_string())
             .envs(self.variables.iter().map(|(name, value)| (name, value)))
-            .stdin(Stdio::null())
             .stdout(stdio())
             .stderr(stdio())
             // A group of its own, so that signals reach what it starts, too.
@@ -367,7 +388,90 @@ impl Job {
         if let Some(token) = &self.token {
             command.env("FARWIRE_TOKEN", token.reveal());
         }
-        command.spawn()
+        let mut error = None;
+        if self.output == JobOutput::Theirs {
+            let (ours, theirs) = UnixStream::pair()?;
+            ours.set_nonblocking(true)?;
+            error = Some(ours);
+            command.stdin(OwnedFd::from(theirs)).env(TELL_PARENT, "stdin");
+        } else {
+            command.stdin(Stdio::null()).env_remove(TELL_PARENT);
+        }
+        Ok((command.spawn()?, error))
+    }
+}
+
+/// Says why this program ends: to the parent that has started it as one of its ranks, which says it
+/// once for all of them; else on standard error.
+pub(crate) fn say_error(error: &dyn std::error::Error) {
+    let text = error.to_string();
+    let told = std::env::var_os(TELL_PARENT).is_some_and(|how| how == "stdin")
+        && io::stdin().as_fd().try_clone_to_owned().is_ok_and(|socket| {
+            let mut end = text.len().min(LONGEST_ERROR);
+            while !text.is_char_boundary(end) {
+                end -= 1;
+            }
+            UnixStream::from(socket).write_all(&text.as_bytes()[..end]).is_ok()
+        });
+    if !told {
+        eprintln!("farwire: {text}");
+    }
+}
+
+/// What ranks say as they end.
+#[derive(Debug, Default)]
+struct Errors {
+    sockets: Vec<(u32, UnixStream)>,
+    said: Vec<(u32, String)>,
+    /// Each once.
+    shown: HashSet<String>,
+}
+
+impl Errors {
+    /// Shows what ranks have said since this was last called, unless it was shown before.
+    fn show(&mut self, ranks: u32) {
+        let mut text = vec![0; LONGEST_ERROR];
+        for (rank, socket) in &mut self.sockets {
+            if let Ok(length @ 1..) = socket.read(&mut text) {
+                self.said.push((*rank, String::from_utf8_lossy(&text[..length]).into_owned()));
+            }
+        }
+        self.said.sort();
+        for (error, who) in by_error(&self.said) {
+            if self.shown.insert(error.strip_prefix(SAID).unwrap_or(error).to_owned()) {
+                eprintln!("farwire: {}{error}", named(&who, ranks));
+            }
+        }
+    }
+}
+
+/// Each error once, and who has said it. Who repeats what rank 0 has said is not named.
+fn by_error(said: &[(u32, String)]) -> Vec<(&str, Vec<u32>)> {
+    let mut errors: Vec<(&str, Vec<u32>)> = Vec::new();
+    for (rank, text) in said {
+        let repeated = text.strip_prefix(SAID);
+        let bare = repeated.unwrap_or(text);
+        let same = |error: &str| error.strip_prefix(SAID).unwrap_or(error) == bare;
+        match errors.iter_mut().find(|(error, _)| same(error)) {
+            Some((error, ranks)) if error.starts_with(SAID) || repeated.is_none() => ranks.push(*rank),
+            Some(_) => {}
+            None => errors.push((text, vec![*rank])),
+        }
+    }
+    errors
+}
+
+/// As `ranks 0 and 2: `; nothing where there is but one rank.
+fn named(ranks: &[u32], all: u32) -> String {
+    match ranks {
+        _ if all == 1 => String::new(),
+        [rank] => format!("rank {rank}: "),
+        ranks if ranks.len() == all as usize => format!("all {all} ranks: "),
+        [first @ .., last] => {
+            let first: Vec<String> = first.iter().map(u32::to_string).collect();
+            format!("ranks {} and {last}: ", first.join(", "))
+        }
+        [] => String::new(),
     }
 }
 
@@ -412,7 +516,8 @@ async fn pass_on(
         }
         let text = [prefix.as_bytes(), &line].concat();
         {
-            // To the end before another may write, so that lines of several ranks do not mix. If nobody reads any more, the rank still runs to its end.
+            // To the end before another may write, so that lines of several ranks do not mix. If
+            // nobody reads any more, the rank still runs to its end.
             let mut to = to.lock().await;
             let _ = to.write_all(&text).await;
             let _ = to.flush().await;
@@ -438,8 +543,8 @@ pub(crate) struct BecomeArgs {
     command: Vec<OsString>,
 }
 
-/// Has the system kill this process when the launcher dies, however it dies, and becomes the command, for
-/// which that stays so. (Not for processes that the command starts.)
+/// Has the system kill this process when the launcher dies, however it dies, and becomes the
+/// command, for which that stays so. (Not for processes that the command starts.)
 pub(crate) fn become_rank(args: &BecomeArgs) -> Result<ExitCode, LaunchError> {
     let system = |source: rustix::io::Errno| LaunchError::System {
         what: "could not tie a rank to its launcher",
@@ -463,4 +568,24 @@ fn enter(namespace: &Path) -> io::Result<()> {
     use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
     let namespace = std::fs::File::open(namespace)?;
     Ok(move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_is_said_once_and_names_who_said_it() {
+        let errors = |said: &[(u32, &str)]| -> Vec<String> {
+            let said: Vec<_> = said.iter().map(|(rank, text)| (*rank, (*text).to_owned())).collect();
+            by_error(&said).iter().map(|(error, ranks)| named(ranks, 4) + error).collect()
+        };
+        assert_eq!(errors(&[(0, "a"), (1, "a"), (2, "a"), (3, "a")]), ["all 4 ranks: a"]);
+        assert_eq!(errors(&[(0, "a"), (1, "b"), (2, "a"), (3, "a")]), ["ranks 0, 2 and 3: a", "rank 1: b"]);
+        let repeated = format!("{SAID}a");
+        assert_eq!(errors(&[(0, "a"), (1, &repeated), (3, &repeated)]), ["rank 0: a"]);
+        // On a machine without rank 0.
+        assert_eq!(errors(&[(2, &repeated), (3, &repeated)]), ["ranks 2 and 3: rank 0 says: a"]);
+        assert_eq!(named(&[0], 1), "");
+    }
 }

@@ -61,7 +61,7 @@ fn main() -> ExitCode {
         }
     };
     result.unwrap_or_else(|error| {
-        eprintln!("farwire: {error}");
+        launch::say_error(&*error);
         ExitCode::FAILURE
     })
 }

@@ -9,6 +9,8 @@ pub(crate) enum UnitError {
         "`{0}` is not a size; write 64MiB, 4KiB, 1GiB (powers of 1024), 100MB, 5KB, 2GB (powers of 1000), or 512 or 512B (bytes)"
     )]
     Size(String),
+    #[error("`{0}` is too large a size")]
+    LargeSize(String),
     #[error(
         "`{0}` is not a rate; write 1gbit, 100mbit, 56kbit (bits per second, at least 1bit), or 125MB/s (bytes per second)"
     )]
@@ -40,10 +42,11 @@ pub(crate) fn size(text: &str) -> Result<usize, UnitError> {
         let ten = 10u128.checked_pow(fraction.len().try_into().ok()?)?;
         let digits: u128 = format!("{whole}{fraction}").parse().ok()?;
         let scaled = digits.checked_mul(scale)?;
-        let bytes = scaled.is_multiple_of(ten).then_some(scaled / ten)?;
-        usize::try_from(bytes).ok().filter(|bytes| *bytes <= isize::MAX as usize)
+        scaled.is_multiple_of(ten).then_some(scaled / ten)
     };
-    bytes().ok_or_else(|| UnitError::Size(text.to_owned()))
+    let bytes = bytes().ok_or_else(|| UnitError::Size(text.to_owned()))?;
+    let addressable = isize::try_from(bytes).map_err(|_| UnitError::LargeSize(text.to_owned()))?;
+    Ok(addressable.unsigned_abs())
 }
 
 /// Bytes per second: `1gbit`, `125MB/s`.

@@ -2,9 +2,11 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Lines};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
@@ -19,7 +21,57 @@ fn command(dir: &Path, arguments: &str) -> Command {
 }
 
 fn farwire(dir: &Path, arguments: &str) -> Output {
-    command(dir, arguments).output().unwrap()
+    ended(&mut command(dir, arguments))
+}
+
+/// What a command has left when it ends, which it does within a minute or two.
+fn ended(command: &mut Command) -> Output {
+    let limited = Command::new("timeout")
+        .args(["-k", "5", "120"])
+        .arg(command.get_program())
+        .args(command.get_args())
+        .envs(command.get_envs().filter_map(|(name, value)| Some((name, value?))))
+        .current_dir(command.get_current_dir().unwrap_or(Path::new(".")))
+        .output()
+        .unwrap();
+    assert!(!matches!(limited.status.code(), Some(124 | 137) | None), "{command:?} did not end");
+    limited
+}
+
+/// The same command as each of two ranks of a launcher's job.
+fn launched(dir: &Path, arguments: &str) -> Command {
+    let plain = command(dir, arguments);
+    let mut command = Command::new(env!("CARGO_BIN_EXE_farwire"));
+    command.current_dir(dir).args(["launch", "-n", "2", "--"]).arg(plain.get_program());
+    command.args(plain.get_args());
+    command
+}
+
+/// Starts a run and lets it make a few steps. It is killed after two minutes, unless what comes
+/// last is dropped before.
+fn started(mut command: Command) -> (Child, Lines<BufReader<ChildStdout>>, Sender<()>) {
+    let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
+    let limit = limit(&child);
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+    for _ in 0..3 {
+        lines.next().unwrap().unwrap();
+    }
+    (child, lines, limit)
+}
+
+fn limit(child: &Child) -> Sender<()> {
+    let (ended, end) = mpsc::channel();
+    let pid = Pid::from_raw(child.id() as i32).unwrap();
+    std::thread::spawn(move || {
+        if end.recv_timeout(Duration::from_secs(120)) == Err(RecvTimeoutError::Timeout) {
+            let _ = kill_process(pid, Signal::KILL);
+        }
+    });
+    ended
+}
+
+fn signal(child: &Child, signal: Signal) {
+    kill_process(Pid::from_raw(child.id() as i32).unwrap(), signal).unwrap();
 }
 
 fn text(bytes: &[u8]) -> String {
@@ -139,7 +191,8 @@ fn a_codec_can_be_left_to_measuring_and_a_run_goes_on_with_what_was_chosen() {
     assert_eq!(losses(&lines).len(), 2);
 }
 
-/// Ctrl-C ends a run with a checkpoint, and the run that goes on from it is the one that was not interrupted.
+/// Ctrl-C ends a run with a checkpoint, and the run that goes on from it is the one that was not
+/// interrupted.
 #[test]
 fn an_interrupted_run_leaves_a_checkpoint_and_goes_on() {
     let dir = Folder::new("interrupt");
@@ -149,16 +202,19 @@ fn an_interrupted_run_leaves_a_checkpoint_and_goes_on() {
 
     let arguments = format!("{job} --checkpoint kept --json");
     let mut child = command(&dir.0, &arguments).stdout(Stdio::piped()).spawn().unwrap();
+    let _limit = limit(&child);
     let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
     for _ in 0..5 {
         lines.next().unwrap().unwrap();
     }
-    // As `timeout` does it, which signals a process and then its group: that is one wish to end, not two. Two kinds, for two of one kind may arrive as one.
+    // As `timeout` does it, which signals a process and then its group: that is one wish to end,
+    // not two. Two kinds, for two of one kind may arrive as one.
     for wish in [Signal::INT, Signal::TERM] {
-        kill_process(Pid::from_raw(child.id() as i32).unwrap(), wish).unwrap();
+        signal(&child, wish);
     }
     let rest: Vec<Value> = lines.map(|line| serde_json::from_str(&line.unwrap()).unwrap()).collect();
-    assert!(child.wait().unwrap().success());
+    // Either may be seen first.
+    assert!(matches!(child.wait().unwrap().code(), Some(130 | 143)));
     let summary = rest.last().unwrap();
     assert_eq!((&summary["event"], &summary["stopped"]), (&"summary".into(), &true.into()));
     let done = summary["steps"].as_u64().unwrap();
@@ -169,7 +225,8 @@ fn an_interrupted_run_leaves_a_checkpoint_and_goes_on() {
     assert_eq!(lines.last().unwrap()["steps"], 60, "the report has the whole run");
 }
 
-/// With a learning rate that no model survives: the first update ruins it, the second step shows it.
+/// With a learning rate that no model survives: the first update ruins it, the second step shows
+/// it.
 #[test]
 fn a_run_that_diverges_stops_with_an_error_and_keeps_its_good_checkpoints() {
     let dir = Folder::new("diverges");
@@ -256,7 +313,8 @@ fn a_damaged_checkpoint_is_named_and_the_one_before_taken() {
     assert_eq!(names(&dir.0.join("kept")), ["step-00000004", "step-00000006"], "nothing was touched");
 }
 
-/// As on a full disk: a limit on a file's length stands in for it, which stops the larger of the files.
+/// As on a full disk: a limit on a file's length stands in for it, which stops the larger of the
+/// files.
 #[test]
 fn a_full_disk_is_an_error_and_the_older_checkpoint_stays() {
     let dir = Folder::new("full");
@@ -289,17 +347,164 @@ fn a_full_disk_is_an_error_and_the_older_checkpoint_stays() {
 fn a_run_whose_terminal_goes_away_leaves_a_checkpoint() {
     let dir = Folder::new("hangup");
     let arguments = "--ranks 2 --steps 4000 --checkpoint kept --json";
-    let mut child = command(&dir.0, arguments).stdout(Stdio::piped()).spawn().unwrap();
-    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-    for _ in 0..3 {
-        lines.next().unwrap().unwrap();
-    }
-    kill_process(Pid::from_raw(child.id() as i32).unwrap(), Signal::HUP).unwrap();
+    let (mut child, lines, _limit) = started(command(&dir.0, arguments));
+    signal(&child, Signal::HUP);
     let rest: Vec<Value> = lines.map(|line| serde_json::from_str(&line.unwrap()).unwrap()).collect();
-    assert!(child.wait().unwrap().success());
+    assert_eq!(child.wait().unwrap().code(), Some(128 + 1));
     let summary = rest.last().unwrap();
     assert_eq!((&summary["event"], &summary["stopped"]), (&"summary".into(), &true.into()));
     assert!(dir.0.join("kept").read_dir().unwrap().next().is_some());
+}
+
+/// A scheduler that ended a job must not take it for one that came to its end.
+#[test]
+fn a_run_stopped_by_a_signal_says_so_by_its_exit_code() {
+    let dir = Folder::new("code");
+    let arguments = "--steps 4000 --checkpoint kept --json";
+    let (mut child, lines, _limit) = started(command(&dir.0, &format!("{arguments} --ranks 2")));
+    signal(&child, Signal::TERM);
+    lines.for_each(drop);
+    assert_eq!(child.wait().unwrap().code(), Some(128 + 15));
+    assert!(names(&dir.0.join("kept")).iter().all(|name| name.starts_with("step-")));
+    let (mut child, lines, _limit) = started(launched(&dir.0, &format!("{arguments} --resume")));
+    signal(&child, Signal::INT);
+    lines.for_each(drop);
+    assert_eq!(child.wait().unwrap().code(), Some(128 + 2), "as of a launcher");
+    // All ranks end with the signal that one of them got.
+    let exe = env!("CARGO_BIN_EXE_farwire");
+    let script = format!("echo pid $$; exec {exe} train {SMALL} {arguments} --resume");
+    let mut launch = Command::new(exe);
+    launch.current_dir(&dir.0).args(["launch", "-n", "2", "--", "sh", "-c", &script]);
+    let mut child = launch.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let _limit = limit(&child);
+    let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map(Result::unwrap);
+    let pid = lines.find_map(|line| line.strip_prefix("[1] pid ")?.parse().ok()).unwrap();
+    lines.find(|line| line.contains("\"event\":\"step\"")).unwrap();
+    kill_process(Pid::from_raw(pid).unwrap(), Signal::TERM).unwrap();
+    lines.for_each(drop);
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(128 + 15), "{}", text(&output.stderr));
+}
+
+/// Jobs that write at different moments, too.
+#[test]
+fn two_jobs_cannot_keep_checkpoints_in_one_folder() {
+    let dir = Folder::new("two-jobs");
+    let job = "--ranks 2 --steps 4000 --checkpoint kept --checkpoint-every 4000 --json";
+    let (mut child, lines, _limit) = started(command(&dir.0, job));
+    for second in ["--ranks 2 --steps 5 --checkpoint kept", "--ranks 2 --checkpoint kept --resume"] {
+        let output = farwire(&dir.0, second);
+        let said = text(&output.stderr);
+        assert!(!output.status.success(), "{}", text(&output.stdout));
+        assert_eq!(said.matches("kept: another job keeps its checkpoints here").count(), 1, "{said}");
+        assert!(said.contains("give this one another folder"), "{said}");
+    }
+    // A job that is killed leaves nothing that blocks the next.
+    signal(&child, Signal::KILL);
+    lines.for_each(drop);
+    child.wait().unwrap();
+    assert_eq!(losses(&json(&dir.0, "--ranks 2 --steps 3 --checkpoint kept")).len(), 3);
+    assert_eq!(names(&dir.0.join("kept")), ["step-00000003"]);
+}
+
+#[test]
+fn a_report_that_cannot_be_written_is_noticed_before_training() {
+    let dir = Folder::new("report");
+    for path in ["/no/such/folder/r.html", "."] {
+        let output = farwire(&dir.0, &format!("--ranks 2 --steps 3 --json --report {path}"));
+        let said = text(&output.stderr);
+        assert!(!output.status.success() && output.stdout.is_empty(), "{}", text(&output.stdout));
+        assert!(said.contains(&format!("no report could be written to {path}: ")), "{said}");
+        assert!(!said.contains("lost") && !said.contains("failed first"), "{said}");
+    }
+    // An older report is not touched by a run that fails.
+    std::fs::write(dir.0.join("old.html"), "old").unwrap();
+    farwire(&dir.0, "--ranks 1 --steps 3 --report old.html --data /no/such/file");
+    assert_eq!(std::fs::read(dir.0.join("old.html")).unwrap(), b"old");
+    // The folder goes away while it trains.
+    std::fs::create_dir(dir.0.join("gone")).unwrap();
+    let mut command = command(&dir.0, "--ranks 2 --steps 400 --json --report gone/r.html");
+    command.stderr(Stdio::piped());
+    let (child, lines, _limit) = started(command);
+    std::fs::remove_dir(dir.0.join("gone")).unwrap();
+    let last = lines.last().unwrap().unwrap();
+    let said = text(&child.wait_with_output().unwrap().stderr);
+    assert!(last.contains("\"event\":\"summary\""), "the numbers are there: {last}");
+    assert!(said.contains("could not write the report to gone/r.html"), "{said}");
+    assert!(said.contains("its numbers are above") && !said.contains("lost"), "{said}");
+    assert!(!said.contains("failed first"), "{said}");
+}
+
+#[test]
+fn sizes_beyond_the_machine_are_refused_with_the_memory_they_need() {
+    let dir = Folder::new("absurd");
+    for (arguments, says) in [
+        ("--width 4000000000", "bytes of memory, more than a process can have"),
+        ("--width 10000000", "GB of memory here, but this machine has"),
+        ("--layers 4000000000", "GB of memory here, but this machine has"),
+        ("--context 4000000000", "bytes of memory, more than a process can have"),
+        ("--context 10000000", "GB of memory here, but this machine has"),
+        ("--batch 1000000 --context 10000", "GB of memory here, but this machine has"),
+        ("--batch 4000000000", "use at least 1 and at most"),
+        ("--heads 4294967292 --width 4294967292", "bytes of memory, more than a process can have"),
+    ] {
+        // The last of each flag counts, over those of the small model.
+        let mut command = Command::new(env!("CARGO_BIN_EXE_farwire"));
+        let output =
+            ended(command.args(["train", "--ranks", "1"]).args(arguments.split(' ')).current_dir(&dir.0));
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "`{arguments}`: {said}");
+        assert!(said.contains(says) && said.contains("use"), "`{arguments}`: {said}");
+    }
+}
+
+#[test]
+fn data_that_never_ends_is_refused() {
+    let dir = Folder::new("endless");
+    let pipe = dir.0.join("pipe");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    for (path, says) in [("pipe", "it is a pipe"), ("/dev/zero", "it is a device"), (".", "it is a folder")] {
+        for mut command in [
+            command(&dir.0, &format!("--ranks 2 --data {path}")),
+            launched(&dir.0, &format!("--data {path}")),
+        ] {
+            let output = ended(&mut command);
+            let said = text(&output.stderr);
+            assert_eq!(output.status.code(), Some(1), "{said}");
+            assert!(said.contains(says) && said.contains("copy what it gives to a file"), "{said}");
+        }
+    }
+    let output = farwire(&dir.0, "--ranks 2 --init pipe");
+    let said = text(&output.stderr);
+    assert!(!output.status.success() && said.contains("pipe: it is not a file"), "{said}");
+    let long = std::fs::File::create(dir.0.join("long")).unwrap();
+    long.set_len((4 << 30) + 1).unwrap();
+    let said = text(&farwire(&dir.0, "--ranks 1 --data long").stderr);
+    assert!(said.contains("long has more than 4 GiB; give a part of it"), "{said}");
+}
+
+/// Who reads it should not have to find out that four long lines are the same.
+#[test]
+fn an_error_of_all_ranks_is_said_once() {
+    let dir = Folder::new("once");
+    std::fs::write(dir.0.join("a-file"), "not a folder").unwrap();
+    for (arguments, says) in [
+        ("--ranks 4 --lr 1e9", "farwire: all 4 ranks: step 2: the gradient of `"),
+        ("--ranks 2 --checkpoint a-file", "farwire: rank 0: a-file: Not a directory"),
+        ("--ranks 2 --checkpoint none --resume", "farwire: rank 0: none: there is no checkpoint here"),
+        ("--ranks 2 --init a-file", "farwire: rank 0: a-file: "),
+        ("--ranks 1 --checkpoint a-file", "farwire: a-file: Not a directory"),
+    ] {
+        let output = farwire(&dir.0, arguments);
+        let said = text(&output.stderr);
+        let lines: Vec<&str> = said.lines().filter(|line| line.starts_with("farwire: ")).collect();
+        assert!(lines.len() == 1 && lines[0].starts_with(says), "`{arguments}`: {said}");
+        assert_eq!(output.status.code(), Some(1), "`{arguments}`");
+    }
+    // On several machines each says it, and where it comes from.
+    let said = text(&ended(&mut launched(&dir.0, "--checkpoint a-file")).stderr);
+    assert!(said.contains("[0] farwire: a-file: Not a directory"), "{said}");
+    assert!(said.contains("[1] farwire: rank 0 says: a-file: Not a directory"), "{said}");
 }
 
 #[test]
@@ -320,7 +525,7 @@ fn wrong_flags_are_refused_with_what_to_use() {
         ("--on-nan ignore", "neither stop nor skip"),
         ("--data /no/such/file", "could not read /no/such/file"),
         ("--ranks 1 --checkpoint none-here --resume --report r.html", "start without resuming"),
-        ("--ranks 1 --steps 1 --report /no/such/folder/r.html", "could not write"),
+        ("--ranks 1 --steps 1 --report /no/such/folder/r.html", "could be written to /no/such/folder"),
         ("--ranks 1 --init /no/such/file", "/no/such/file"),
         ("--ranks 2 --checkpoint a-file", "a-file: Not a directory"),
         ("--ranks 2 --checkpoint a-file/below", "Not a directory"),

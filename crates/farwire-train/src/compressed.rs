@@ -3,7 +3,9 @@
 use farwire::{CodecPolicy, CodecSpec, Communicator, Compressor, DType, ErrorFeedback, Pending, ReduceOp};
 
 use crate::exchange::{Bucket, DENSE, Reducer};
+use crate::parameter_list::{Entry, ParameterList};
 use crate::phase_in::PhaseIn;
+use crate::rules::Rules;
 
 /// Tensors of fewer elements travel as they are: a codec would cost them more time than it saves.
 pub const DENSE_BELOW: usize = 1024;
@@ -52,7 +54,8 @@ impl Reducer for Compressed {
     }
 
     fn start(&mut self, bucket: &Bucket, data: Vec<f32>) -> Pending<Vec<f32>> {
-        // A random choice must not depend on how many calls came before, or a resumed run would choose differently.
+        // A random choice must not depend on how many calls came before, or a resumed run would
+        // choose differently.
         let compressor = self.compressor.at_step(self.step).with_codec(self.codec(bucket));
         let compressor = match &bucket.parts[..] {
             [part] => compressor.shaped(&part.shape),
@@ -72,4 +75,16 @@ impl Reducer for Compressed {
     fn restore(&mut self, feedback: ErrorFeedback) {
         self.compressor = self.compressor.clone().with_feedback(feedback);
     }
+}
+
+/// Biases and norms are few and matter much: they travel as they are. So do parameters too small
+/// for a codec, which can then share buckets.
+pub(crate) fn groups(plan: &ParameterList, codec: &CodecPolicy) -> Rules<String> {
+    let dense = || DENSE.to_owned();
+    let is_small = |entry: &&Entry| {
+        let elements = entry.shape.iter().product();
+        elements < DENSE_BELOW || codec.codec_for(elements, DType::F32).is_none()
+    };
+    let rules = Rules::new(codec.to_string()).on("*.bias", dense()).on("*norm*", dense());
+    plan.entries().iter().filter(is_small).fold(rules, |rules, entry| rules.on(&entry.name[..], dense()))
 }

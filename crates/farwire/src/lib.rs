@@ -19,6 +19,9 @@
 
 #![deny(unsafe_code)]
 
+#[cfg(not(target_os = "linux"))]
+compile_error!("farwire runs on Linux alone: it rests on memfd, futexes and UDP offload");
+
 /// The code in the README compiles.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]

@@ -27,6 +27,7 @@ use crate::observe::{Observer, metrics};
 use crate::quic::congestion::Congestion;
 use crate::quic::control::{self, Beats, Health};
 use crate::quic::link::QuicLink;
+use crate::quic::transport::Transport;
 use crate::shm::bell::Bell;
 use crate::shm::link::SharedLink;
 use crate::token::Token;
@@ -385,7 +386,7 @@ impl Settings {
             timeout: self.join_timeout,
         };
         let (endpoint, peers) =
-            rendezvous::join(&terms, identity, rendezvous::transport(self.congestion)).await?;
+            rendezvous::join(&terms, identity, Transport { congestion: self.congestion }).await?;
         let here = peers.iter().flatten().filter(|peer| rendezvous::is_this_host(&peer.member)).count();
         if self.link != LinkChoice::Quic {
             files::make_room(here).map_err(JoinError::Files)?;

@@ -314,6 +314,34 @@ fn a_rank_that_is_taken_is_refused_and_the_job_goes_on() {
     });
 }
 
+/// It cannot say goodbye, so rank 0 still believes it to be there when its successor comes.
+#[test]
+fn a_rank_that_is_killed_while_it_joins_can_be_started_again() {
+    const TEST: &str = "a_rank_that_is_killed_while_it_joins_can_be_started_again";
+    const MARK: &str = "FARWIRE_TEST_KILLED";
+    if let Ok(given) = std::env::var(MARK) {
+        let (port, token) = given.split_once(' ').unwrap();
+        let _ = join(1, 3, port.parse().unwrap(), &token.parse().unwrap(), 60);
+        return;
+    }
+    let (token, port) = (Token::generate(), free_port());
+    std::thread::scope(|scope| {
+        let zero = scope.spawn(|| join(0, 3, port, &token, 60).unwrap());
+        let mut killed = Command::new(std::env::current_exe().unwrap())
+            .args([TEST, "--exact"])
+            .env(MARK, format!("{port} {}", token.reveal()))
+            .spawn()
+            .unwrap();
+        // Long enough to be heard; were it not, there would be less to see.
+        std::thread::sleep(Duration::from_secs(1));
+        killed.kill().unwrap();
+        killed.wait().unwrap();
+        let one = scope.spawn(|| join(1, 3, port, &token, 60).unwrap());
+        let two = join(2, 3, port, &token, 60).unwrap();
+        sum_to(3, vec![zero.join().unwrap(), one.join().unwrap(), two]);
+    });
+}
+
 #[test]
 fn a_rank_that_does_not_come_is_named() {
     let (token, port) = (Token::generate(), free_port());

@@ -140,6 +140,11 @@ impl LinkArg {
 pub(crate) enum BenchError {
     #[error("--size {size} is not a whole number of {dtype} elements, which have {} bytes each", dtype.size())]
     Fraction { size: usize, dtype: DType },
+    #[error(
+        "--size {} needs about {} of memory for {ranks} ranks, and this machine has {}; give a smaller one",
+        show_bytes(*.size as f64), show_bytes(*.needs as f64), show_bytes(*.has as f64)
+    )]
+    TooLarge { size: usize, needs: u128, has: u128, ranks: u32 },
     #[error("--link inproc runs ranks as threads; say how many with --ranks")]
     NoRanks,
     #[error("{0} needs at least 2 ranks")]
@@ -236,6 +241,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, BenchError> {
     if let Some(size) = args.size.iter().find(|size| !size.is_multiple_of(args.dtype.size())) {
         return Err(BenchError::Fraction { size: *size, dtype: args.dtype });
     }
+    check_memory(args)?;
     let kind = match args.op {
         Op::Codec => return codec::run(args).map(|()| ExitCode::SUCCESS),
         Op::Between(kind) => kind,
@@ -265,6 +271,18 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, BenchError> {
         }
     }
 }
+
+/// Refuses sizes that cannot fit, rather than be killed in the middle.
+fn check_memory(args: &Args) -> Result<(), BenchError> {
+    let ranks = args.ranks.unwrap_or(1);
+    let size = args.size.iter().copied().max().unwrap_or(0);
+    let has = u128::from(rustix::system::sysinfo().totalram);
+    let needs = VECTORS * size as u128 * u128::from(ranks);
+    if needs > has { Err(BenchError::TooLarge { size, needs, has, ranks }) } else { Ok(()) }
+}
+
+/// Vectors that a rank holds: what goes in, what comes out.
+const VECTORS: u128 = 2;
 
 /// A wrong result is a failure.
 fn exit_code(wrong: u64) -> ExitCode {

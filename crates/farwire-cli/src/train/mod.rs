@@ -1,25 +1,32 @@
 //! `farwire train`: trains a GPT on this machine or as one rank of a job.
 //!
-//! Without a launcher it starts its own ranks, as processes of this very command. Rank 0 shows how it goes ([`view`]) and writes the report ([`report`]).
+//! Without a launcher it starts its own ranks, as processes of this very command. Rank 0 shows how
+//! it goes ([`view`]) and writes the report ([`report`]).
 
+mod files;
 mod report;
 mod view;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
-use farwire::{CodecChoice, Communicator, EnvError, Place};
-use farwire_candle::gpt::{Config, Writer};
-use farwire_candle::{OnNan, Settings, StepReport, TrainError, Trainer, embedded};
-use farwire_train::{PhaseIn, Schedule};
+use farwire::{CodecChoice, Communicator, EnvError, Place, ReduceOp};
+use farwire_train::gpt::{Config, Writer};
+use farwire_train::{
+    Library, OnNan, PhaseIn, Schedule, Settings, StepReport, TrainError, Trainer, embedded, tell,
+};
 
 use crate::launch::{Job, JobOutput, LaunchError, Wishes, hold_port, random_name};
 use crate::named::codec_help;
 use crate::units;
+use files::Held;
 use view::{Run, View};
+
+/// What the model is computed with: the one place that names a tensor library.
+const LIBRARY: &dyn Library = &farwire_candle::Candle;
 
 /// How long ranks have to write a checkpoint once they were asked to end.
 const GRACE: Duration = Duration::from_secs(60);
@@ -28,8 +35,13 @@ const SAMPLE: usize = 240;
 
 /// Train a GPT over several ranks.
 ///
-/// Without a launcher it starts its ranks here; under one (`farwire launch`, torchrun, mpirun, srun) it is one of them. Learns bytes: of a file, or of this project's own text.
-/// At the end it shows a summary and a sample of what the model writes, and leaves a report with plots.
+/// Without a launcher it starts its ranks here; under one (`farwire launch`, torchrun, mpirun,
+/// srun) it is one of them. Learns bytes: of a file, or of this project's own text. At the end it
+/// shows a summary and a sample of what the model writes, and leaves a report with plots.
+///
+/// A signal (Ctrl-C, SIGTERM, SIGHUP) ends it after the step at hand, with a checkpoint if
+/// --checkpoint is given; it then exits with 128 and the signal's number, as a shell does: 130
+/// after Ctrl-C. A second one ends it at once.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -53,7 +65,8 @@ pub(crate) struct Args {
     /// Stages of the pipeline, each of which has some of the layers.
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..))]
     pp: u32,
-    /// Parts of a replica's batch: they pass through the pipeline one after the other, and their gradients add up.
+    /// Parts of a replica's batch: they pass through the pipeline one after the other, and their
+    /// gradients add up.
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..))]
     micro_batches: u32,
     /// How they pass through: gpipe, 1f1b, or interleaved:2 (with the number of chunks per rank).
@@ -62,10 +75,12 @@ pub(crate) struct Args {
     /// How gradients are compressed on the wire, with error feedback; --help lists the codecs.
     #[arg(long, default_value = "int8", long_help = codec_help("Biases and norms travel as they are."))]
     codec: CodecChoice,
-    /// Steps at the start in which they are not compressed. If not given: an eighth of the run for codecs that leave much out, none for others. A resumed run keeps what it began with.
+    /// Steps at the start in which they are not compressed. If not given: an eighth of the run for
+    /// codecs that leave much out, none for others. A resumed run keeps what it began with.
     #[arg(long, value_name = "STEPS", allow_negative_numbers = true)]
     dense_steps: Option<u32>,
-    /// Steps after those in which the share that a sparse codec keeps falls from a quarter to its own; three quarters of the run if not given.
+    /// Steps after those in which the share that a sparse codec keeps falls from a quarter to its
+    /// own; three quarters of the run if not given.
     #[arg(long, value_name = "STEPS", allow_negative_numbers = true)]
     falling_steps: Option<u32>,
     /// Train once with each of these codecs, from the same start, and put all in one report.
@@ -83,7 +98,8 @@ pub(crate) struct Args {
     /// Decides the start and the order of the data.
     #[arg(long, default_value = "1")]
     seed: u64,
-    /// A file to learn from, on rank 0's machine; this project's own text if not given.
+    /// A file to learn from, of up to 4 GiB, on rank 0's machine; this project's own text if not
+    /// given.
     #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
     /// Blocks of the model.
@@ -104,13 +120,15 @@ pub(crate) struct Args {
     /// Keep the optimizer's state of each parameter on one replica only (ZeRO-1).
     #[arg(long)]
     shard_optimizer: bool,
-    /// What to do about a loss or gradient that is a NaN or an infinity: stop, or skip the step on all ranks, so that nothing moves (100 in a row are an error). No weight moves either way.
+    /// What to do about a loss or gradient that is a NaN or an infinity: stop, or skip the step on
+    /// all ranks, so that nothing moves (100 in a row are an error). No weight moves either way.
     #[arg(long, value_name = "stop|skip", default_value_t)]
     on_nan: OnNan,
     /// Start from these weights: a safetensors file of the whole model, on rank 0's machine.
     #[arg(long, value_name = "FILE", conflicts_with = "resume")]
     init: Option<PathBuf>,
-    /// Keep checkpoints here, on rank 0's machine: the newest two. A new run needs a folder without any.
+    /// Keep checkpoints here, on rank 0's machine: the newest two. A new run needs a folder without
+    /// any, and no other job can use the folder while this one runs.
     #[arg(long, value_name = "DIR")]
     checkpoint: Option<PathBuf>,
     /// Steps between checkpoints; there is always one at the end.
@@ -131,7 +149,8 @@ pub(crate) struct Args {
 #[derive(Clone, Debug)]
 struct Codecs(Vec<CodecChoice>);
 
-/// Codecs with commas between, of which some have commas themselves: what is an option belongs to the codec before it.
+/// Codecs with commas between, of which some have commas themselves: what is an option belongs to
+/// the codec before it.
 fn codecs(text: &str) -> Result<Codecs, String> {
     let mut names: Vec<String> = Vec::new();
     for part in text.split(',') {
@@ -158,10 +177,21 @@ pub(crate) enum TrainCommandError {
     Product { ranks: u32, dp: u32, tp: u32, pp: u32 },
     #[error("could not read {path}: {source}")]
     Data { path: PathBuf, source: std::io::Error },
-    #[error("could not write {path}: {source}")]
+    #[error("could not read {path}: it is {what}; copy what it gives to a file")]
+    NoFile { path: PathBuf, what: &'static str },
+    #[error("{path} has more than {limit} GiB; give a part of it")]
+    DataTooLong { path: PathBuf, limit: u64 },
+    #[error("no report could be written to {path}: {source}; choose another place with --report")]
+    ReportPlace { path: PathBuf, source: std::io::Error },
+    #[error("could not write the report to {path}: {source}; training has ended well, its numbers are above")]
     Report { path: PathBuf, source: std::io::Error },
-    #[error("rank 0 could not read {0}")]
-    DataElsewhere(PathBuf),
+    #[error("{0}: another job keeps its checkpoints here; wait for its end, or give this one another folder")]
+    Held(PathBuf),
+    #[error(
+        "these sizes need at least {needed} of memory here, but this machine has {memory}; use a smaller \
+         --width, --context or --batch, fewer --layers, or more machines"
+    )]
+    Memory { needed: String, memory: String },
     #[error("the checkpoint's notes are not the steps of a run: {0}; start without --resume")]
     Notes(serde_json::Error),
     #[error("could not write the result: {0}")]
@@ -184,9 +214,9 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, TrainCommandError> {
             if let Some(ranks) = args.ranks.filter(|ranks| *ranks != world) {
                 return Err(TrainCommandError::Ranks { world, ranks });
             }
-            args.settings(world, args.codec.clone())?.check()?;
-            be_a_rank(args, &Communicator::from_env()?)?;
-            Ok(ExitCode::SUCCESS)
+            let here = std::env::var("LOCAL_WORLD_SIZE").ok().and_then(|ranks| ranks.parse().ok());
+            args.check(world, here.unwrap_or(1))?;
+            be_a_rank(args, &Communicator::from_env()?)
         }
         Err(EnvError::Nothing) => start_ranks(args, args.ranks.unwrap_or(4)),
         Err(error) => Err(error.into()),
@@ -194,6 +224,20 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, TrainCommandError> {
 }
 
 impl Args {
+    /// Fails if this machine cannot run so many ranks of the world with these flags.
+    fn check(&self, world: u32, here: u32) -> Result<(), TrainCommandError> {
+        let settings = self.settings(world, self.codec.clone())?;
+        settings.check()?;
+        let needed = settings.bytes_per_rank() * f64::from(here);
+        match memory() {
+            Some(memory) if needed > memory => Err(TrainCommandError::Memory {
+                needed: units::show_bytes(needed),
+                memory: units::show_bytes(memory),
+            }),
+            _ => Ok(()),
+        }
+    }
+
     fn settings(&self, ranks: u32, codec: CodecChoice) -> Result<Settings, TrainCommandError> {
         let (tp, pp) = (self.tp, self.pp);
         let shared = u64::from(tp) * u64::from(pp);
@@ -237,10 +281,10 @@ impl Args {
 
 /// Starts this very command again, as each of the ranks.
 fn start_ranks(args: &Args, ranks: u32) -> Result<ExitCode, TrainCommandError> {
-    // What is wrong with the flags is better said once.
-    args.settings(ranks, args.codec.clone())?.check()?;
+    // Before any rank is started.
+    args.check(ranks, ranks)?;
     if let Some(path) = &args.data {
-        std::fs::metadata(path).map_err(|source| TrainCommandError::Data { path: path.clone(), source })?;
+        files::open_data(path)?;
     }
     let system = |source| LaunchError::System { what: "could not find this program", source };
     let mut command = vec![std::env::current_exe().map_err(system)?.into_os_string()];
@@ -267,12 +311,28 @@ fn start_ranks(args: &Args, ranks: u32) -> Result<ExitCode, TrainCommandError> {
     Ok(job.run()?)
 }
 
+/// The memory of this machine in bytes with its swap space, or what a container may have of it;
+/// none if it does not say.
+fn memory() -> Option<f64> {
+    let file = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let of = |name: &str| {
+        let line = file.lines().find_map(|line| line.strip_prefix(name))?;
+        line.trim_end_matches("kB").trim().parse::<f64>().ok().map(|kib| 1024.0 * kib)
+    };
+    let all = of("MemTotal:")? + of("SwapTotal:").unwrap_or(0.0);
+    let limit = std::fs::read_to_string("/sys/fs/cgroup/memory.max").ok();
+    let limit = limit.and_then(|limit| limit.trim().parse::<f64>().ok());
+    Some(limit.map_or(all, |limit| limit.min(all)))
+}
+
 /// Trains with each codec, as one rank of many.
-fn be_a_rank(args: &Args, comm: &Communicator) -> Result<(), TrainCommandError> {
+fn be_a_rank(args: &Args, comm: &Communicator) -> Result<ExitCode, TrainCommandError> {
     let stop = watch_for_signals()?;
-    let text = text(args, comm)?;
+    let is_first = comm.rank() == 0;
+    tell(comm, if is_first { files::check_report(&args.report) } else { Ok(()) })?;
+    let Some(text) = text(args, comm, &stop)? else { return stopped(comm, &stop) };
     let Codecs(codecs) = args.compare.clone().unwrap_or_else(|| Codecs(vec![args.codec.clone()]));
-    let mut view = View::new(comm.rank() == 0, args.json);
+    let mut view = View::new(is_first, args.json);
     let mut runs = Vec::new();
     for codec in codecs {
         let settings = args.settings(comm.size() as u32, codec)?;
@@ -283,14 +343,27 @@ fn be_a_rank(args: &Args, comm: &Communicator) -> Result<(), TrainCommandError> 
             break;
         }
     }
-    if comm.rank() == 0 {
-        std::fs::write(&args.report, report::html(&runs))
-            .map_err(|source| TrainCommandError::Report { path: args.report.clone(), source })?;
-        view.summary(&runs, &args.report, args.checkpoint.as_deref())?;
+    let (mut written, mut shown) = (Ok(()), Ok(()));
+    if is_first {
+        written = std::fs::write(&args.report, report::html(&runs));
+        let report = written.is_ok().then_some(args.report.as_path());
+        shown = view.summary(&runs, report, args.checkpoint.as_deref());
     }
-    // Rank 0 is still writing while the others are done; they stay so that nobody is taken for lost.
+    // Rank 0 is still writing while the others are done; they stay so that nobody is taken for
+    // lost.
     comm.barrier().wait()?;
-    Ok(())
+    let is_stopped = runs.iter().any(|run| run.stopped);
+    let code = if is_stopped { stopped(comm, &stop)? } else { ExitCode::SUCCESS };
+    shown?;
+    written.map_err(|source| TrainCommandError::Report { path: args.report.clone(), source })?;
+    Ok(code)
+}
+
+/// The code with which all ranks end after a signal, which not all of them need to have got.
+fn stopped(comm: &Communicator, stop: &AtomicI32) -> Result<ExitCode, TrainCommandError> {
+    let mine = stop.load(Ordering::Relaxed);
+    let signal = comm.all_reduce(vec![mine], ReduceOp::Max).wait()?[0];
+    Ok(ExitCode::from(128 + signal as u8))
 }
 
 fn train(
@@ -298,25 +371,24 @@ fn train(
     comm: &Communicator,
     settings: Settings,
     text: &[u8],
-    stop: &AtomicBool,
+    stop: &AtomicI32,
     view: &mut View,
 ) -> Result<Run, TrainCommandError> {
     let steps = settings.steps;
-    let mut trainer = Trainer::new(comm, settings, text)?;
+    let mut trainer = Trainer::new(LIBRARY, comm, settings, text)?;
     if let Some(path) = &args.init {
         trainer.load_weights(path)?;
     }
-    let before = match &args.checkpoint {
-        Some(dir) if args.resume => go_on(&mut trainer, dir)?,
-        Some(dir) => trainer.prepare_checkpoints(dir).map(|()| Vec::new())?,
-        None => Vec::new(),
+    let (_held, before) = match &args.checkpoint {
+        Some(dir) => keep_checkpoints(&mut trainer, comm, dir, args.resume)?,
+        None => (None, Vec::new()),
     };
     let mut run = Run { steps: before, ..Run::new(&trainer) };
     view.begin(&run, &trainer)?;
     let moved = |trainer: &Trainer| trainer.steps_done() - trainer.steps_skipped();
     let mut saved = None;
     while trainer.steps_done() < steps && !run.stopped {
-        let report = trainer.step(stop.load(Ordering::Relaxed))?;
+        let report = trainer.step(stop.load(Ordering::Relaxed) != 0)?;
         run.stopped = report.stop;
         run.seconds += report.times.total;
         run.skipped = trainer.steps_skipped();
@@ -336,13 +408,33 @@ fn train(
     run.trace = trainer.trace().to_vec();
     view.end();
     if let (Some(weights), false) = (trainer.gathered_weights()?, run.stopped) {
-        let writer = Writer::new(weights, run.settings.model).map_err(TrainError::from)?;
-        let prompt = "The ";
-        let sample = writer.write(prompt, SAMPLE, 0.7, run.settings.seed).map_err(TrainError::from)?;
+        let mut writer = Writer::new(LIBRARY, weights, run.settings.model)?;
+        let sample = writer.write("The ", SAMPLE, 0.7, run.settings.seed)?;
         // What it writes must not move the cursor.
         run.sample = sample.chars().filter(|c| !c.is_control() || *c == '\n').collect();
     }
     Ok(run)
+}
+
+/// Takes the folder for this run, for as long as what is returned first lives, and goes on from a
+/// checkpoint in it if asked to; with the steps so far.
+fn keep_checkpoints(
+    trainer: &mut Trainer,
+    comm: &Communicator,
+    dir: &Path,
+    resume: bool,
+) -> Result<(Option<Held>, Vec<StepReport>), TrainCommandError> {
+    let hold = |held: Option<Held>| {
+        let is_missing = comm.rank() == 0 && held.is_none();
+        tell(comm, if is_missing { files::hold(dir) } else { Ok(held) })
+    };
+    let held = hold(None)?;
+    let steps = if resume { go_on(trainer, dir)? } else { Vec::new() };
+    if !resume {
+        trainer.prepare_checkpoints(dir)?;
+    }
+    // If there was no folder before.
+    Ok((hold(held)?, steps))
 }
 
 /// Goes on from a checkpoint; its steps so far.
@@ -365,29 +457,27 @@ fn save(trainer: &mut Trainer, dir: &Path, run: &Run) -> Result<(), TrainCommand
     Ok(trainer.save(dir, notes)?)
 }
 
-/// What to learn from; rank 0 reads it and gives it to the others.
-fn text(args: &Args, comm: &Communicator) -> Result<Vec<u8>, TrainCommandError> {
-    let Some(path) = &args.data else { return Ok(embedded()) };
-    let found = if comm.rank() == 0 { Some(std::fs::read(path)) } else { None };
-    // A length of its own for failure, so that all ranks end alike.
-    let length = found.as_ref().map(|found| vec![found.as_ref().map_or(u64::MAX, |text| text.len() as u64)]);
-    let length = comm.broadcast(length, 1, 0).wait()?[0];
-    let mine = match found {
-        Some(result) => {
-            Some(result.map_err(|source| TrainCommandError::Data { path: path.clone(), source })?)
-        }
-        None if length == u64::MAX => return Err(TrainCommandError::DataElsewhere(path.clone())),
-        None => None,
-    };
-    Ok(comm.broadcast(mine, length as usize, 0).wait()?)
+/// What to learn from, which rank 0 reads and gives to the others; none if it is asked to end
+/// first.
+fn text(args: &Args, comm: &Communicator, stop: &AtomicI32) -> Result<Option<Vec<u8>>, TrainCommandError> {
+    let Some(path) = &args.data else { return Ok(Some(embedded())) };
+    let is_first = comm.rank() == 0;
+    let mine = tell(comm, if is_first { files::read_data(path, stop) } else { Ok(None) })?;
+    // A length of its own for a wish to end, so that all ranks end alike.
+    let length = is_first.then(|| vec![mine.as_ref().map_or(u64::MAX, |text| text.len() as u64)]);
+    match comm.broadcast(length, 1, 0).wait()?[0] {
+        u64::MAX => Ok(None),
+        length => Ok(Some(comm.broadcast(mine, length as usize, 0).wait()?)),
+    }
 }
 
 /// Two signals within this time are one wish: some programs signal a process and then its group.
 const ONE_WISH: Duration = Duration::from_secs(1);
 
-/// Set once somebody asks this process to end; asking again later ends it at once.
-fn watch_for_signals() -> Result<Arc<AtomicBool>, TrainCommandError> {
-    let stop = Arc::new(AtomicBool::new(false));
+/// The signal with which somebody has asked this process to end, or 0; asking again later ends it
+/// at once.
+fn watch_for_signals() -> Result<Arc<AtomicI32>, TrainCommandError> {
+    let stop = Arc::new(AtomicI32::new(0));
     let asked = stop.clone();
     let system = |source| LaunchError::System { what: "could not watch for signals", source };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(system)?;
@@ -398,10 +488,10 @@ fn watch_for_signals() -> Result<Arc<AtomicBool>, TrainCommandError> {
         runtime.block_on(async {
             let mut first: Option<Instant> = None;
             loop {
-                wishes.next().await;
-                asked.store(true, Ordering::Relaxed);
+                let signal = wishes.next().await.as_raw();
+                let _ = asked.compare_exchange(0, signal, Ordering::Relaxed, Ordering::Relaxed);
                 if first.get_or_insert_with(Instant::now).elapsed() > ONE_WISH {
-                    std::process::exit(130);
+                    std::process::exit(128 + signal);
                 }
             }
         })

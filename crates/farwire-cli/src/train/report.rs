@@ -2,8 +2,7 @@
 
 use std::fmt::Write as _;
 
-use farwire_candle::{StepReport, Times};
-use farwire_train::Span;
+use farwire_train::{Span, StepReport, Times};
 
 use super::view::Run;
 use crate::units::show_bytes;

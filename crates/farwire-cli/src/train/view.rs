@@ -1,12 +1,12 @@
-//! How a run goes, on the terminal: a line that updates, plain lines, or JSON; and a table at the end.
+//! How a run goes, on the terminal: a line that updates, plain lines, or JSON; and a table at the
+//! end.
 
 use std::io::{IsTerminal, Write};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 use farwire::CodecChoice;
-use farwire_candle::{Settings, StepReport, Trainer};
-use farwire_train::Span;
+use farwire_train::{Settings, Span, StepReport, Trainer};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
@@ -49,7 +49,8 @@ pub(crate) struct Outcome {
     pub(crate) tokens_per_second: f64,
     pub(crate) wire_bytes: u64,
     pub(crate) wire_bytes_per_step: f64,
-    /// Bytes of a dense exchange over bytes sent; none where there is no exchange, or more than that is sent.
+    /// Bytes of a dense exchange over bytes sent; none where there is no exchange, or more than
+    /// that is sent.
     pub(crate) ratio: Option<f64>,
     /// The same over the last steps, when a codec has been phased in.
     pub(crate) final_ratio: Option<f64>,
@@ -209,7 +210,7 @@ impl View {
     pub(crate) fn summary(
         &self,
         runs: &[Run],
-        report: &Path,
+        report: Option<&Path>,
         checkpoint: Option<&Path>,
     ) -> std::io::Result<()> {
         let mut out = std::io::stdout();
@@ -219,7 +220,7 @@ impl View {
                 line["event"] = "summary".into();
                 line["stopped"] = run.stopped.into();
                 line["sample"] = run.sample.clone().into();
-                line["report"] = report.display().to_string().into();
+                line["report"] = report.map(|path| path.display().to_string()).into();
                 writeln!(out, "{line}")?;
             }
             return out.flush();
@@ -263,7 +264,9 @@ impl View {
             writeln!(out, "\nwhat it writes ({}):", run.name())?;
             run.sample.lines().try_for_each(|line| writeln!(out, "  {line}"))?;
         }
-        writeln!(out, "\nreport: {}", report.display())?;
+        if let Some(report) = report {
+            writeln!(out, "\nreport: {}", report.display())?;
+        }
         match (runs.iter().any(|run| run.stopped), checkpoint) {
             (true, Some(dir)) => {
                 writeln!(out, "stopped; go on with --checkpoint {} --resume", dir.display())?;

@@ -14,9 +14,11 @@ use std::net::{IpAddr, Ipv6Addr};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use quinn::{Connection, Endpoint};
+use quinn::{Connection, Endpoint, ServerConfig};
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
+
+use crate::quic::transport::Transport;
 
 /// How long one handshake may take.
 const HANDSHAKE: Duration = Duration::from_secs(10);
@@ -32,7 +34,12 @@ pub(crate) fn limit_incoming(server: &mut quinn::ServerConfig) {
 
 /// Answers all that connect, for as long as the endpoint lives, and passes on those that have proven to
 /// be of the cluster.
-pub(crate) async fn keep(endpoint: Endpoint, pass: impl Fn(Connection) + Send + Sync + 'static) {
+pub(crate) async fn keep(
+    endpoint: Endpoint,
+    server: ServerConfig,
+    transport: Transport,
+    pass: impl Fn(Connection) + Send + Sync + 'static,
+) {
     let (pass, porch) = (Arc::new(pass), Arc::new(Porch::default()));
     while let Some(incoming) = endpoint.accept().await {
         if !incoming.remote_address_validated() {
@@ -40,7 +47,9 @@ pub(crate) async fn keep(endpoint: Endpoint, pass: impl Fn(Connection) + Send + 
             continue;
         }
         let from = incoming.remote_address();
-        let connecting = match incoming.accept() {
+        let mut server = server.clone();
+        server.transport_config(transport.to(from));
+        let connecting = match incoming.accept_with(Arc::new(server)) {
             Ok(connecting) => connecting,
             Err(error) => {
                 porch.say(&format!("refused a stranger from {from}: {error}"));

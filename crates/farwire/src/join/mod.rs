@@ -1,5 +1,6 @@
 //! How processes find each other and prove who they are.
 
+mod calling;
 pub(crate) mod door;
 pub(crate) mod env;
 pub(crate) mod files;

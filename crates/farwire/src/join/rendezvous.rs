@@ -16,25 +16,23 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use farwire_proto::{Epoch, Peer, VERSION};
-use quinn::{Connection, Endpoint, RecvStream, SendStream};
+use quinn::{Connection, Endpoint, RecvStream, SendStream, ServerConfig};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
+use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::env::Place;
 use super::identity::{Identity, IdentityError};
 use super::job::JobName;
-use super::{door, held_port};
-use crate::quic::congestion::Congestion;
-use crate::quic::link;
+use super::{calling::Caller, door, held_port};
+use crate::quic::transport::{KEEP_ALIVE, Transport};
 
 /// How long one hello may take.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long to wait for a peer to answer before asking again; each time twice as long, up to a limit. A
-/// peer that is not there yet should be found soon, a slow one needs time.
-const FIRST_RETRY: Duration = Duration::from_secs(3);
-const MAX_RETRY: Duration = Duration::from_secs(12);
+/// A process that is alive is heard of in this time, since its connection is kept alive.
+const SIGN_OF_LIFE: Duration = Duration::from_millis(KEEP_ALIVE.as_millis() as u64 + 1500);
 /// The longest message, apart from the table of ranks.
 const MAX_MESSAGE: usize = 16 << 10;
 /// The longest entry of the table of ranks, which is as long as the job is large.
@@ -53,7 +51,7 @@ pub(crate) struct Acquaintance {
 
 /// What a process says first.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-struct Hello {
+pub(super) struct Hello {
     /// Read before the rest, which another version may lay out differently.
     version: u8,
     job: JobName,
@@ -61,13 +59,13 @@ struct Hello {
     epoch: u32,
     /// Random: tells a process that comes again from another that claims the same rank.
     process: u64,
-    member: Member,
+    pub(super) member: Member,
 }
 
 /// What the others need to know of a process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Member {
-    rank: u32,
+    pub(super) rank: u32,
     /// The UDP port it listens on.
     port: u16,
     /// Differs between hosts. (Equal ones are only a reason to try shared memory.)
@@ -77,7 +75,7 @@ pub(crate) struct Member {
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-enum Answer {
+pub(super) enum Answer {
     /// All members and their addresses, by rank; rank 0's address is where the connection already is.
     Welcome(Vec<(Member, Option<SocketAddr>)>),
     /// Your hello has been heard; wait.
@@ -201,16 +199,12 @@ pub(crate) async fn resolve(place: &Place) -> Result<SocketAddr, JoinError> {
 pub(crate) async fn join(
     terms: &Terms<'_>,
     identity: Arc<Identity>,
-    transport: quinn::TransportConfig,
+    transport: Transport,
 ) -> Result<(Endpoint, Vec<Option<Acquaintance>>), JoinError> {
     let &Terms { place, master, timeout, .. } = terms;
     let deadline = Instant::now() + timeout;
     let (me, world) = (place.rank, place.world);
-    let transport = Arc::new(transport);
-    let mut endpoint = listen(terms, &identity, transport.clone())?;
-    let mut client = identity.client_config()?;
-    client.transport_config(transport);
-    endpoint.set_default_client_config(client);
+    let (endpoint, server) = listen(terms, &identity)?;
     let port = endpoint.local_addr().map_err(|error| JoinError::Listen { address: master, error })?.port();
     let mut random = [0; 8];
     aws_lc_rs::rand::fill(&mut random).map_err(|_| JoinError::Identity("no randomness".to_owned()))?;
@@ -226,53 +220,54 @@ pub(crate) async fn join(
 
     let (door, mut newcomers) = mpsc::channel(world.len());
     let refusals = Arc::new(Refusals::default());
-    let (certified, mine, refused) = (identity.clone(), hello.clone(), refusals.clone());
-    tokio::spawn(door::keep(endpoint.clone(), move |connection| {
+    let (certified, mine, refused, pass) = (identity.clone(), hello.clone(), refusals.clone(), door.clone());
+    tokio::spawn(door::keep(endpoint.clone(), server, transport, move |connection| {
         let (certified, mine, refused) = (certified.clone(), mine.clone(), refused.clone());
-        tokio::spawn(hear(connection, certified, mine, refused, door.clone()));
+        tokio::spawn(hear(connection, certified, mine, refused, pass.clone()));
     }));
     let mut peers: Vec<Option<Acquaintance>> = (0..world.get()).map(|_| None).collect();
 
-    let connect = async |peer, address| {
-        let caller = Caller { endpoint: &endpoint, identity: &identity, hello: &hello };
-        caller.connect(peer, address, deadline, timeout).await
+    let caller = Caller {
+        endpoint: endpoint.clone(),
+        client: identity.client_config()?,
+        transport,
+        identity,
+        hello: hello.clone(),
+        deadline,
+        patience: timeout,
     };
     let mut table = Vec::new();
     if me != Peer(0) {
-        let mut first = connect(Peer(0), master).await?;
+        let mut first = caller.connect(Peer(0), master).await?;
         let limit = MAX_MESSAGE + MAX_ENTRY * world.len();
-        table = match timeout_at(deadline, read_up_to(&mut first.from, limit)).await {
-            Ok(Ok(Answer::Welcome(table))) if table.len() == world.len() => table,
-            Ok(Ok(Answer::Refused(reason))) => {
-                return Err(JoinError::Refused { by: Peer(0), here: me, reason });
-            }
-            Ok(Ok(_)) => return Err(JoinError::Lost { peer: Peer(0), reason: NONSENSE.to_owned() }),
-            Ok(Err(reason)) => return Err(JoinError::Lost { peer: Peer(0), reason }),
-            Err(_) => {
-                let reason = format!("no table of ranks within {timeout:?}; other ranks may be missing");
-                return Err(JoinError::Lost { peer: Peer(0), reason });
-            }
+        table = match caller.answer(Peer(0), &mut first, limit).await? {
+            Answer::Welcome(table) if table.len() == world.len() => table,
+            _ => return Err(JoinError::Lost { peer: Peer(0), reason: NONSENSE.to_owned() }),
         };
         first.member = table[0].0.clone();
         peers[0] = Some(first);
     }
+    // All at once: a call takes several round trips, and far ranks are many.
+    let mut calls = JoinSet::new();
+    let caller = Arc::new(caller);
     for (lower, (_, address)) in table.iter().enumerate().take(me.index()).skip(1) {
         let peer = Peer(lower as u32);
-        let Some(address) = address else {
+        let Some(address) = *address else {
             return Err(JoinError::Lost { peer, reason: "rank 0 does not know its address".to_owned() });
         };
-        let mut there = connect(peer, *address).await?;
-        match timeout_at(deadline, read(&mut there.from)).await {
-            Ok(Ok(Answer::Member(member))) => there.member = member,
-            Ok(Ok(Answer::Refused(reason))) => return Err(JoinError::Refused { by: peer, here: me, reason }),
-            Ok(Ok(_)) => return Err(JoinError::Lost { peer, reason: NONSENSE.to_owned() }),
-            Ok(Err(reason)) => return Err(JoinError::Lost { peer, reason }),
-            Err(_) => {
-                let reason = format!("no answer within {timeout:?}; other ranks may be missing");
-                return Err(JoinError::Lost { peer, reason });
+        let caller = caller.clone();
+        calls.spawn(async move {
+            let mut there = caller.connect(peer, address).await?;
+            match caller.answer(peer, &mut there, MAX_MESSAGE).await? {
+                Answer::Member(member) => there.member = member,
+                _ => return Err(JoinError::Lost { peer, reason: NONSENSE.to_owned() }),
             }
-        }
-        peers[lower] = Some(there);
+            Ok((peer, there))
+        });
+    }
+    while let Some(called) = calls.join_next().await {
+        let (peer, there) = called.map_err(|bug| JoinError::Identity(bug.to_string()))??;
+        peers[peer.index()] = Some(there);
     }
 
     // The processes that higher ranks have come as.
@@ -280,7 +275,7 @@ pub(crate) async fn join(
     let mut expected: Vec<u32> = (me.0 + 1..world.get()).collect();
     while !expected.is_empty() {
         let newcomer = timeout_at(deadline, newcomers.recv()).await.ok().flatten();
-        let Some(Newcomer { process, known }) = newcomer else {
+        let Some(Newcomer { process, known, heard_before }) = newcomer else {
             let missing: Vec<_> = expected.iter().map(|rank| Peer(*rank).to_string()).collect();
             let (missing, refused) = (missing.join(", "), refusals.clause());
             let error = JoinError::Missing { missing, waited: timeout, refused };
@@ -289,28 +284,43 @@ pub(crate) async fn join(
         };
         let rank = known.member.rank;
         // `hear` lets in ranks below the size of the world; those below this one do not come.
-        let slot = &mut peers[rank as usize];
-        let lost = slot.as_ref().is_some_and(|first| first.connection.close_reason().is_some());
+        if rank <= me.0 {
+            turn_away(known, format!("{} does not come to {me}", Peer(rank)), &refusals);
+            continue;
+        }
         let again = processes[rank as usize] == Some(process);
-        match slot {
-            Some(first) if rank <= me.0 || !(lost || again) => {
-                let from = first.connection.remote_address();
-                let reason = format!(
-                    "there already is a {}, at {from}; give every process a rank of its own, and every \
-                     job a name (FARWIRE_JOB)",
-                    Peer(rank)
-                );
-                turn_away(known, reason, &refusals);
-            }
-            _ if rank <= me.0 => {
-                turn_away(known, format!("{} does not come to {me}", Peer(rank)), &refusals);
-            }
-            slot => {
-                *slot = Some(*known);
-                processes[rank as usize] = Some(process);
-                expected.retain(|expected| *expected != rank);
+        let slot = &mut peers[rank as usize];
+        if let Some(first) = slot.as_ref().filter(|first| !again && is_open(&first.connection)) {
+            let heard = first.connection.stats().udp_rx.datagrams;
+            match heard_before {
+                // Which of the two is alive? The first may have been killed and started again.
+                None => {
+                    expected.retain(|expected| *expected != rank);
+                    expected.push(rank);
+                    let door = door.clone();
+                    tokio::spawn(async move {
+                        tokio::time::sleep(SIGN_OF_LIFE).await;
+                        let _ = door.send(Newcomer { process, known, heard_before: Some(heard) }).await;
+                    });
+                    continue;
+                }
+                Some(before) if before < heard => {
+                    expected.retain(|expected| *expected != rank);
+                    let from = first.connection.remote_address();
+                    let reason = format!(
+                        "there already is a {}, at {from}; give every process a rank of its own, and \
+                         every job a name (FARWIRE_JOB)",
+                        Peer(rank)
+                    );
+                    turn_away(known, reason, &refusals);
+                    continue;
+                }
+                Some(_) => {} // nothing was heard of it since
             }
         }
+        *slot = Some(*known);
+        processes[rank as usize] = Some(process);
+        expected.retain(|expected| *expected != rank);
     }
     newcomers.close();
     while let Ok(Newcomer { known, .. }) = newcomers.try_recv() {
@@ -323,12 +333,8 @@ pub(crate) async fn join(
     Ok((endpoint, peers))
 }
 
-/// This process's socket: rank 0's where all look for it.
-fn listen(
-    terms: &Terms<'_>,
-    identity: &Identity,
-    transport: Arc<quinn::TransportConfig>,
-) -> Result<Endpoint, JoinError> {
+/// This process's socket, rank 0's where all look for it; and how it answers those that connect.
+fn listen(terms: &Terms<'_>, identity: &Identity) -> Result<(Endpoint, ServerConfig), JoinError> {
     let master = terms.master;
     let any = match (master.ip().is_loopback(), master.is_ipv6()) {
         (true, _) => master.ip(),
@@ -338,15 +344,15 @@ fn listen(
     let first = terms.place.rank == Peer(0);
     let address = SocketAddr::new(any, if first { master.port() } else { terms.port });
     let mut server = identity.server_config()?;
-    server.transport_config(transport);
     door::limit_incoming(&mut server);
     let listen = || {
         let socket = held_port::bind(address, first && terms.port_is_held)?;
         widen(&socket);
-        let config = quinn::EndpointConfig::default();
-        Endpoint::new(config, Some(server), socket, Arc::new(quinn::TokioRuntime))
+        let runtime = Arc::new(quinn::TokioRuntime);
+        Endpoint::new(Transport::endpoint(), Some(server.clone()), socket, runtime)
     };
-    listen().map_err(|error| JoinError::Listen { address, error })
+    let endpoint = listen().map_err(|error| JoinError::Listen { address, error })?;
+    Ok((endpoint, server))
 }
 
 /// Everyone has come: rank 0 sends the table, the others say who they are.
@@ -388,7 +394,7 @@ async fn refuse(mut peer: Acquaintance, reason: &str) {
 }
 
 async fn refuse_all(peers: &mut [Option<Acquaintance>], reason: &str) {
-    let mut told = tokio::task::JoinSet::new();
+    let mut told = JoinSet::new();
     for peer in peers.iter_mut().filter_map(Option::take) {
         let reason = reason.to_owned();
         told.spawn(async move { refuse(peer, &reason).await });
@@ -425,70 +431,19 @@ impl Refusals {
     }
 }
 
-/// A process that calls others.
-struct Caller<'a> {
-    endpoint: &'a Endpoint,
-    identity: &'a Identity,
-    hello: &'a Hello,
-}
-
-impl Caller<'_> {
-    /// Connects to a peer and says hello, again and again until it is heard.
-    async fn connect(
-        &self,
-        peer: Peer,
-        address: SocketAddr,
-        deadline: Instant,
-        waited: Duration,
-    ) -> Result<Acquaintance, JoinError> {
-        let Self { endpoint, identity, hello } = self;
-        let here = Peer(hello.member.rank);
-        let mut last = "no answer".to_owned();
-        let mut patience = FIRST_RETRY;
-        while Instant::now() < deadline {
-            let attempt = async {
-                let connecting =
-                    endpoint.connect(address, &identity.name_of(peer)).map_err(|error| error.to_string())?;
-                let connection = timeout(patience, connecting).await.map_err(|_| "no answer".to_owned())?;
-                let connection = connection.map_err(|error| error.to_string())?;
-                let (mut to, mut from) = connection.open_bi().await.map_err(|error| error.to_string())?;
-                write(&mut to, hello).await?;
-                // Only now is it known that the peer has let this process in: it may have had no place
-                // for it, or found its certificate wrong.
-                let answer = read(&mut from).await?;
-                let member = hello.member.clone(); // until it says who it is
-                Ok::<_, String>((Acquaintance { connection, to, from, member }, answer))
-            };
-            match timeout_at(deadline, attempt).await {
-                Ok(Ok((there, Answer::Heard))) if identity.is_of_this_job(&there.connection, peer) => {
-                    return Ok(there);
-                }
-                Ok(Ok((_, Answer::Heard))) => {
-                    return Err(JoinError::Lost { peer, reason: "its certificate is of another job".into() });
-                }
-                Ok(Ok((_, Answer::Refused(reason)))) => {
-                    return Err(JoinError::Refused { by: peer, here, reason });
-                }
-                Ok(Ok(_)) => return Err(JoinError::Lost { peer, reason: NONSENSE.to_owned() }),
-                Ok(Err(reason)) => {
-                    last = reason;
-                    tokio::time::sleep(Duration::from_millis(100)).await;
-                }
-                Err(_) => {}
-            }
-            patience = (2 * patience).min(MAX_RETRY);
-        }
-        Err(JoinError::Unreachable { here, peer, address, waited, last })
-    }
-}
-
-const NONSENSE: &str = "it answered something unexpected";
+pub(super) const NONSENSE: &str = "it answered something unexpected";
 const COMPLETE: &str = "the group is complete and running";
 
 /// A rank of this job.
 struct Newcomer {
     process: u64,
     known: Box<Acquaintance>,
+    /// If another process has come as this rank before: packets of that one, up to when this one came.
+    heard_before: Option<u64>,
+}
+
+fn is_open(connection: &Connection) -> bool {
+    connection.close_reason().is_none()
 }
 
 /// Hears what a process of the cluster has to say. Once nobody listens at the other end of `door`, the
@@ -519,7 +474,8 @@ async fn receive(connection: Connection, identity: &Identity, mine: &Hello) -> R
     match judge(&text, &connection, identity, mine) {
         Ok(Hello { process, member, .. }) => {
             write(&mut to, &Answer::Heard).await?;
-            Ok(Newcomer { process, known: Box::new(Acquaintance { connection, to, from, member }) })
+            let known = Box::new(Acquaintance { connection, to, from, member });
+            Ok(Newcomer { process, known, heard_before: None })
         }
         Err(reason) => {
             let member = mine.member.clone(); // it is not known who it is
@@ -596,7 +552,10 @@ pub(crate) async fn read<T: DeserializeOwned>(from: &mut RecvStream) -> Result<T
     read_up_to(from, MAX_MESSAGE).await
 }
 
-async fn read_up_to<T: DeserializeOwned>(from: &mut RecvStream, limit: usize) -> Result<T, String> {
+pub(super) async fn read_up_to<T: DeserializeOwned>(
+    from: &mut RecvStream,
+    limit: usize,
+) -> Result<T, String> {
     serde_json::from_slice(&read_bytes(from, limit).await?).map_err(|error| error.to_string())
 }
 
@@ -634,25 +593,6 @@ pub(crate) fn widen(socket: &UdpSocket) -> usize {
 
 /// Bytes that are asked for.
 pub(crate) const BUFFER: usize = 8 << 20;
-
-/// Limits for connections of all kinds. A link that carries data asks for more; strangers never get there, and a handshake costs little memory.
-pub(crate) fn transport(congestion: Congestion) -> quinn::TransportConfig {
-    let mut transport = quinn::TransportConfig::default();
-    transport
-        .congestion_controller_factory(congestion.factory())
-        .max_concurrent_uni_streams(0u32.into())
-        .max_concurrent_bidi_streams(4u32.into())
-        .stream_receive_window(link::STREAM_WINDOW)
-        .receive_window(link::STREAM_WINDOW)
-        .send_window(link::CONNECTION_WINDOW.into_inner())
-        .datagram_receive_buffer_size(None)
-        // A peer that waits for others to join may have nothing to say for longer than the idle timeout.
-        .keep_alive_interval(Some(Duration::from_secs(3)))
-        // A first packet that finds nobody listening yet is soon sent again.
-        .initial_rtt(Duration::from_millis(50))
-        .max_idle_timeout(Some(quinn::VarInt::from_u32(10_000).into()));
-    transport
-}
 
 /// Whether a peer says it is on this host.
 pub(crate) fn is_this_host(member: &Member) -> bool {
@@ -701,10 +641,10 @@ mod tests {
             timeout: Duration::from_secs(60),
         };
         let identity = Arc::new(Identity::new(&token, Peer(1), Epoch(0), &job).unwrap());
-        let listening = listen(&terms, &identity, Arc::new(transport(Congestion::default()))).unwrap();
+        let (listening, server) = listen(&terms, &identity).unwrap();
         let address = listening.local_addr().unwrap();
         let (door, _newcomers) = mpsc::channel(100);
-        tokio::spawn(door::keep(listening, move |connection| {
+        tokio::spawn(door::keep(listening, server, Transport::default(), move |connection| {
             let mine = hello("here", 1, VERSION);
             tokio::spawn(hear(connection, identity.clone(), mine, Arc::default(), door.clone()));
         }));
@@ -712,13 +652,16 @@ mod tests {
         for hello in hellos {
             let rank = Peer(hello.member.rank);
             let identity = Identity::new(&token, rank, Epoch(0), &hello.job).unwrap();
-            let mut client = identity.client_config().unwrap();
-            client.transport_config(Arc::new(transport(Congestion::default())));
-            let mut endpoint = Endpoint::client(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
-            endpoint.set_default_client_config(client);
-            let caller = Caller { endpoint: &endpoint, identity: &identity, hello };
-            let deadline = Instant::now() + Duration::from_secs(60);
-            let heard = caller.connect(Peer(1), address, deadline, Duration::from_secs(60)).await;
+            let caller = Caller {
+                endpoint: Endpoint::client(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap(),
+                client: identity.client_config().unwrap(),
+                transport: Transport::default(),
+                identity: Arc::new(identity),
+                hello: hello.clone(),
+                deadline: Instant::now() + Duration::from_secs(60),
+                patience: Duration::from_secs(60),
+            };
+            let heard = caller.connect(Peer(1), address).await;
             answers.push(heard.map(|_| ()).map_err(|error| error.to_string()));
         }
         answers

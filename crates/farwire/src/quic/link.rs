@@ -9,6 +9,7 @@
 //! ```
 //!
 //! Frames of one stream have rising indices. Notices, which belong to no lane, have a stream of their own.
+//! A sender that gives a lane up resets its streams, and the receiver drops what came of it.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -16,10 +17,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::{BufMut, Bytes, BytesMut};
 use farwire_proto::{CommId, FAULT_LEN, HEADER_LEN, Header, Lane, OpSeq, Peer};
-use quinn::{Connection, RecvStream, SendStream, VarInt};
+use quinn::{Connection, ReadError, ReadExactError, RecvStream, SendStream, VarInt};
 use rustc_hash::{FxHashMap as HashMap, FxHashSet as HashSet};
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
+use tokio::task::AbortHandle;
 
 use super::control::Health;
 use crate::link::{Arrival, Broken, Link};
@@ -83,9 +85,17 @@ pub(crate) struct QuicLink {
 /// A lane to the peer.
 #[derive(Debug, Default)]
 struct Outgoing {
-    streams: Vec<mpsc::Sender<Bytes>>,
+    streams: Vec<OutStream>,
     /// Whose turn it is; beyond the last, a new one's if the path needs it.
     turn: usize,
+}
+
+/// The driver's end of a stream to the peer.
+#[derive(Debug)]
+struct OutStream {
+    frames: mpsc::Sender<Bytes>,
+    /// Which resets the stream.
+    task: AbortHandle,
 }
 
 /// A lane from the peer.
@@ -103,7 +113,7 @@ struct Shared {
     longest: usize,
     /// This process's.
     bell: Bell,
-    arrived: Mutex<VecDeque<Result<Frame, Broken>>>,
+    arrived: Mutex<VecDeque<Result<News, Broken>>>,
     writable: Mutex<VecDeque<Lane>>,
     lanes: Mutex<HashMap<Lane, Progress>>,
     /// Streams of the peer that were accepted, and those of them that are not read to their end.
@@ -123,6 +133,14 @@ struct Progress {
     waiting: HashMap<u32, Arc<Notify>>,
 }
 
+/// What those who read streams have to tell the driver.
+#[derive(Debug)]
+enum News {
+    Frame(Frame),
+    /// The peer has given this lane up.
+    GivenUp(Lane),
+}
+
 #[derive(Debug)]
 struct Frame {
     header: Header,
@@ -133,9 +151,19 @@ struct Frame {
     _room: Option<OwnedSemaphorePermit>,
 }
 
+/// Whether a frame may be read.
+#[derive(Debug)]
+enum Room {
+    /// It is the next of its lane.
+    Next,
+    Spare(OwnedSemaphorePermit),
+    /// Its sender has given it up.
+    NotWanted,
+}
+
 impl Shared {
-    fn arrive(&self, frame: Result<Frame, Broken>) {
-        self.arrived.lock().unwrap_or_else(PoisonError::into_inner).push_back(frame);
+    fn tell(&self, news: Result<News, Broken>) {
+        self.arrived.lock().unwrap_or_else(PoisonError::into_inner).push_back(news);
         self.bell.ring();
     }
 
@@ -143,8 +171,10 @@ impl Shared {
         self.lanes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until a frame may be read: it is the next of its lane, or there is room to spare.
-    async fn room(&self, lane: Lane, index: u32) -> Result<Option<OwnedSemaphorePermit>, Broken> {
+    /// Waits until a frame may be read from `stream`: it is the next of its lane, or there is room to
+    /// spare.
+    async fn room(&self, lane: Lane, index: u32, stream: &mut RecvStream) -> Result<Room, Broken> {
+        let mut may_be_reset = true;
         loop {
             let (turn, near) = {
                 let mut lanes = self.lanes();
@@ -154,12 +184,12 @@ impl Shared {
                 }
                 if index == progress.next {
                     progress.waiting.remove(&index);
-                    return Ok(None);
+                    return Ok(Room::Next);
                 }
                 let near = index - progress.next < LANE_FRAMES;
                 if near && let Ok(room) = self.spare.clone().try_acquire_owned() {
                     progress.waiting.remove(&index);
-                    return Ok(Some(room));
+                    return Ok(Room::Spare(room));
                 }
                 (progress.waiting.entry(index).or_default().clone(), near)
             };
@@ -167,6 +197,10 @@ impl Shared {
                 () = turn.notified() => {}
                 // Taken by the next turn of the loop, unless another is quicker.
                 room = self.spare.clone().acquire_owned(), if near => drop(room),
+                reset = stream.received_reset(), if may_be_reset => match reset {
+                    Ok(Some(_)) => return Ok(Room::NotWanted),
+                    _ => may_be_reset = false,
+                },
             }
         }
     }
@@ -210,17 +244,18 @@ impl QuicLink {
             closed: false,
         };
         // Opened first, so that it never has to wait for one of the peer's streams.
-        link.notices = Some(link.open_stream(None, 2));
+        link.notices = Some(link.open_stream(None, 2).frames);
         link
     }
 
     /// A new stream, and the task that writes it. Its first frame goes before others' later ones.
-    fn open_stream(&mut self, lane: Option<Lane>, ahead: i32) -> mpsc::Sender<Bytes> {
+    fn open_stream(&mut self, lane: Option<Lane>, ahead: i32) -> OutStream {
         let (sender, frames) = mpsc::channel(QUEUE);
         self.streams_opened += 1;
         self.shared.writing.fetch_add(1, Ordering::SeqCst);
-        self.runtime.spawn(write_stream(self.connection.clone(), self.shared.clone(), lane, ahead, frames));
-        sender
+        let writing = Writing { shared: self.shared.clone(), stream: None };
+        let task = write_stream(self.connection.clone(), writing, lane, ahead, frames);
+        OutStream { frames: sender, task: self.runtime.spawn(task).abort_handle() }
     }
 
     /// How many streams a lane should have, as far as is known of the path.
@@ -244,7 +279,7 @@ impl QuicLink {
         }
         let in_turn = (turn..streams.len()).chain(0..turn);
         let found = in_turn.into_iter().find_map(|at| {
-            let room = streams[at].clone().try_reserve_owned().ok()?;
+            let room = streams[at].frames.clone().try_reserve_owned().ok()?;
             Some((at, room))
         });
         if let Some((at, _)) = &found {
@@ -302,12 +337,19 @@ impl Link for QuicLink {
                 && self.shared.reading.load(Ordering::SeqCst) == 0
         });
         loop {
-            let frame = self.shared.arrived.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
-            let Some(frame) = frame else {
+            let told = self.shared.arrived.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
+            let Some(told) = told else {
                 let news = all_here && !std::mem::replace(&mut self.closed, all_here);
                 return Ok(news.then_some(Arrival::Closed));
             };
-            let frame = frame?;
+            let frame = match told? {
+                News::Frame(frame) => frame,
+                News::GivenUp(lane) => {
+                    self.incoming.remove(&lane);
+                    self.shared.lanes().remove(&lane);
+                    continue;
+                }
+            };
             if frame.header.frame.is_notice() {
                 return Ok(Some(Arrival::Notice(frame.header, frame.body)));
             }
@@ -349,7 +391,9 @@ impl Link for QuicLink {
 
     fn abandon(&mut self, comm: CommId, seq: Option<OpSeq>) {
         let gone = |lane: &Lane| lane.comm == comm && seq.is_none_or(|seq| lane.seq == seq);
-        self.outgoing.retain(|lane, _| !gone(lane));
+        for (_, lane) in self.outgoing.extract_if(|lane, _| gone(lane)) {
+            lane.streams.iter().for_each(|stream| stream.task.abort());
+        }
         self.refused.retain(|lane| !gone(lane));
     }
 
@@ -369,16 +413,32 @@ impl Link for QuicLink {
     }
 }
 
+/// A stream that is being written. Dropped before its end, it is reset.
+struct Writing {
+    shared: Arc<Shared>,
+    stream: Option<SendStream>,
+}
+
+impl Drop for Writing {
+    fn drop(&mut self) {
+        if let Some(stream) = &mut self.stream {
+            let _ = stream.reset(VarInt::from_u32(0)); // fails for one that has ended
+        }
+        self.shared.writing.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
 /// Sends frames of one lane in order, the first of them `ahead` of other streams; or notices, all of them.
 async fn write_stream(
     connection: Connection,
-    shared: Arc<Shared>,
+    mut writing: Writing,
     lane: Option<Lane>,
     ahead: i32,
     mut frames: mpsc::Receiver<Bytes>,
 ) {
+    let Writing { shared, stream } = &mut writing;
     let written = async {
-        let mut stream: SendStream = connection.open_uni().await.ok()?;
+        let stream = stream.insert(connection.open_uni().await.ok()?);
         stream.set_priority(ahead).ok()?;
         let mut first = true;
         while let Some(frame) = frames.recv().await {
@@ -396,7 +456,6 @@ async fn write_stream(
         stream.stopped().await.ok()
     };
     written.await;
-    shared.writing.fetch_sub(1, Ordering::SeqCst);
 }
 
 /// Reads every stream that the peer opens, each in a task of its own.
@@ -407,7 +466,7 @@ async fn accept_streams(connection: Connection, shared: Arc<Shared>) {
         let shared = shared.clone();
         tokio::spawn(async move {
             if let Err(broken) = read_stream(stream, &shared).await {
-                shared.arrive(Err(broken));
+                shared.tell(Err(broken));
             }
             shared.reading.fetch_sub(1, Ordering::SeqCst);
             shared.bell.ring();
@@ -417,12 +476,11 @@ async fn accept_streams(connection: Connection, shared: Arc<Shared>) {
 
 /// Reads frames for as long as there is room for them; what there is no room for stays with the peer.
 async fn read_stream(mut stream: RecvStream, shared: &Shared) -> Result<(), Broken> {
-    loop {
+    let mut lane = None;
+    let given_up = loop {
         let mut start = [0; 1 + HEADER_LEN];
-        match stream.read_exact(&mut start).await {
-            Ok(()) => {}
-            // The end; a connection that ends in the middle is told by the heartbeats.
-            Err(_) => return Ok(()),
+        if let Err(end) = stream.read_exact(&mut start).await {
+            break is_reset(&end);
         }
         let last = match start[0] {
             0 => false,
@@ -434,16 +492,31 @@ async fn read_stream(mut stream: RecvStream, shared: &Shared) -> Result<(), Brok
         if length > shared.longest.max(FAULT_LEN) {
             return Err(Broken("a frame is longer than agreed"));
         }
-        let room = match header.frame.is_notice() {
-            true => None,
-            false => shared.room(Lane::of(shared.from, &header), header.index).await?,
-        };
-        let mut body = vec![0; length];
-        if stream.read_exact(&mut body).await.is_err() {
-            return Ok(());
+        let mut spare = None;
+        if !header.frame.is_notice() {
+            let of = *lane.insert(Lane::of(shared.from, &header));
+            match shared.room(of, header.index, &mut stream).await? {
+                Room::Next => {}
+                Room::Spare(room) => spare = Some(room),
+                Room::NotWanted => break true,
+            }
         }
-        shared.arrive(Ok(Frame { header, body, last, _room: room }));
+        let mut body = vec![0; length];
+        if let Err(end) = stream.read_exact(&mut body).await {
+            break is_reset(&end);
+        }
+        shared.tell(Ok(News::Frame(Frame { header, body, last, _room: spare })));
+    };
+    if let Some(lane) = lane.filter(|_| given_up) {
+        shared.tell(Ok(News::GivenUp(lane)));
     }
+    Ok(())
+}
+
+/// Whether a stream was given up by the peer. If it has ended, that is well; a connection that has is
+/// told by the heartbeats.
+fn is_reset(end: &ReadExactError) -> bool {
+    matches!(end, ReadExactError::ReadError(ReadError::Reset(_)))
 }
 
 #[cfg(test)]
@@ -457,8 +530,7 @@ mod tests {
 
     use super::*;
     use crate::join::identity::Identity;
-    use crate::join::rendezvous::transport;
-    use crate::quic::congestion::Congestion;
+    use crate::quic::transport::Transport;
     use crate::token::Token;
 
     const LONGEST: usize = 1000;
@@ -480,10 +552,11 @@ mod tests {
             let identity = Identity::new(&token, Peer(rank), Epoch(0), &Default::default()).unwrap();
             let (mut server, mut client) =
                 (identity.server_config().unwrap(), identity.client_config().unwrap());
-            let transport = Arc::new(transport(Congestion::Model));
+            let address = SocketAddr::from(([127, 0, 0, 1], 0));
+            let transport = Transport::default().to(address);
             server.transport_config(transport.clone());
             client.transport_config(transport);
-            let mut endpoint = Endpoint::server(server, SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+            let mut endpoint = Endpoint::server(server, address).unwrap();
             endpoint.set_default_client_config(client);
             (endpoint, identity)
         };
@@ -646,5 +719,64 @@ mod tests {
         let mut indices: Vec<Vec<u32>> = indices;
         indices.sort();
         assert_eq!(indices, [vec![], vec![0, 2], vec![1, 3]]);
+    }
+
+    /// What came of a lane that the peer has given up is dropped, and others have its room.
+    #[test]
+    fn a_lane_that_its_sender_gives_up_holds_nothing() {
+        let Ends { runtime, mut link, bell, peer, _endpoints } = ends();
+        // No frame is the first of its lane, so all of them need room to spare, and some find none.
+        let mut streams: Vec<_> = runtime.block_on(async {
+            let mut streams = Vec::new();
+            for seq in 0..8 {
+                let mut stream = peer.open_uni().await.unwrap();
+                for index in 1..=100 {
+                    stream.write_all(&frame(seq, index, false)).await.unwrap();
+                }
+                streams.push(stream);
+            }
+            streams
+        });
+        let wait_for = |link: &mut QuicLink, holds: &dyn Fn(&QuicLink) -> bool| {
+            while !holds(link) {
+                let count = bell.count();
+                assert!(link.poll_arrived().unwrap().is_none(), "none is the next of its lane");
+                bell.sleep(count, Duration::from_millis(100));
+            }
+        };
+        wait_for(&mut link, &|link| link.shared.spare.available_permits() == 0);
+        streams.iter_mut().for_each(|stream| stream.reset(VarInt::from_u32(0)).unwrap());
+        wait_for(&mut link, &|link| link.incoming.is_empty() && link.shared.lanes().is_empty());
+        assert_eq!(link.shared.spare.available_permits(), SPARE_FRAMES);
+    }
+
+    #[test]
+    fn giving_a_lane_up_resets_its_streams() {
+        let Ends { runtime, mut link, bell, peer, _endpoints } = ends();
+        peer.set_max_concurrent_uni_streams(STREAMS);
+        let header = Header { seq: OpSeq::Collective(1), ..header(LONGEST) };
+        let lane = Lane::of(Peer(0), &header);
+        for index in 0..4 {
+            assert!(link.send(Some(lane), &Header { index, ..header }, &[0; LONGEST], false));
+        }
+        while link.shared.writable.lock().unwrap().len() < 4 {
+            bell.sleep(bell.count(), Duration::from_millis(1));
+        }
+        link.abandon(lane.comm, Some(lane.seq));
+        link.close(); // which ends the stream of notices
+        let reset = runtime.block_on(async {
+            let mut reset = 0;
+            for _ in 0..3 {
+                let mut stream = peer.accept_uni().await.unwrap();
+                match stream.read_to_end(usize::MAX).await {
+                    Ok(_) => {}
+                    Err(quinn::ReadToEndError::Read(ReadError::Reset(_))) => reset += 1,
+                    Err(end) => panic!("{end}"),
+                }
+            }
+            reset
+        });
+        assert_eq!(reset, 2);
+        assert!(link.outgoing.is_empty());
     }
 }

@@ -6,3 +6,4 @@
 pub(crate) mod congestion;
 pub(crate) mod control;
 pub(crate) mod link;
+pub(crate) mod transport;

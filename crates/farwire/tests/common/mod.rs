@@ -6,6 +6,7 @@ pub(crate) mod relay;
 pub(crate) mod stranger;
 
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 use farwire::{Algorithm, Communicator, Element, Options, ReduceOp, Token};
 use farwire_proto::{Call, Counts, Kind, Rank};
@@ -218,13 +219,14 @@ pub(crate) fn start_processes_at(
     let case = format!("{test} {n} {link}");
     if let Ok(mark) = std::env::var(MARK) {
         if mark == case {
+            end_after(CHILD_LIMIT);
             rank(Communicator::from_env().expect("all ranks come"));
         } // else it is another case of the same test
         return Vec::new();
     }
     let start = |(rank, port): (usize, &u16)| {
         Command::new(std::env::current_exe().expect("tests know where they are"))
-            .args([test, "--exact", "--nocapture"])
+            .args([test, "--exact", "--include-ignored", "--nocapture"])
             .env(MARK, &case)
             .env("RANK", rank.to_string())
             .env("WORLD_SIZE", n.to_string())
@@ -241,6 +243,18 @@ pub(crate) fn start_processes_at(
             .expect("a test can start itself")
     };
     ports.iter().enumerate().map(start).collect()
+}
+
+/// How long a process of a test may live.
+const CHILD_LIMIT: Duration = Duration::from_secs(600);
+
+/// Ends this process after that time, so that a test whose ranks hang fails instead of hanging too.
+fn end_after(limit: Duration) {
+    std::thread::spawn(move || {
+        std::thread::sleep(limit);
+        eprintln!("this process of a test has not ended in {limit:?}");
+        std::process::abort();
+    });
 }
 
 /// Megabytes of this process that are in memory.

@@ -1,8 +1,9 @@
-//! AdamW on plain vectors: the same bits for the same gradients, and a state that can be saved, cut and joined like the parameters it belongs to.
+//! AdamW on plain vectors: the same bits for the same gradients, and a state that can be saved, cut
+//! and joined like the parameters it belongs to.
 
 use std::collections::BTreeMap;
 
-use farwire_train::Rules;
+use crate::rules::Rules;
 
 /// Adam with decoupled weight decay.
 #[derive(Clone, Debug)]
@@ -53,7 +54,8 @@ impl AdamW {
     /// Updates one parameter.
     pub fn update(&mut self, name: &str, parameter: &mut [f32], gradient: Gradient<'_>) {
         let Gradient { data, scale, rate, density } = gradient;
-        // A gradient that error feedback brings late is a sum over many steps already; momentum on top of it only makes it later.
+        // A gradient that error feedback brings late is a sum over many steps already; momentum on
+        // top of it only makes it later.
         let beta1 = BETA.0 * density.sqrt();
         let decay = 1.0 - rate * self.decay.of(name);
         let moments = self.moments.entry(name.to_owned()).or_default();
@@ -110,7 +112,8 @@ mod tests {
         }
     }
 
-    /// The same sum of gradients, in one piece every hundred steps: with all its momentum an update would still be under way when the next comes.
+    /// The same sum of gradients, in one piece every hundred steps: with all its momentum an update
+    /// would still be under way when the next comes.
     #[test]
     fn momentum_wanes_with_density() {
         let moved_later = |density: f64| {

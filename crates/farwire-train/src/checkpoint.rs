@@ -14,9 +14,10 @@
 //! It holds whole tensors, so a run can go on in another layout; in the same layout it goes on bit
 //! for bit. Only rank 0 writes and reads: no file system has to be shared.
 //!
-//! It appears under its name only when all of it is on the disk: files are written to a hidden folder
-//! beside it and synced, then the folder is renamed, and the name synced. What still goes wrong
-//! afterwards shows in the hashes, and a run goes on from the newest checkpoint that is whole.
+//! It appears under its name only when all of it is on the disk: files are written to a hidden
+//! folder beside it and synced, then the folder is renamed, and the name synced. What still goes
+//! wrong afterwards shows in the hashes, and a run goes on from the newest checkpoint that is
+//! whole.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -24,13 +25,15 @@ use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
 use aws_lc_rs::digest::{self, SHA256};
-use candle_core::{Device, Tensor};
-use farwire::{CodecChoice, CodecPolicy, Communicator};
+use farwire::{CodecChoice, CodecPolicy};
 use serde::{Deserialize, Serialize};
 
+use crate::carry;
 use crate::error::TrainError;
+use crate::param::{Arrays, read_safetensors, write_safetensors};
+use crate::settings::Settings;
 use crate::text;
-use crate::trainer::{Settings, Trainer};
+use crate::trainer::Trainer;
 
 /// What is known of a checkpoint beside its tensors.
 #[derive(Clone, Debug, Serialize, Deserialize)]
@@ -48,8 +51,8 @@ pub struct Checkpoint {
     pub codec: CodecPolicy,
     /// Whatever else the job wants to keep.
     pub notes: serde_json::Value,
-    /// Newer checkpoints beside this one, which were passed over, and what is wrong with each: as in
-    /// `step-00000020 is damaged: job.json is empty`.
+    /// Newer checkpoints beside this one, which were passed over, and what is wrong with each: as
+    /// in `step-00000020 is damaged: job.json is empty`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub damaged: Vec<String>,
 }
@@ -70,10 +73,10 @@ const JOB: &str = "job.json";
 const SUMS: &str = "SHA256SUMS";
 
 impl Trainer {
-    /// Finds out before a run, rather than after its first hours, whether checkpoints can be kept in
-    /// `dir`: it must be possible to write there, and there must be none yet. (Those of another run
-    /// would be taken for newer, and this run's own be removed as older ones.) All ranks must call it;
-    /// rank 0 of the world looks.
+    /// Finds out before a run, rather than after its first hours, whether checkpoints can be kept
+    /// in `dir`: it must be possible to write there, and there must be none yet. (Those of another
+    /// run would be taken for newer, and this run's own be removed as older ones.) All ranks must
+    /// call it; rank 0 of the world looks.
     pub fn prepare_checkpoints(&self, dir: &Path) -> Result<(), TrainError> {
         let prepare = || match steps_in(dir)?.pop() {
             Some((_, folder)) => Err(bad(
@@ -89,23 +92,12 @@ impl Trainer {
             }
         };
         let result = if self.mesh().world().rank() == 0 { prepare() } else { Ok(()) };
-        self.tell(dir, result)
+        carry::tell(self.mesh().world(), result)
     }
 
-    /// Rank 0's result, on all ranks.
-    fn tell(&self, dir: &Path, result: Result<(), TrainError>) -> Result<(), TrainError> {
-        let told = result.as_ref().err().map(TrainError::to_string).unwrap_or_default();
-        let world = self.mesh().world();
-        let told = broadcast_bytes(world, (world.rank() == 0).then(|| told.into_bytes()))?;
-        if world.rank() > 0 && !told.is_empty() {
-            return Err(bad(dir, format!("rank 0 says: {}", String::from_utf8_lossy(&told))));
-        }
-        result
-    }
-
-    /// Writes a checkpoint into `dir`, and removes all but the newest. All ranks must call it; rank 0
-    /// of the world writes. If it cannot be written, all ranks get an error, and the checkpoints that
-    /// were there are there still.
+    /// Writes a checkpoint into `dir`, and removes all but the newest. All ranks must call it; rank
+    /// 0 of the world writes. If it cannot be written, all ranks get an error, and the checkpoints
+    /// that were there are there still.
     pub fn save(&mut self, dir: &Path, notes: serde_json::Value) -> Result<(), TrainError> {
         let (weights, moments) = (self.gathered_weights()?, self.gathered_moments()?);
         let residuals = self.gathered_residuals()?;
@@ -126,38 +118,28 @@ impl Trainer {
             self.damaged_mut().clear();
         }
         // Nobody goes on before it is there, or before it is known that it will not be.
-        self.tell(dir, result)
+        carry::tell(self.mesh().world(), result)
     }
 
     /// Goes on from the newest checkpoint in `dir` that is whole. Rank 0 of the world decides which
     /// one and reads it. All ranks must call it, and all get what was saved beside the tensors, and
     /// [why newer ones were passed over](Checkpoint::damaged).
     ///
-    /// A checkpoint of another model, seed or text, or of other settings that change the result, is an
-    /// error.
+    /// A checkpoint of another model, seed or text, or of other settings that change the result, is
+    /// an error.
     pub fn resume(&mut self, dir: &Path) -> Result<Checkpoint, TrainError> {
-        let found = (self.mesh().world().rank() == 0).then(|| self.read_newest(dir));
-        // Everyone learns what it is, or that there is none.
-        let told: Result<&Checkpoint, String> = match &found {
-            Some(Ok((about, _))) => Ok(about),
-            Some(Err(error)) => Err(error.to_string()),
-            None => Err(String::new()),
-        };
-        let told = serde_json::to_vec(&told).map_err(|error| bad(dir, error.to_string()))?;
+        let is_first = self.mesh().world().rank() == 0;
+        let found = if is_first { self.read_newest(dir).map(Some) } else { Ok(None) };
         let world = self.mesh().world();
-        let told = broadcast_bytes(world, (world.rank() == 0).then_some(told))?;
-        let (tensors, residuals) = match found {
-            Some(result) => {
-                let (_, Saved { tensors, residuals }) = result?;
-                (Some(tensors), Some(residuals))
-            }
-            None => (None, None),
-        };
-        let told: Result<Checkpoint, String> =
-            serde_json::from_slice(&told).map_err(|error| bad(dir, error.to_string()))?;
-        let about = told.map_err(|why| bad(dir, format!("rank 0 says: {why}")))?;
+        let found = carry::tell(world, found)?;
+        let json = |error: serde_json::Error| bad(dir, error.to_string());
+        let about = found.as_ref().map(|(about, _)| serde_json::to_vec(about)).transpose().map_err(json)?;
+        let about = carry::broadcast_bytes(world, about)?;
+        let about: Checkpoint = serde_json::from_slice(&about).map_err(json)?;
+        let (tensors, residuals) = found.map(|(_, saved)| (saved.tensors, saved.residuals)).unzip();
         self.restore(about.step, about.skipped, tensors)?;
-        // What is owed is owed through the same codecs, and a run that goes on must not depend on today's network.
+        // What is owed is owed through the same codecs, and a run that goes on must not depend on
+        // today's network.
         let is_known = self.settings().layout() == about.settings.layout()
             && !matches!(about.settings.codec, CodecChoice::Given(_));
         self.restore_codec(&about.settings, is_known.then(|| about.codec.clone()));
@@ -194,26 +176,21 @@ impl Trainer {
         Err(bad(dir, what))
     }
 
-    /// Starts from a safetensors file of whole weights, which rank 0 of the world reads. All ranks must call it.
+    /// Starts from a safetensors file of whole weights, which rank 0 of the world reads. All ranks
+    /// must call it.
     pub fn load_weights(&mut self, path: &Path) -> Result<(), TrainError> {
-        let found = if self.mesh().world().rank() == 0 {
-            Some(
-                candle_core::safetensors::load(path, &Device::Cpu)
-                    .map(|tensors| tensors.into_iter().collect()),
-            )
-        } else {
-            None
-        };
-        let good = found.as_ref().map(|found| vec![u8::from(found.is_ok())]);
-        let good = self.mesh().world().broadcast(good, 1, 0).wait()?;
-        match found {
-            Some(result) => {
-                let tensors = result.map_err(|error| bad(path, error.to_string()))?;
-                self.restore(0, 0, Some(tensors))
-            }
-            None if good == [1] => self.restore(0, 0, None),
-            None => Err(bad(path, "rank 0 could not read it".to_owned())),
+        let mut weights = Ok(None);
+        if self.mesh().world().rank() == 0 {
+            let read = || {
+                // What is no file, a pipe for example, might never end.
+                let is_file = fs::metadata(path).map_err(|error| error.to_string())?.is_file();
+                is_file.then_some(()).ok_or("it is not a file")?;
+                read_safetensors(&fs::read(path).map_err(|error| error.to_string())?)
+            };
+            weights = read().map(Some).map_err(|error| bad(path, error));
         }
+        let weights = carry::tell(self.mesh().world(), weights)?;
+        self.restore(0, 0, weights)
     }
 }
 
@@ -230,14 +207,14 @@ fn same_data(mine: &str, theirs: &str) -> Result<(), String> {
 fn write(
     dir: &Path,
     about: &Checkpoint,
-    weights: &BTreeMap<String, Tensor>,
-    moments: &BTreeMap<String, Tensor>,
+    weights: &Arrays,
+    moments: &Arrays,
     residuals: &[Vec<u8>],
     damaged: &[PathBuf],
 ) -> Result<(), TrainError> {
     // Nothing good may give way to what cannot be trained further.
-    for (name, tensor) in weights.iter().chain(moments) {
-        if tensor.flatten_all()?.to_vec1::<f32>()?.iter().any(|x| !x.is_finite()) {
+    for (name, array) in weights.iter().chain(moments) {
+        if array.data.iter().any(|x| !x.is_finite()) {
             let what = format!("`{name}` holds a NaN or an infinity after step {}", about.step);
             return Err(bad(dir, format!("{what}; no checkpoint is written, older ones are kept")));
         }
@@ -253,11 +230,8 @@ fn write(
         remove(&stale).map_err(io(&stale))?; // of a run that was killed
     }
     let mut draft = Draft::new(dir, &about.name())?;
-    for (file, tensors) in [(MODEL, weights), (OPTIMIZER, moments)] {
-        let tensors = tensors.iter().map(|(name, tensor)| (name.clone(), tensor.clone())).collect();
-        draft.add(file, |path| {
-            candle_core::safetensors::save(&tensors, path).map_err(|error| bad(path, error.to_string()))
-        })?;
+    for (file, arrays) in [(MODEL, weights), (OPTIMIZER, moments)] {
+        draft.add(file, |path| write_safetensors(arrays, path).map_err(|error| bad(path, error)))?;
     }
     for (rank, bytes) in residuals.iter().enumerate() {
         draft.add(&residuals_of(rank), |path| fs::write(path, bytes).map_err(io(path)))?;
@@ -347,7 +321,7 @@ impl Drop for Draft {
 
 /// What a checkpoint holds.
 struct Saved {
-    tensors: BTreeMap<String, Tensor>,
+    tensors: Arrays,
     /// By rank.
     residuals: Vec<Vec<u8>>,
 }
@@ -379,10 +353,9 @@ fn read(folder: &Path) -> Result<(Checkpoint, Saved), String> {
         }
     };
     let about: Checkpoint = serde_json::from_slice(&file(JOB)?).map_err(|error| format!("{JOB}: {error}"))?;
-    let mut tensors = BTreeMap::new();
+    let mut tensors = Arrays::new();
     for name in [MODEL, OPTIMIZER] {
-        let found = candle_core::safetensors::load_buffer(&file(name)?, &Device::Cpu);
-        tensors.extend(found.map_err(|error| format!("{name}: {error}"))?);
+        tensors.extend(read_safetensors(&file(name)?).map_err(|error| format!("{name}: {error}"))?);
     }
     let owed = sums.keys().filter(|name| name.starts_with(RESIDUALS)).count();
     let [dp, tp, pp, _] = about.settings.layout();
@@ -484,103 +457,4 @@ fn io(path: &Path) -> impl FnOnce(io::Error) -> TrainError {
 
 fn bad(path: &Path, what: String) -> TrainError {
     TrainError::BadCheckpoint { path: path.display().to_string(), what }
-}
-
-/// Names and shapes of tensors, which travel before them.
-type Header = Vec<(String, Vec<usize>)>;
-
-fn header(tensors: &BTreeMap<String, Tensor>) -> Result<Vec<u8>, TrainError> {
-    let header: Header =
-        tensors.iter().map(|(name, tensor)| (name.clone(), tensor.dims().to_vec())).collect();
-    serde_json::to_vec(&header).map_err(|error| TrainError::Settings(error.to_string()))
-}
-
-fn parse(header: &[u8]) -> Result<Header, TrainError> {
-    serde_json::from_slice(header).map_err(|error| TrainError::Settings(error.to_string()))
-}
-
-/// Sends named tensors to a rank that [`receive_tensors`].
-pub(crate) fn send_tensors(
-    comm: &Communicator,
-    to: usize,
-    tensors: &BTreeMap<String, Tensor>,
-) -> Result<(), TrainError> {
-    let header = header(tensors)?;
-    comm.send(vec![header.len() as u64], to, TAG).wait()?;
-    comm.send(header, to, TAG).wait()?;
-    for tensor in tensors.values() {
-        comm.send(tensor.flatten_all()?.to_vec1::<f32>()?, to, TAG).wait()?;
-    }
-    Ok(())
-}
-
-/// Apart from the tags of a pipeline's micro-batches.
-const TAG: u32 = u32::MAX;
-
-pub(crate) fn receive_tensors(
-    comm: &Communicator,
-    from: usize,
-) -> Result<BTreeMap<String, Tensor>, TrainError> {
-    let length = comm.recv::<u64>(1, from, TAG).wait()?[0];
-    let header = parse(&comm.recv::<u8>(length as usize, from, TAG).wait()?)?;
-    let tensors = header.into_iter().map(|(name, shape)| {
-        let data = comm.recv::<f32>(shape.iter().product(), from, TAG).wait()?;
-        Ok((name, Tensor::from_vec(data, shape, &Device::Cpu)?))
-    });
-    tensors.collect()
-}
-
-/// Gives each of rank 0's tensors to every rank, one at a time.
-pub(crate) fn broadcast_tensors(
-    comm: &Communicator,
-    tensors: Option<BTreeMap<String, Tensor>>,
-    take: &mut dyn FnMut(&str, &Tensor) -> Result<(), TrainError>,
-) -> Result<(), TrainError> {
-    let tensors = tensors.unwrap_or_default();
-    let header = broadcast_bytes(comm, if comm.rank() == 0 { Some(header(&tensors)?) } else { None })?;
-    for (name, shape) in parse(&header)? {
-        let mine = match tensors.get(&name) {
-            Some(tensor) => Some(tensor.flatten_all()?.to_vec1::<f32>()?),
-            None => None,
-        };
-        let data = comm.broadcast(mine, shape.iter().product(), 0).wait()?;
-        take(&name, &Tensor::from_vec(data, shape, &Device::Cpu)?)?;
-    }
-    Ok(())
-}
-
-/// Every rank's bytes: on rank 0, by rank; none elsewhere.
-pub(crate) fn gather_bytes(comm: &Communicator, mine: Vec<u8>) -> Result<Option<Vec<Vec<u8>>>, TrainError> {
-    if comm.rank() > 0 {
-        comm.send(vec![mine.len() as u64], 0, TAG).wait()?;
-        comm.send(mine, 0, TAG).wait()?;
-        return Ok(None);
-    }
-    let mut all = vec![mine];
-    for from in 1..comm.size() {
-        let length = comm.recv::<u64>(1, from, TAG).wait()?[0];
-        all.push(comm.recv::<u8>(length as usize, from, TAG).wait()?);
-    }
-    Ok(Some(all))
-}
-
-/// Gives each rank its own of the bytes that rank 0 has, by rank.
-pub(crate) fn scatter_bytes(comm: &Communicator, all: Option<Vec<Vec<u8>>>) -> Result<Vec<u8>, TrainError> {
-    if comm.rank() > 0 {
-        let length = comm.recv::<u64>(1, 0, TAG).wait()?[0];
-        return Ok(comm.recv::<u8>(length as usize, 0, TAG).wait()?);
-    }
-    let mut all = all.unwrap_or_else(|| vec![Vec::new(); comm.size()]).into_iter();
-    let mine = all.next().unwrap_or_default();
-    for (to, bytes) in (1..).zip(all) {
-        comm.send(vec![bytes.len() as u64], to, TAG).wait()?;
-        comm.send(bytes, to, TAG).wait()?;
-    }
-    Ok(mine)
-}
-
-fn broadcast_bytes(comm: &Communicator, bytes: Option<Vec<u8>>) -> Result<Vec<u8>, TrainError> {
-    let length = bytes.as_ref().map(|bytes| vec![bytes.len() as u64]);
-    let length = comm.broadcast(length, 1, 0).wait()?[0] as usize;
-    Ok(comm.broadcast(bytes, length, 0).wait()?)
 }

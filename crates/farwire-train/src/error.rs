@@ -1,6 +1,14 @@
 //! Why training stopped, or did not start.
 
-use farwire_train::{ExchangeError, MeshError, NotFinite, ParameterListError, ScheduleError};
+use crate::exchange::ExchangeError;
+use crate::finite::NotFinite;
+use crate::library::LibraryError;
+use crate::mesh::MeshError;
+use crate::parameter_list::ParameterListError;
+use crate::schedule::ScheduleError;
+
+/// Before what rank 0 has told the others.
+pub const SAID: &str = "rank 0 says: ";
 
 /// Why training stopped, or did not start.
 #[derive(Debug, thiserror::Error)]
@@ -48,9 +56,9 @@ pub enum TrainError {
     /// An operation between ranks failed.
     #[error(transparent)]
     Farwire(#[from] farwire::Error),
-    /// A tensor operation failed.
+    /// The tensor library failed.
     #[error(transparent)]
-    Candle(#[from] candle_core::Error),
+    Library(LibraryError),
     /// A parameter without a gradient would never learn.
     #[error("parameter `{0}` got no gradient; some operation between it and the loss has no backward")]
     NoGradient(String),
@@ -62,6 +70,9 @@ pub enum TrainError {
         /// Why.
         error: std::io::Error,
     },
+    /// Rank 0 has failed, and has said why.
+    #[error("{SAID}{0}")]
+    Told(String),
     /// Weights or a checkpoint that cannot be read, or of another job.
     #[error("{path}: {what}")]
     BadCheckpoint {
@@ -70,4 +81,11 @@ pub enum TrainError {
         /// What is wrong with it, and what to do.
         what: String,
     },
+}
+
+/// What a library passes on, of a sink for example, is still what it was.
+impl From<LibraryError> for TrainError {
+    fn from(error: LibraryError) -> Self {
+        error.downcast().map_or_else(Self::Library, |own| *own)
+    }
 }

@@ -1,6 +1,7 @@
 //! What is learned from, and in which order.
 //!
-//! Step s of a run sees the same windows of text whatever the layout and whether or not the run was interrupted: they depend on the seed and s only.
+//! Step s of a run sees the same windows of text whatever the layout and whether or not the run was
+//! interrupted: they depend on the seed and s only.
 
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
@@ -8,34 +9,35 @@ use std::sync::{Arc, OnceLock};
 use crate::checkpoint::sha256;
 use crate::error::TrainError;
 
-/// Text to learn from: this project's own.
+/// Text to learn from: the sources of this crate, which are always at hand.
 pub fn embedded() -> Vec<u8> {
-    const TEXTS: [&str; 25] = [
-        include_str!("../../../README.md"),
-        include_str!("../../../ARCHITECTURE.md"),
-        include_str!("../../../CONTRIBUTING.md"),
-        include_str!("../../../docs/deploy.md"),
-        include_str!("../../farwire/src/comm.rs"),
-        include_str!("../../farwire/src/driver.rs"),
-        include_str!("../../farwire/src/error.rs"),
-        include_str!("../../farwire/src/local.rs"),
-        include_str!("../../farwire/src/node.rs"),
-        include_str!("../../farwire/src/pending.rs"),
-        include_str!("../../farwire/src/process.rs"),
-        include_str!("../../farwire/src/token.rs"),
-        include_str!("../../farwire-proto/src/call.rs"),
-        include_str!("../../farwire-proto/src/collective/ring.rs"),
-        include_str!("../../farwire-proto/src/collective/scan.rs"),
-        include_str!("../../farwire-proto/src/collective/two_phase.rs"),
-        include_str!("../../farwire-proto/src/engine/mod.rs"),
-        include_str!("../../farwire-proto/src/fault.rs"),
-        include_str!("../../farwire-proto/src/header.rs"),
-        include_str!("../../farwire-proto/src/partition.rs"),
-        include_str!("../../farwire-proto/src/plan.rs"),
-        include_str!("../../farwire-proto/src/schedule.rs"),
-        include_str!("../../farwire-train/src/exchange.rs"),
-        include_str!("../../farwire-train/src/schedule.rs"),
-        include_str!("../../farwire-train/src/mesh.rs"),
+    const TEXTS: [&str; 26] = [
+        include_str!("../README.md"),
+        include_str!("adamw.rs"),
+        include_str!("carry.rs"),
+        include_str!("checkpoint.rs"),
+        include_str!("compressed.rs"),
+        include_str!("error.rs"),
+        include_str!("exchange.rs"),
+        include_str!("finite.rs"),
+        include_str!("gpt.rs"),
+        include_str!("group.rs"),
+        include_str!("lib.rs"),
+        include_str!("library.rs"),
+        include_str!("mesh.rs"),
+        include_str!("norm.rs"),
+        include_str!("param.rs"),
+        include_str!("phase_in.rs"),
+        include_str!("pipeline.rs"),
+        include_str!("parameter_list.rs"),
+        include_str!("replicas.rs"),
+        include_str!("report.rs"),
+        include_str!("rules.rs"),
+        include_str!("schedule.rs"),
+        include_str!("settings.rs"),
+        include_str!("simulate.rs"),
+        include_str!("text.rs"),
+        include_str!("trainer.rs"),
     ];
     TEXTS.concat().into_bytes()
 }
@@ -53,6 +55,8 @@ pub struct Batches {
 /// Sequences of tokens, one after the other: what is seen, and what follows each token of it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Batch {
+    /// How many.
+    pub sequences: usize,
     /// `sequences × context` tokens.
     pub inputs: Vec<u32>,
     /// As many: the token after each.
@@ -70,7 +74,8 @@ impl Batches {
         let text = text.into();
         if text.len() <= context {
             return Err(TrainError::Settings(format!(
-                "the text has {} bytes, but a context of {context} needs at least {}; use a longer text or a shorter context",
+                "the text has {} bytes, but a context of {context} needs at least {}; use a longer text or \
+                 a shorter context",
                 text.len(),
                 context + 1
             )));
@@ -94,11 +99,12 @@ impl Batches {
             let window = |start: usize| &self.text[start + shift..start + shift + self.context];
             sequences.clone().map(start).flat_map(window).map(|byte| u32::from(*byte)).collect()
         };
-        Batch { inputs: tokens(0), targets: tokens(1) }
+        Batch { sequences: sequences.len(), inputs: tokens(0), targets: tokens(1) }
     }
 }
 
-/// The output function of SplitMix64: a few lines in any language, for whoever wants to train on the same batches.
+/// The output function of SplitMix64: a few lines in any language, for whoever wants to train on
+/// the same batches.
 fn mix(state: u64) -> u64 {
     let z = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -1,18 +1,19 @@
 //! Runs a pipeline schedule: its actions in order, over messages between the ranks of a group.
 //!
-//! Receives are posted a few actions early, so that data moves while this rank computes; sends are not waited for until the end of the step.
+//! Receives are posted a few actions early, so that data moves while this rank computes; sends are
+//! not waited for until the end of the step.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use candle_core::{Device, Tensor};
 use farwire::Pending;
-use farwire_train::{Action, Schedule, Unit, Work};
 
-use crate::collective::Group;
+use crate::corpus::Batch;
 use crate::error::TrainError;
-use crate::params::Param;
-use crate::stage::{Loss, Stage};
+use crate::group::Group;
+use crate::library::{Input, Sink, Stage};
+use crate::param::Param;
+use crate::schedule::{Action, Schedule, Unit, Work};
 
 /// How many receives are posted before their turn.
 const EARLY: usize = 2;
@@ -21,11 +22,11 @@ const EARLY: usize = 2;
 #[derive(Debug)]
 pub struct Pipeline {
     group: Group,
-    chunks: Vec<Stage>,
+    chunks: Vec<Box<dyn Stage>>,
     actions: Vec<Action>,
     micro_batches: usize,
     /// Of what passes from stage to stage.
-    shape: Vec<usize>,
+    elements: usize,
 }
 
 /// What a step brought.
@@ -42,13 +43,14 @@ pub struct Flow {
 }
 
 impl Pipeline {
-    /// A pipeline over a group; `chunks` are this rank's stages, `shape` that of the tensors between stages.
+    /// A pipeline over a group; `chunks` are this rank's stages, between which so many `elements`
+    /// pass for each micro-batch.
     pub fn new(
         group: &Group,
         schedule: Schedule,
         micro_batches: usize,
-        chunks: Vec<Stage>,
-        shape: &[usize],
+        chunks: Vec<Box<dyn Stage>>,
+        elements: usize,
     ) -> Result<Self, TrainError> {
         let actions = schedule.actions(group.size(), group.rank(), micro_batches)?;
         if chunks.len() != schedule.chunks() {
@@ -57,33 +59,29 @@ impl Pipeline {
                 "schedule {schedule} needs {needs} chunks per rank, not {has}"
             )));
         }
-        Ok(Self { group: group.clone(), chunks, actions, micro_batches, shape: shape.to_vec() })
+        Ok(Self { group: group.clone(), chunks, actions, micro_batches, elements })
+    }
+
+    /// This rank's parameters, in the order in which backward brings their gradients.
+    pub fn params(&self) -> Vec<Param> {
+        self.chunks.iter().rev().flat_map(|chunk| chunk.params()).collect()
     }
 
     /// This rank's stages.
-    pub fn chunks(&self) -> &[Stage] {
+    pub fn chunks(&self) -> &[Box<dyn Stage>] {
         &self.chunks
     }
 
-    /// This rank's parameters in the order in which backward brings their gradients.
-    pub fn backward_order(&self) -> impl Iterator<Item = &Param> {
-        self.chunks.iter().rev().flat_map(Stage::backward_order)
+    /// This rank's stages, to be told something.
+    pub fn chunks_mut(&mut self) -> &mut [Box<dyn Stage>] {
+        &mut self.chunks
     }
 
-    pub(crate) fn take_trace(&mut self) -> Vec<(String, Instant, Instant)> {
-        self.chunks.iter_mut().flat_map(Stage::take_trace).collect()
-    }
-
-    /// One step: forward and backward of every micro-batch. `inputs` has one tensor per micro-batch, which the first stage reads; `sink` gets every parameter's gradient
+    /// One step: forward and backward of every micro-batch. `sink` gets every parameter's gradient
     /// once per micro-batch, of the mean loss over micro-batches.
-    pub fn run(
-        &mut self,
-        inputs: &[Tensor],
-        loss: &Loss<'_>,
-        sink: &mut dyn FnMut(&Param, &Tensor) -> Result<(), TrainError>,
-    ) -> Result<Flow, TrainError> {
-        if inputs.len() != self.micro_batches {
-            let (has, needs) = (inputs.len(), self.micro_batches);
+    pub fn run(&mut self, batches: &[Batch], sink: &mut Sink<'_>) -> Result<Flow, TrainError> {
+        if batches.len() != self.micro_batches {
+            let (has, needs) = (batches.len(), self.micro_batches);
             return Err(TrainError::Settings(format!(
                 "{needs} micro-batches need as many inputs, not {has}"
             )));
@@ -98,10 +96,10 @@ impl Pipeline {
         };
         let mut looked = 0;
         // What a unit works on, and what came of it.
-        let mut incoming: HashMap<(Work, Unit), Tensor> = HashMap::new();
-        let mut outgoing: HashMap<(Work, Unit), Tensor> = HashMap::new();
-        let share = Tensor::new(1.0 / self.micro_batches as f32, &Device::Cpu)?;
-        let elements: usize = self.shape.iter().product();
+        let mut incoming: HashMap<(Work, Unit), Vec<f32>> = HashMap::new();
+        let mut outgoing: HashMap<(Work, Unit), Vec<f32>> = HashMap::new();
+        let share = 1.0 / self.micro_batches as f32;
+        let elements = self.elements;
         for action in &self.actions {
             while mail.early.len() < EARLY && looked < self.actions.len() {
                 if let Action::Recv(work, unit) = self.actions[looked] {
@@ -114,16 +112,18 @@ impl Pipeline {
                     let begun = Instant::now();
                     let data = mail.take(work, unit, elements)?;
                     flow.waiting += begun.elapsed();
-                    incoming.insert((work, unit), Tensor::from_vec(data, &self.shape[..], &Device::Cpu)?);
+                    incoming.insert((work, unit), data);
                 }
                 Action::Run(Work::Forward, unit) => {
                     let begun = Instant::now();
                     let is_last = unit.chunk * self.group.size() + self.group.rank() + 1 == stages;
+                    let batch = &batches[unit.micro];
                     let x = incoming.remove(&(Work::Forward, unit));
-                    let x = x.as_ref().unwrap_or(&inputs[unit.micro]);
-                    let y = self.chunks[unit.chunk].forward(unit.micro, x, is_last.then_some(loss))?;
+                    let x = x.map_or(Input::Tokens(batch), Input::Hidden);
+                    let targets = is_last.then_some(&batch.targets[..]);
+                    let y = self.chunks[unit.chunk].forward(unit.micro, x, targets)?;
                     if is_last {
-                        flow.losses.push(y.to_scalar()?);
+                        flow.losses.extend(y);
                     } else {
                         outgoing.insert((Work::Forward, unit), y);
                     }
@@ -132,14 +132,14 @@ impl Pipeline {
                 Action::Run(Work::Backward, unit) => {
                     let begun = Instant::now();
                     let gradient = incoming.remove(&(Work::Backward, unit));
-                    let gradient = gradient.as_ref().unwrap_or(&share);
+                    let gradient = gradient.unwrap_or_else(|| vec![share]);
                     let back = self.chunks[unit.chunk].backward(unit.micro, gradient, sink)?;
                     outgoing.extend(back.map(|back| ((Work::Backward, unit), back)));
                     flow.backward += begun.elapsed();
                 }
                 Action::Send(work, unit) => {
-                    let tensor = outgoing.remove(&(work, unit)).expect("a schedule sends what it ran");
-                    mail.send(work, unit, tensor.flatten_all()?.to_vec1()?)?;
+                    let data = outgoing.remove(&(work, unit)).expect("a schedule sends what it ran");
+                    mail.send(work, unit, data)?;
                 }
             }
         }

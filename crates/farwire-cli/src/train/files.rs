@@ -1,0 +1,104 @@
+//! What a run reads and writes beside its checkpoints: the data, the report, and a lock on the
+//! folder of checkpoints. Each is looked at before training starts, on rank 0.
+
+use std::fs::{self, File, OpenOptions, TryLockError};
+use std::io::{self, Read};
+use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicI32, Ordering};
+
+use super::TrainCommandError;
+
+/// The longest text to learn from: every rank has all of it in memory.
+pub(crate) const LONGEST_DATA: u64 = 4 << 30;
+/// Read at once; in between it is seen whether somebody wants this process to end.
+const PIECE: usize = 1 << 20;
+
+/// Opens the text to learn from, if it is a file of a length that can be read.
+pub(crate) fn open_data(path: &Path) -> Result<File, TrainCommandError> {
+    let failed = |source| TrainCommandError::Data { path: path.to_owned(), source };
+    // Without waiting for somebody who writes: what is no file is refused rather than read for
+    // ever.
+    let flags = rustix::fs::OFlags::NONBLOCK.bits();
+    let file = OpenOptions::new().read(true).custom_flags(flags as i32).open(path).map_err(failed)?;
+    let about = file.metadata().map_err(failed)?;
+    let kind = about.file_type();
+    let what = if kind.is_dir() {
+        "a folder"
+    } else if kind.is_fifo() {
+        "a pipe"
+    } else if kind.is_file() {
+        return if about.len() > LONGEST_DATA { Err(too_long(path)) } else { Ok(file) };
+    } else {
+        "a device"
+    };
+    Err(TrainCommandError::NoFile { path: path.to_owned(), what })
+}
+
+/// The text to learn from; none if this process is asked to end before it is read.
+pub(crate) fn read_data(path: &Path, stop: &AtomicI32) -> Result<Option<Vec<u8>>, TrainCommandError> {
+    let failed = |source| TrainCommandError::Data { path: path.to_owned(), source };
+    let mut file = open_data(path)?;
+    let mut text = Vec::new();
+    while stop.load(Ordering::Relaxed) == 0 {
+        match file.by_ref().take(PIECE as u64).read_to_end(&mut text).map_err(failed)? {
+            0 => return Ok(Some(text)),
+            // It grows while it is read.
+            _ if text.len() as u64 > LONGEST_DATA => return Err(too_long(path)),
+            _ => {}
+        }
+    }
+    Ok(None)
+}
+
+fn too_long(path: &Path) -> TrainCommandError {
+    TrainCommandError::DataTooLong { path: path.to_owned(), limit: LONGEST_DATA >> 30 }
+}
+
+/// Whether a report can be written here. One that is there is not touched.
+pub(crate) fn check_report(path: &Path) -> Result<(), TrainCommandError> {
+    let check = || match fs::metadata(path) {
+        // What is no file may wait for a reader, or do something.
+        Ok(about) if !about.is_file() && !about.is_dir() => Ok(()),
+        Ok(_) => OpenOptions::new().append(true).open(path).map(drop),
+        // A link to what is not there yet.
+        Err(_) if fs::symlink_metadata(path).is_ok() => Ok(()),
+        Err(_) => File::create_new(path).and_then(|_| fs::remove_file(path)),
+    };
+    check().map_err(|source| TrainCommandError::ReportPlace { path: path.to_owned(), source })
+}
+
+/// A folder of checkpoints that no other job uses while this lives.
+#[derive(Debug)]
+pub(crate) struct Held {
+    path: PathBuf,
+    /// Locked; the system unlocks it when this process ends, however that happens.
+    _file: File,
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.path); // without the lock it blocks nobody
+    }
+}
+
+/// Takes the folder for this job. None if there is no such folder, if nothing can be written to it,
+/// which whoever writes the first checkpoint will say better, or if its file system has no locks.
+pub(crate) fn hold(dir: &Path) -> Result<Option<Held>, TrainCommandError> {
+    let path = dir.join(".lock");
+    loop {
+        let Ok(file) = OpenOptions::new().write(true).create(true).truncate(false).open(&path) else {
+            return Ok(None);
+        };
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => return Err(TrainCommandError::Held(dir.to_owned())),
+            Err(TryLockError::Error(_)) => return Ok(None),
+        }
+        // A job that ends removes the file; this may be the one it has removed.
+        let inode = |about: io::Result<fs::Metadata>| about.map(|about| (about.dev(), about.ino())).ok();
+        if inode(fs::metadata(&path)) == inode(file.metadata()) {
+            return Ok(Some(Held { path, _file: file }));
+        }
+    }
+}

@@ -1,0 +1,89 @@
+//! What training asks of a tensor library: two traits, which a crate per library implements.
+//!
+//! ```text
+//!  Library   makes the stages of a model
+//!  Stage     forward, backward, and its weights by name, as plain vectors
+//! ```
+//!
+//! Everything else is in this crate: data, schedules, the exchange, AdamW, checkpoints. What
+//! crosses this line is f32 and u32 in row-major order; where a library keeps its tensors is its
+//! own affair.
+
+use std::fmt;
+use std::time::Instant;
+
+use crate::corpus::Batch;
+use crate::gpt::Config;
+use crate::group::Group;
+use crate::param::{Param, Start};
+
+/// Whatever a library has to say when it fails.
+pub type LibraryError = Box<dyn std::error::Error + Send + Sync>;
+
+/// What comes of asking a library.
+pub type LibraryResult<T> = Result<T, LibraryError>;
+
+/// Takes a parameter's gradient, by name, as soon as it is there.
+pub type Sink<'a> = dyn FnMut(&str, &[f32]) -> LibraryResult<()> + 'a;
+
+/// A tensor library.
+pub trait Library {
+    /// Makes a stage of a GPT.
+    fn stage(&self, spec: StageSpec<'_>) -> LibraryResult<Box<dyn Stage>>;
+}
+
+/// Which stage of which model to make.
+#[derive(Debug)]
+pub struct StageSpec<'a> {
+    /// The model's sizes.
+    pub model: Config,
+    /// Which of the `stages` equal parts of it, from 0.
+    pub stage: usize,
+    /// How many parts there are.
+    pub stages: usize,
+    /// What gives each parameter its first value, by name.
+    pub start: Start,
+    /// The ranks that share each layer.
+    pub group: &'a Group,
+}
+
+/// Consecutive layers of a model, and what backward still needs of each micro-batch.
+pub trait Stage: fmt::Debug + Send {
+    /// Its parameters, in the order in which backward brings their gradients.
+    fn params(&self) -> Vec<Param>;
+
+    /// This rank's share of a parameter.
+    fn weights(&self, name: &str) -> LibraryResult<Vec<f32>>;
+
+    /// Sets this rank's share of a parameter, which has as many elements as before.
+    fn set_weights(&mut self, name: &str, weights: &[f32]) -> LibraryResult<()>;
+
+    /// Runs a micro-batch through, and remembers what its backward needs. Gives the output; with
+    /// `targets`, which only a model's last stage gets, the mean loss, as one element.
+    fn forward(&mut self, micro: usize, input: Input<'_>, targets: Option<&[u32]>)
+    -> LibraryResult<Vec<f32>>;
+
+    /// Runs a micro-batch back, from the gradient of what forward gave to that of its input; none
+    /// for tokens. Gives every parameter's gradient to `sink`, best while it still computes the
+    /// next.
+    fn backward(
+        &mut self,
+        micro: usize,
+        gradient: Vec<f32>,
+        sink: &mut Sink<'_>,
+    ) -> LibraryResult<Option<Vec<f32>>>;
+
+    /// Which part's backward ran from when to when, since this was last called: for a report.
+    fn take_trace(&mut self) -> Vec<(String, Instant, Instant)> {
+        Vec::new()
+    }
+}
+
+/// What a stage works on.
+#[derive(Debug)]
+pub enum Input<'a> {
+    /// The inputs of this batch, `[sequences, tokens]`: for the first stage.
+    Tokens(&'a Batch),
+    /// What the stage before gave, `[sequences, context, width]`.
+    Hidden(Vec<f32>),
+}

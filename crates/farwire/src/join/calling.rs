@@ -1,0 +1,101 @@
+//! Calling a rank that listens.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use farwire_proto::Peer;
+use quinn::{ClientConfig, Endpoint};
+use tokio::time::{Instant, timeout, timeout_at};
+
+use super::identity::Identity;
+use super::rendezvous::{Acquaintance, Answer, Hello, JoinError, NONSENSE, read, read_up_to, write};
+use crate::quic::transport::Transport;
+
+/// How long to wait for a peer to answer before asking again; each time twice as long, up to a limit. A
+/// peer that is not there yet should be found soon, a slow one needs time.
+const FIRST_RETRY: Duration = Duration::from_secs(3);
+const MAX_RETRY: Duration = Duration::from_secs(12);
+
+/// A process that calls others.
+pub(super) struct Caller {
+    pub(super) endpoint: Endpoint,
+    pub(super) client: ClientConfig,
+    pub(super) transport: Transport,
+    pub(super) identity: Arc<Identity>,
+    pub(super) hello: Hello,
+    /// When to give up, and how long that is from the beginning.
+    pub(super) deadline: Instant,
+    pub(super) patience: Duration,
+}
+
+impl Caller {
+    /// Connects to a peer and says hello, again and again until it is heard.
+    pub(super) async fn connect(&self, peer: Peer, address: SocketAddr) -> Result<Acquaintance, JoinError> {
+        let here = Peer(self.hello.member.rank);
+        let mut last = "no answer".to_owned();
+        let mut patience = FIRST_RETRY;
+        while Instant::now() < self.deadline {
+            match timeout_at(self.deadline, self.say_hello(peer, address, patience)).await {
+                Ok(Ok((there, Answer::Heard))) => {
+                    if self.identity.is_of_this_job(&there.connection, peer) {
+                        return Ok(there);
+                    }
+                    let reason = "its certificate is of another job".to_owned();
+                    return Err(JoinError::Lost { peer, reason });
+                }
+                Ok(Ok((_, Answer::Refused(reason)))) => {
+                    return Err(JoinError::Refused { by: peer, here, reason });
+                }
+                Ok(Ok(_)) => return Err(JoinError::Lost { peer, reason: NONSENSE.to_owned() }),
+                Ok(Err(reason)) => {
+                    last = reason;
+                    tokio::time::sleep(Duration::from_millis(100)).await;
+                }
+                Err(_) => {}
+            }
+            patience = (2 * patience).min(MAX_RETRY);
+        }
+        Err(JoinError::Unreachable { here, peer, address, waited: self.patience, last })
+    }
+
+    async fn say_hello(
+        &self,
+        peer: Peer,
+        address: SocketAddr,
+        patience: Duration,
+    ) -> Result<(Acquaintance, Answer), String> {
+        let mut client = self.client.clone();
+        client.transport_config(self.transport.to(address));
+        let connecting = self.endpoint.connect_with(client, address, &self.identity.name_of(peer));
+        let connecting = connecting.map_err(|error| error.to_string())?;
+        let connection = timeout(patience, connecting).await.map_err(|_| "no answer".to_owned())?;
+        let connection = connection.map_err(|error| error.to_string())?;
+        let (mut to, mut from) = connection.open_bi().await.map_err(|error| error.to_string())?;
+        write(&mut to, &self.hello).await?;
+        // Only now is it known that the peer has let this process in: it may have had no place for it, or
+        // found its certificate wrong.
+        let answer = read(&mut from).await?;
+        let member = self.hello.member.clone(); // until it says who it is
+        Ok((Acquaintance { connection, to, from, member }, answer))
+    }
+
+    /// What a peer that has heard the hello says when its turn comes, in up to `limit` bytes.
+    pub(super) async fn answer(
+        &self,
+        peer: Peer,
+        there: &mut Acquaintance,
+        limit: usize,
+    ) -> Result<Answer, JoinError> {
+        let here = Peer(self.hello.member.rank);
+        match timeout_at(self.deadline, read_up_to(&mut there.from, limit)).await {
+            Ok(Ok(Answer::Refused(reason))) => Err(JoinError::Refused { by: peer, here, reason }),
+            Ok(Ok(answer)) => Ok(answer),
+            Ok(Err(reason)) => Err(JoinError::Lost { peer, reason }),
+            Err(_) => {
+                let reason = format!("no answer within {:?}; other ranks may be missing", self.patience);
+                Err(JoinError::Lost { peer, reason })
+            }
+        }
+    }
+}
