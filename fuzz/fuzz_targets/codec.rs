@@ -1,4 +1,5 @@
-//! Any bytes at any decoder: an error or a result. The first byte picks the codec, the second the length.
+//! Any bytes at any decoder: an error or a result. The first byte picks the codec, the second the
+//! length.
 #![no_main]
 
 use farwire_codec::{CodecSpec, CodedPlace, Context, samples};

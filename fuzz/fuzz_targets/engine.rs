@@ -1,4 +1,5 @@
-//! Any sequence of frames from any peer, at an engine with operations in flight: no panic, and every operation ends.
+//! Any sequence of frames from any peer, at an engine with operations in flight: no panic, and
+//! every operation ends.
 #![no_main]
 
 use std::num::NonZeroUsize;

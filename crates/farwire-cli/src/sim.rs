@@ -317,7 +317,10 @@ impl<'a> Task<'a> {
         for rank in self.world.ranks() {
             for call in self.calls(rank, count) {
                 let plan = self.plan(rank, &call)?;
-                frames += plan.others().map(|peer| plan.sends(peer) as u64).sum::<u64>();
+                frames += plan
+                    .others()
+                    .map(|peer| plan.frames().map_or(0, |frames| frames.sends(peer) as u64))
+                    .sum::<u64>();
             }
         }
         Ok(frames)

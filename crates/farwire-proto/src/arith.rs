@@ -1,16 +1,17 @@
 //! Element-wise arithmetic on byte slices of any alignment.
 //!
-//! Operands come straight from user memory and from the network, so nothing here assumes alignment. The loops are plain enough for
-//! the compiler to vectorise.
+//! Operands come straight from user memory and from the network, so nothing here assumes alignment.
+//! The loops are plain enough for the compiler to vectorise.
 //!
-//! A running value is in the accumulator's type `A`; a contribution is in the element type `T`, or already in `A` if it is itself a
-//! partial result. For most types the two are one.
+//! A running value is in the accumulator's type `A`; a contribution is in the element type `T`, or
+//! already in `A` if it is itself a partial result. For most types the two are one.
 
 use half::{bf16, f16};
 
 use crate::dtype::{DType, Element, ReduceOp};
 
-/// `running = a`, `running ∘= x`, `running = a ∘ b`, `out = finish(running)`: what a reduction is made of, for one type and operator.
+/// `running = a`, `running ∘= x`, `running = a ∘ b`, `out = finish(running)`: what a reduction is
+/// made of, for one type and operator.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Arithmetic {
     pub(crate) dtype: DType,
@@ -65,7 +66,8 @@ impl Arithmetic {
         with_type!(self.dtype, finish(self.divisor(), out, running));
     }
 
-    /// [`finish`](Self::finish) where the running value already is in the output; only for types that are their own accumulator.
+    /// [`finish`](Self::finish) where the running value already is in the output; only for types
+    /// that are their own accumulator.
     pub(crate) fn finish_in_place(&self, out: &mut [u8]) {
         if let Some(divisor) = self.divisor() {
             with_type!(self.dtype, divide(divisor, out));

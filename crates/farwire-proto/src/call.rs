@@ -1,4 +1,5 @@
-//! What a rank can ask for: the calls, the algorithms that serve them, and the ways a call can be wrong.
+//! What a rank can ask for: the calls, the algorithms that serve them, and the ways a call can be
+//! wrong.
 
 use std::fmt;
 use std::num::{NonZeroU32, NonZeroUsize};
@@ -21,7 +22,8 @@ pub enum Call {
         /// How they are combined.
         op: ReduceOp,
     },
-    /// The combination of everyone's vector, of which each rank gets its block: an even [`Partition`](crate::Partition).
+    /// The combination of everyone's vector, of which each rank gets its block: an even
+    /// [`Partition`](crate::Partition).
     ReduceScatter {
         /// Elements of each rank's input.
         count: usize,
@@ -93,7 +95,8 @@ pub enum Call {
         /// How they are combined (not mean).
         op: ReduceOp,
     },
-    /// Rank r gets the combination of the vectors of ranks 0..r; rank 0 gets the operator's identity.
+    /// Rank r gets the combination of the vectors of ranks 0..r; rank 0 gets the operator's
+    /// identity.
     ExclusiveScan {
         /// Elements of each rank's vector.
         count: usize,
@@ -104,7 +107,8 @@ pub enum Call {
     },
     /// Nobody leaves before everybody has come.
     Barrier,
-    /// A message to one rank. Messages between two ranks with the same tag arrive in the order they were sent.
+    /// A message to one rank. Messages between two ranks with the same tag arrive in the order they
+    /// were sent.
     Send {
         /// The receiver.
         to: Rank,
@@ -115,8 +119,8 @@ pub enum Call {
         /// Their type.
         dtype: DType,
     },
-    /// A message from one rank. If it misses its deadline before anything has come, and no later one was posted, it does not count: the message goes to the next
-    /// receive.
+    /// A message from one rank. If it misses its deadline before anything has come, and no later
+    /// one was posted, it does not count: the message goes to the next receive.
     Recv {
         /// The sender.
         from: Rank,
@@ -145,8 +149,8 @@ pub enum Call {
         /// Bytes that it may have at most.
         max: usize,
     },
-    /// An all-reduce, reduce-scatter or all-gather of floats that travel through a codec: in rounds of parcels, one to and one from each other rank, with whatever the
-    /// codec makes of them.
+    /// An all-reduce, reduce-scatter or all-gather of floats that travel through a codec: in rounds
+    /// of parcels, one to and one from each other rank, with whatever the codec makes of them.
     Coded {
         /// The call as it would be without the codec. Its operator, if it has one, is sum or mean.
         call: Box<Call>,
@@ -157,8 +161,8 @@ pub enum Call {
         /// Bytes of the longest parcel.
         max: usize,
     },
-    /// A call whose input and output are one memory: the result overwrites the input, and there is no
-    /// second copy. A call that fails half-way leaves the memory unspecified.
+    /// A call whose input and output are one memory: the result overwrites the input, and there is
+    /// no second copy. A call that fails half-way leaves the memory unspecified.
     ///
     /// A rank's block of a reduce-scatter's result, or of an all-gather's input, is at its place in
     /// the whole. See [`Plan::in_place`](crate::Plan::in_place).
@@ -200,7 +204,8 @@ pub struct Options {
     pub algorithm: Option<Algorithm>,
     /// Elements per frame, rather than the engine's setting in bytes.
     pub segment: Option<NonZeroUsize>,
-    /// Fail if the operation has not ended after this long, rather than after the engine's setting. May differ between ranks.
+    /// Fail if the operation has not ended after this long, rather than after the engine's setting.
+    /// May differ between ranks.
     pub deadline: Option<Duration>,
 }
 
@@ -288,7 +293,8 @@ impl Kind {
         }
     }
 
-    /// Whether an operation of this kind may travel this way: by what a caller can ask for, or as parcels.
+    /// Whether an operation of this kind may travel this way: by what a caller can ask for, or as
+    /// parcels.
     pub fn travels_by(self, algorithm: Algorithm) -> bool {
         self.algorithms().contains(&algorithm) || (algorithm == Algorithm::Parcels && self.takes_parcels())
     }
@@ -333,12 +339,14 @@ impl FromStr for Kind {
     }
 }
 
-/// How an operation moves its data. `TwoPhase`, `GatherReduce`, `Direct` and scans combine in rank order; reductions by `Ring`, `Tree` and
-/// `Chain` in an order of their own, which does not depend on the run.
+/// How an operation moves its data. `TwoPhase`, `GatherReduce`, `Direct` and scans combine in rank
+/// order; reductions by `Ring`, `Tree` and `Chain` in an order of their own, which does not depend
+/// on the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Algorithm {
-    /// Scatter blocks to their owners, who combine them and send the result on: two rounds, least volume.
+    /// Scatter blocks to their owners, who combine them and send the result on: two rounds, least
+    /// volume.
     TwoPhase = 1,
     /// Send everything to whoever needs the result, who combines it: one round, for small vectors.
     GatherReduce = 2,
@@ -350,7 +358,8 @@ pub enum Algorithm {
     Chain = 5,
     /// Straight from source to destination: one round.
     Direct = 6,
-    /// In parcels, whose length only their sender knows. No caller asks for it: some calls come with it.
+    /// In parcels, whose length only their sender knows. No caller asks for it: some calls come
+    /// with it.
     Parcels = 7,
 }
 
@@ -467,7 +476,8 @@ pub enum CallError {
         /// The algorithm asked for.
         algorithm: Algorithm,
     },
-    /// A vector whose size in bytes does not fit the address space, or that would take more than 2³² − 1 frames.
+    /// A vector whose size in bytes does not fit the address space, or that would take more than
+    /// 2³² − 1 frames.
     #[error("{kind} of this size needs too many bytes or frames; use fewer elements or larger segments")]
     TooLarge {
         /// The operation.

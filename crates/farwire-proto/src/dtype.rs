@@ -59,8 +59,9 @@ impl DType {
         }
     }
 
-    /// The type that sums of this type are held in until they are complete: f32 for the 16-bit floats, itself for the rest.
-    /// Partial results cross the wire in this type, so a 16-bit result is rounded exactly once.
+    /// The type that sums of this type are held in until they are complete: f32 for the 16-bit
+    /// floats, itself for the rest. Partial results cross the wire in this type, so a 16-bit result
+    /// is rounded exactly once.
     pub fn accumulator(self) -> Self {
         match self {
             Self::F16 | Self::Bf16 => Self::F32,
@@ -103,14 +104,16 @@ impl fmt::Display for DType {
 
 /// How elements are combined.
 ///
-/// Floats are folded left to right: `((x0 ∘ x1) ∘ x2) ∘ …`. Integer sums and products wrap on overflow. `Min` and `Max`
-/// return NaN if any element is NaN and order −0 below +0, so they give the same result in any order.
+/// Floats are folded left to right: `((x0 ∘ x1) ∘ x2) ∘ …`. Integer sums and products wrap on
+/// overflow. `Min` and `Max` return NaN if any element is NaN and order −0 below +0, so they give
+/// the same result in any order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum ReduceOp {
     /// Sum; integers wrap.
     Sum = 1,
-    /// Sum divided by the number of ranks, in the accumulator's type. Floats only: an integer mean would drop the remainder unsaid.
+    /// Sum divided by the number of ranks, in the accumulator's type. Floats only: an integer mean
+    /// would drop the remainder unsaid.
     Mean = 2,
     /// Product; integers wrap.
     Prod = 3,

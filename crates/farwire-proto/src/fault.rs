@@ -1,17 +1,15 @@
 //! What can go wrong with an operation once it has started, and how the news travels.
 //!
-//! Every fault but a message's missed deadline ends its communicator: each operation pending on it fails with an [`OpError`], later calls on it fail at once with the
-//! same error, and each rank that learns of it tells all members (so the news arrives even if its first
-//! bearer dies half-way).
+//! Every fault but a message's missed deadline ends its communicator: each operation pending on it
+//! fails with an [`OpError`], later calls on it fail at once with the same error, and each rank
+//! that learns of it tells all members (so the news arrives even if its first bearer dies
+//! half-way).
 
 use std::fmt;
 
 use crate::fingerprint::Fingerprint;
-use crate::header::{FINGERPRINT_LEN, HeaderError, decode_fingerprint, encode_fingerprint};
+use crate::header::{FAULT_LEN, FINGERPRINT_LEN, HeaderError, decode_fingerprint, encode_fingerprint};
 use crate::ids::{CommId, OpSeq, Peer};
-
-/// Bytes of an encoded [`Fault`].
-pub const FAULT_LEN: usize = 12 + 2 * FINGERPRINT_LEN;
 
 /// What went wrong.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -29,7 +27,8 @@ pub enum Fault {
         /// For how many more besides.
         others: u32,
     },
-    /// A peer sent a frame that its own header says it should not have sent: a bug or a hostile peer.
+    /// A peer sent a frame that its own header says it should not have sent: a bug or a hostile
+    /// peer.
     BadFrame(Peer),
 }
 
@@ -43,7 +42,8 @@ pub struct Called {
 }
 
 impl Fault {
-    /// Who is at fault, as far as can be told: the lost, missing or misbehaving peer, or the one that called something else.
+    /// Who is at fault, as far as can be told: the lost, missing or misbehaving peer, or the one
+    /// that called something else.
     pub fn peer(&self) -> Peer {
         match *self {
             Self::PeerLost(peer) | Self::BadFrame(peer) => peer,
@@ -170,8 +170,8 @@ pub struct OpError {
 }
 
 impl OpError {
-    /// The same text, for a communicator of these members: ranks are named both as theirs and as the
-    /// world's.
+    /// The same text, for a communicator of these members: ranks are named both as theirs and as
+    /// the world's.
     pub fn in_group<'a>(&'a self, members: &'a [Peer]) -> impl fmt::Display + 'a {
         InGroup { error: self, members }
     }

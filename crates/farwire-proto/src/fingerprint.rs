@@ -6,8 +6,8 @@ use crate::call::{Algorithm, Kind};
 use crate::dtype::{DType, ReduceOp};
 use crate::ids::Rank;
 
-/// What one rank called. Ranks that disagree on any field are out of step, and every frame carries all of them, so the first frame
-/// between two such ranks shows it.
+/// What one rank called. Ranks that disagree on any field are out of step, and every frame carries
+/// all of them, so the first frame between two such ranks shows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Fingerprint {
     /// The operation.
@@ -18,7 +18,8 @@ pub struct Fingerprint {
     pub dtype: Option<DType>,
     /// How elements are combined; absent where they are not.
     pub op: Option<ReduceOp>,
-    /// Elements of the whole vector; for all-to-all and messages, of what passes from this sender to this receiver.
+    /// Elements of the whole vector; for all-to-all and messages, of what passes from this sender
+    /// to this receiver.
     pub count: u64,
     /// The root; absent where all ranks play the same part.
     pub root: Option<Rank>,
@@ -26,8 +27,9 @@ pub struct Fingerprint {
     pub codec: u32,
     /// Elements per frame.
     pub segment: u32,
-    /// Digest of what else all must agree on: the members of any group but the world, lengths that differ from rank to rank
-    /// ([`Counts::digest`](crate::Counts::digest)), and, in all-to-all, what the sender expects from this receiver.
+    /// Digest of what else all must agree on: the members of any group but the world, lengths that
+    /// differ from rank to rank ([`Counts::digest`](crate::Counts::digest)), and, in all-to-all,
+    /// what the sender expects from this receiver.
     pub layout: u32,
 }
 

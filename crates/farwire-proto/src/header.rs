@@ -8,12 +8,12 @@
 //! 56 segment      60 kind   61 dtype     62 op         63 algorithm
 //! ```
 //!
-//! All integers are little-endian. [`Header::decode`] accepts exactly what [`Header::encode`] writes: a field that does not apply
-//! must be zero (the root: all ones), so that every accepted header has one meaning and one encoding.
+//! All integers are little-endian. [`Header::decode`] accepts exactly what [`Header::encode`]
+//! writes: a field that does not apply must be zero (the root: all ones), so that every accepted
+//! header has one meaning and one encoding.
 
 use crate::call::{Algorithm, Kind};
 use crate::dtype::{DType, ReduceOp};
-use crate::fault::FAULT_LEN;
 use crate::fingerprint::Fingerprint;
 use crate::ids::{CommId, Epoch, OpSeq, Rank, Tag};
 
@@ -23,6 +23,9 @@ pub const HEADER_LEN: usize = 64;
 pub const VERSION: u8 = 1;
 
 pub(crate) const FINGERPRINT_LEN: usize = 32;
+
+/// Bytes of an encoded [`Fault`](crate::Fault), the payload of a [`FrameKind::Abort`].
+pub const FAULT_LEN: usize = 12 + 2 * FINGERPRINT_LEN;
 const MAGIC: [u8; 2] = *b"fw";
 const NO_ROOT: u32 = u32::MAX;
 
@@ -278,8 +281,9 @@ pub(crate) mod tests {
         }
     }
 
-    /// One million inputs: random bytes, and good headers with a few bytes changed. Whatever is accepted must encode to the very
-    /// same bytes, which also shows that no byte of the input is ignored.
+    /// One million inputs: random bytes, and good headers with a few bytes changed. Whatever is
+    /// accepted must encode to the very same bytes, which also shows that no byte of the input is
+    /// ignored.
     #[test]
     fn a_million_random_and_mutated_headers_never_panic() {
         use proptest::strategy::ValueTree;

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 /// A position inside one communicator, `0..world`.
 ///
-/// Schedules, roots and partitions speak of ranks. Links speak of [`Peer`]s: the two differ as soon as a
-/// communicator holds only some of the processes.
+/// Schedules, roots and partitions speak of ranks. Links speak of [`Peer`]s: the two differ as soon
+/// as a communicator holds only some of the processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Rank(pub u32);
 
@@ -25,7 +25,8 @@ impl fmt::Display for Rank {
     }
 }
 
-/// One process of the job, numbered by its rank in the world communicator. Links connect peers, and errors name them.
+/// One process of the job, numbered by its rank in the world communicator. Links connect peers, and
+/// errors name them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Peer(pub u32);
 
@@ -77,7 +78,8 @@ impl WorldSize {
         (0..self.get()).map(Rank)
     }
 
-    /// All ranks but `me`, starting at its right neighbour, so that ranks sending in this order flood nobody.
+    /// All ranks but `me`, starting at its right neighbour, so that ranks sending in this order
+    /// flood nobody.
     pub fn others(self, me: Rank) -> impl Iterator<Item = Rank> {
         (1..self.get()).map(move |distance| self.right_of(me, distance))
     }
@@ -100,7 +102,8 @@ impl fmt::Display for WorldSize {
     }
 }
 
-/// The generation of the group: it grows each time the job re-forms, and frames of another generation are dropped.
+/// The generation of the group: it grows each time the job re-forms, and frames of another
+/// generation are dropped.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Epoch(pub u32);
 
@@ -112,15 +115,16 @@ impl CommId {
     /// The communicator of all processes.
     pub const WORLD: Self = Self(0);
 
-    /// The id of the `split`-th communicator split off this one with `color`: the same on every member,
-    /// and, by 64 bits of mixing, different from every other.
+    /// The id of the `split`-th communicator split off this one with `color`: the same on every
+    /// member, and, by 64 bits of mixing, different from every other.
     pub fn child(self, split: u32, color: u32) -> Self {
         let mixed = mix(self.0 ^ mix((u64::from(split) << 32) | u64::from(color)));
         Self((mixed & !1).max(2)) // zero is the world, odd ones are subgroups
     }
 
-    /// The id of the `nth` communicator that these members of this one make among themselves by a name:
-    /// the same on every member, and, as these are odd, never that of a [`child`](Self::child).
+    /// The id of the `nth` communicator that these members of this one make among themselves by a
+    /// name: the same on every member, and, as these are odd, never that of a
+    /// [`child`](Self::child).
     pub fn subgroup(self, name: &str, members: &[Peer], nth: u32) -> Self {
         let words = name.bytes().map(u64::from);
         let words = words.chain([u64::MAX]).chain(members.iter().map(|peer| u64::from(peer.0)));
@@ -129,7 +133,8 @@ impl CommId {
     }
 }
 
-/// A 64-bit finaliser (a bijection with good avalanche), so that ids built from small numbers spread out.
+/// A 64-bit finaliser (a bijection with good avalanche), so that ids built from small numbers
+/// spread out.
 fn mix(x: u64) -> u64 {
     let x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -141,7 +146,8 @@ fn mix(x: u64) -> u64 {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Tag(pub u32);
 
-/// Which operation of a communicator a frame belongs to. Every rank counts its calls, so equal numbers are one operation.
+/// Which operation of a communicator a frame belongs to. Every rank counts its calls, so equal
+/// numbers are one operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum OpSeq {
     /// The n-th collective submitted on the communicator.
@@ -163,7 +169,8 @@ impl fmt::Display for OpSeq {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct OpId(pub u64);
 
-/// A moment, as the time since an origin that the driver chose. Nothing in this crate reads a clock.
+/// A moment, as the time since an origin that the driver chose. Nothing in this crate reads a
+/// clock.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Time(pub Duration);
 

@@ -1,6 +1,8 @@
-//! The only home of offset arithmetic: which elements a rank owns, and which of them one frame carries.
+//! The only home of offset arithmetic: which elements a rank owns, and which of them one frame
+//! carries.
 //!
-//! A vector is cut into one *block* per rank, and each block into *segments*, the unit of one frame:
+//! A vector is cut into one *block* per rank, and each block into *segments*, the unit of one
+//! frame:
 //!
 //! ```text
 //!  vector  ├──────────── len ────────────┤
@@ -8,8 +10,9 @@
 //!  segments├─┼─┼─┼┤                           of `segment` elements, the last one shorter
 //! ```
 //!
-//! Everything is in elements; bytes appear only in [`Span::bytes`]. Every block has **at least one segment**, empty if
-//! need be: that is what makes every pair of ranks exchange at least one frame per operation, whatever the length.
+//! Everything is in elements; bytes appear only in [`Span::bytes`]. Every block has **at least one
+//! segment**, empty if need be: that is what makes every pair of ranks exchange at least one frame
+//! per operation, whatever the length.
 
 use std::num::NonZeroUsize;
 use std::ops::Range;
@@ -60,7 +63,8 @@ pub enum Counts {
 }
 
 impl Counts {
-    /// One length per rank. Lengths that are all the same are [`Each`](Self::Each), however they were given.
+    /// One length per rank. Lengths that are all the same are [`Each`](Self::Each), however they
+    /// were given.
     pub fn listed(counts: impl Into<Arc<[usize]>>, world: WorldSize) -> Self {
         let counts = counts.into();
         match counts.first() {
@@ -90,7 +94,8 @@ impl Counts {
         world.ranks().try_fold(0usize, |sum, rank| sum.checked_add(self.of(rank)))
     }
 
-    /// 32 bits by which ranks compare their lists in a frame header: zero for [`Each`](Self::Each), a hash otherwise.
+    /// 32 bits by which ranks compare their lists in a frame header: zero for [`Each`](Self::Each),
+    /// a hash otherwise.
     pub fn digest(&self) -> u32 {
         match self {
             Self::Each(_) => 0,
@@ -121,9 +126,11 @@ enum Blocks {
 }
 
 impl Partition {
-    /// `len` elements in one block per rank, as even as possible: the first `len % world` blocks are one longer.
+    /// `len` elements in one block per rank, as even as possible: the first `len % world` blocks
+    /// are one longer.
     ///
-    /// All blocks have the same number of segments, so schedules can count frames without asking which block they are in.
+    /// All blocks have the same number of segments, so schedules can count frames without asking
+    /// which block they are in.
     pub fn even(len: usize, world: WorldSize, segment: NonZeroUsize) -> Self {
         let parts = world.len();
         let blocks = Blocks::Even { base: len / parts, extra: len % parts, parts };
@@ -135,7 +142,8 @@ impl Partition {
         Self { blocks: Blocks::Even { base: len, extra: 0, parts: 1 }, segment }
     }
 
-    /// One block per rank with the given lengths, whose sum must not overflow (see [`Counts::total`]).
+    /// One block per rank with the given lengths, whose sum must not overflow (see
+    /// [`Counts::total`]).
     pub fn of_counts(counts: &Counts, world: WorldSize, segment: NonZeroUsize) -> Self {
         let blocks = match counts {
             Counts::Each(count) => Blocks::Even { base: *count, extra: 0, parts: world.len() },

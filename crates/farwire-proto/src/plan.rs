@@ -11,7 +11,6 @@ use crate::collective::broadcast::Broadcast;
 use crate::collective::gather::Gather;
 use crate::collective::gather_reduce::GatherReduce;
 use crate::collective::message::{End, Message};
-use crate::collective::parcels::{Exchange, Limits};
 use crate::collective::ring::Ring;
 use crate::collective::scan::Scan;
 use crate::collective::scatter::Scatter;
@@ -21,11 +20,13 @@ use crate::collective::two_phase::{self, TwoPhase};
 use crate::dtype::{DType, ReduceOp};
 use crate::fingerprint::Fingerprint;
 use crate::ids::{CommId, Rank, Tag, WorldSize};
+use crate::parcels::Limits;
 use crate::partition::{Counts, Partition, digest};
 use crate::schedule::{InPlace, Incoming, Local, Outcome, Outgoing, Schedule, Slots};
 use crate::tune::{self, Links};
 
-/// Frames are at most this many elements, so that their length in bytes fits the header's 32 bits in any type.
+/// Frames are at most this many elements, so that their length in bytes fits the header's 32 bits
+/// in any type.
 const MAX_SEGMENT: usize = 1 << 28;
 
 /// What plans depend on besides the call. All ranks of a job must have the same.
@@ -46,18 +47,31 @@ impl Default for Tuning {
     }
 }
 
-/// One rank's part in one operation: checked, with every frame, buffer length and scratch size known.
+/// One rank's part in one operation, checked.
 #[derive(Clone, Debug)]
 pub struct Plan {
     comm: CommId,
     me: Rank,
     world: WorldSize,
     fingerprint: Fingerprint,
-    schedule: AnySchedule,
+    way: Way,
     in_place: Option<InPlace>,
     partner: Option<Partner>,
     deadline: Option<Duration>,
 }
+
+/// How the data of an operation travels.
+#[derive(Clone, Debug)]
+pub(crate) enum Way {
+    /// In frames that are all known before it starts.
+    Frames(Frames),
+    /// In parcels, whose lengths are known when they are supplied.
+    Parcels(Limits),
+}
+
+/// Every frame of one rank's part in an operation, known before it starts.
+#[derive(Clone, Debug)]
+pub struct Frames(AnySchedule);
 
 /// The other end of a message.
 #[derive(Clone, Copy, Debug)]
@@ -83,7 +97,6 @@ enum AnySchedule {
     AllToAll(AllToAll),
     Barrier(Barrier),
     Message(Message),
-    Parcels(Exchange),
 }
 
 impl Plan {
@@ -121,11 +134,14 @@ impl Plan {
             }
         };
         let lay_out = |algorithm| {
-            let schedule = AnySchedule::of(call, me, world, algorithm, segment);
-            let in_place = if together { schedule.as_dyn().in_place() } else { None };
-            (algorithm, schedule, in_place)
+            let way = Way::of(call, me, world, algorithm, segment);
+            let in_place = match &way {
+                Way::Frames(frames) if together => frames.schedule().in_place(),
+                _ => None,
+            };
+            (algorithm, way, in_place)
         };
-        let (algorithm, schedule, in_place) = match lay_out(algorithm) {
+        let (algorithm, way, in_place) = match lay_out(algorithm) {
             // The cheapest algorithm cannot; the plain one may.
             (_, _, None) if together && options.algorithm.is_none() && !call.is_parcels() => {
                 lay_out(kind.algorithms()[0])
@@ -150,7 +166,7 @@ impl Plan {
                 segment: segment as u32,
                 layout: terms.layout,
             },
-            schedule,
+            way,
             in_place,
             partner: match *call {
                 Call::Send { to, tag, .. } | Call::SendParcel { to, tag, .. } => {
@@ -163,9 +179,14 @@ impl Plan {
             },
             deadline: options.deadline,
         };
-        let countable =
-            |peer| u32::try_from(plan.sends(peer)).is_ok() && u32::try_from(plan.recvs(peer)).is_ok();
-        if plan.others().all(countable) { Ok(plan) } else { Err(CallError::TooLarge { kind }) }
+        let fits = |frames| u32::try_from(frames).is_ok();
+        let countable = match &plan.way {
+            Way::Frames(frames) => {
+                plan.others().all(|peer| fits(frames.sends(peer)) && fits(frames.recvs(peer)))
+            }
+            Way::Parcels(limits) => limits.is_countable(),
+        };
+        if countable { Ok(plan) } else { Err(CallError::TooLarge { kind }) }
     }
 
     /// The communicator that the call is made on.
@@ -193,19 +214,32 @@ impl Plan {
         self.fingerprint.dtype.unwrap_or(DType::U8)
     }
 
-    /// Bytes of the input.
+    /// Its frames; `None` if it travels in parcels.
+    pub fn frames(&self) -> Option<&Frames> {
+        match &self.way {
+            Way::Frames(frames) => Some(frames),
+            Way::Parcels(_) => None,
+        }
+    }
+
+    pub(crate) fn way(&self) -> &Way {
+        &self.way
+    }
+
+    /// Bytes of the input; none if it travels in parcels.
     pub fn input_bytes(&self) -> usize {
-        self.schedule().input_len() * self.dtype().size()
+        self.frames().map_or(0, |frames| frames.schedule().input_len() * self.dtype().size())
     }
 
-    /// Bytes of the output. Ranks without a result may need some to work in: an owner of a two-phase reduce, for its shard.
+    /// Bytes of the output; none if it travels in parcels. Ranks without a result may need some to
+    /// work in: an owner of a two-phase reduce, for its shard.
     pub fn output_bytes(&self) -> usize {
-        self.schedule().output_len() * self.dtype().size()
+        self.frames().map_or(0, |frames| frames.schedule().output_len() * self.dtype().size())
     }
 
-    /// Where the result will be.
+    /// Where the result will be: in no buffer if it travels in parcels.
     pub fn outcome(&self) -> Outcome {
-        self.schedule().outcome()
+        self.frames().map_or(Outcome::Nothing, |frames| frames.schedule().outcome())
     }
 
     /// Where input and output lie in the memory that they share, if this call works in place.
@@ -213,7 +247,8 @@ impl Plan {
         self.in_place
     }
 
-    /// Refuses a memory of any other length than a plan that works in place needs for both input and output.
+    /// Refuses a memory of any other length than a plan that works in place needs for both input
+    /// and output.
     pub fn check_memory(&self, given: usize) -> Result<(), CallError> {
         let InPlace { input, output } = self.in_place.unwrap_or_default();
         let size = self.dtype().size();
@@ -241,26 +276,6 @@ impl Plan {
         self.world.others(self.me).filter(move |rank| partner.is_none_or(|only| *rank == only))
     }
 
-    /// Frames to a peer.
-    pub fn sends(&self, to: Rank) -> usize {
-        self.schedule().sends(to)
-    }
-
-    /// The `i`-th frame to a peer.
-    pub fn send(&self, to: Rank, i: usize) -> Outgoing {
-        self.schedule().send(to, i)
-    }
-
-    /// Frames from a peer.
-    pub fn recvs(&self, from: Rank) -> usize {
-        self.schedule().recvs(from)
-    }
-
-    /// The `i`-th frame from a peer.
-    pub fn recv(&self, from: Rank, i: usize) -> Incoming {
-        self.schedule().recv(from, i)
-    }
-
     /// The same plan in a group whose members all must agree on; zero for the world.
     pub(crate) fn in_group(mut self, members: u32) -> Self {
         self.fingerprint.layout ^= members;
@@ -269,8 +284,8 @@ impl Plan {
 
     /// What this rank tells `to` that it called.
     pub(crate) fn fingerprint_for(&self, to: Rank) -> Fingerprint {
-        match &self.schedule {
-            AnySchedule::AllToAll(plan) => {
+        match &self.way {
+            Way::Frames(Frames(AnySchedule::AllToAll(plan))) => {
                 self.fingerprint_of_pair(plan.to.block(to).len, plan.from.block(to).len)
             }
             _ => self.fingerprint,
@@ -279,44 +294,19 @@ impl Plan {
 
     /// What this rank expects `from` to have called.
     pub(crate) fn fingerprint_from(&self, from: Rank) -> Fingerprint {
-        match &self.schedule {
-            AnySchedule::AllToAll(plan) => {
+        match &self.way {
+            Way::Frames(Frames(AnySchedule::AllToAll(plan))) => {
                 self.fingerprint_of_pair(plan.from.block(from).len, plan.to.block(from).len)
             }
             _ => self.fingerprint,
         }
     }
 
-    /// Lengths that only two ranks share, compared by these two: `there` elements one way, `back` the other.
+    /// Lengths that only two ranks share, compared by these two: `there` elements one way, `back`
+    /// the other.
     fn fingerprint_of_pair(&self, there: usize, back: usize) -> Fingerprint {
         let layout = self.fingerprint.layout ^ digest(std::iter::once(back as u64));
         Fingerprint { count: there as u64, layout, ..self.fingerprint }
-    }
-
-    /// The rank whose frames are counted in [`Gate::received`](crate::Gate::received), if the schedule passes frames on.
-    pub fn upstream(&self) -> Option<Rank> {
-        self.schedule().upstream()
-    }
-
-    /// The rank whose frames are counted in [`Gate::sent`](crate::Gate::sent), if the schedule passes frames on.
-    pub fn downstream(&self) -> Option<Rank> {
-        self.schedule().downstream()
-    }
-
-    /// The limits of this plan's parcels, if that is how it travels.
-    pub(crate) fn parcels(&self) -> Option<&Limits> {
-        match &self.schedule {
-            AnySchedule::Parcels(exchange) => Some(&exchange.limits),
-            _ => None,
-        }
-    }
-
-    pub(crate) fn local(&self) -> Local {
-        self.schedule().local()
-    }
-
-    pub(crate) fn slots(&self) -> Slots {
-        self.schedule().slots()
     }
 
     pub(crate) fn partner(&self) -> Option<Partner> {
@@ -331,32 +321,69 @@ impl Plan {
     pub(crate) fn deadline(&self) -> Option<Duration> {
         self.deadline
     }
+}
+
+impl Frames {
+    /// How many go to a peer.
+    pub fn sends(&self, to: Rank) -> usize {
+        self.schedule().sends(to)
+    }
+
+    /// The `i`-th to a peer.
+    pub fn send(&self, to: Rank, i: usize) -> Outgoing {
+        self.schedule().send(to, i)
+    }
+
+    /// How many come from a peer.
+    pub fn recvs(&self, from: Rank) -> usize {
+        self.schedule().recvs(from)
+    }
+
+    /// The `i`-th from a peer.
+    pub fn recv(&self, from: Rank, i: usize) -> Incoming {
+        self.schedule().recv(from, i)
+    }
+
+    /// The rank whose frames are counted in [`Gate::received`](crate::Gate::received), if frames
+    /// are passed on.
+    pub fn upstream(&self) -> Option<Rank> {
+        self.schedule().upstream()
+    }
+
+    /// The rank whose frames are counted in [`Gate::sent`](crate::Gate::sent), if frames are passed
+    /// on.
+    pub fn downstream(&self) -> Option<Rank> {
+        self.schedule().downstream()
+    }
+
+    pub(crate) fn local(&self) -> Local {
+        self.schedule().local()
+    }
+
+    pub(crate) fn slots(&self) -> Slots {
+        self.schedule().slots()
+    }
 
     fn schedule(&self) -> &dyn Schedule {
-        self.schedule.as_dyn()
+        match &self.0 {
+            AnySchedule::TwoPhase(schedule) => schedule,
+            AnySchedule::GatherReduce(schedule) => schedule,
+            AnySchedule::Ring(schedule) => schedule,
+            AnySchedule::Broadcast(schedule) => schedule,
+            AnySchedule::TreeReduce(schedule) => schedule,
+            AnySchedule::Scan(schedule) => schedule,
+            AnySchedule::AllGather(schedule) => schedule,
+            AnySchedule::Gather(schedule) => schedule,
+            AnySchedule::Scatter(schedule) => schedule,
+            AnySchedule::AllToAll(schedule) => schedule,
+            AnySchedule::Barrier(schedule) => schedule,
+            AnySchedule::Message(schedule) => schedule,
+        }
     }
 }
 
-impl AnySchedule {
-    fn as_dyn(&self) -> &dyn Schedule {
-        match self {
-            Self::TwoPhase(schedule) => schedule,
-            Self::GatherReduce(schedule) => schedule,
-            Self::Ring(schedule) => schedule,
-            Self::Broadcast(schedule) => schedule,
-            Self::TreeReduce(schedule) => schedule,
-            Self::Scan(schedule) => schedule,
-            Self::AllGather(schedule) => schedule,
-            Self::Gather(schedule) => schedule,
-            Self::Scatter(schedule) => schedule,
-            Self::AllToAll(schedule) => schedule,
-            Self::Barrier(schedule) => schedule,
-            Self::Message(schedule) => schedule,
-            Self::Parcels(schedule) => schedule,
-        }
-    }
-
-    /// The schedule for a checked call and an algorithm that can run it.
+impl Way {
+    /// The way of a checked call, by an algorithm that can run it.
     fn of(call: &Call, me: Rank, world: WorldSize, algorithm: Algorithm, segment: usize) -> Self {
         let segment = NonZeroUsize::new(segment).expect("segments are clamped to at least one element");
         let shards = |count| Partition::even(count, world, segment);
@@ -364,13 +391,15 @@ impl AnySchedule {
         let blocks = |counts: &Counts| Partition::of_counts(counts, world, segment);
         let shape = if algorithm == Algorithm::Chain { Shape::Chain } else { Shape::Binomial };
         let tree = |root| Tree { shape, world, root, me };
-        let two_phase = |count, gather| Self::TwoPhase(TwoPhase { me, world, shards: shards(count), gather });
+        let two_phase =
+            |count, gather| AnySchedule::TwoPhase(TwoPhase { me, world, shards: shards(count), gather });
         let gather_reduce =
-            |count, root| Self::GatherReduce(GatherReduce { me, world, vector: whole(count), root });
+            |count, root| AnySchedule::GatherReduce(GatherReduce { me, world, vector: whole(count), root });
+        let parcels = |sends, recvs, max| Self::Parcels(Limits { sends, recvs, max, segment });
 
-        match *call {
+        let schedule = match *call {
             Call::AllReduce { count, .. } => match algorithm {
-                Algorithm::Ring => Self::Ring(Ring { me, world, shards: shards(count) }),
+                Algorithm::Ring => AnySchedule::Ring(Ring { me, world, shards: shards(count) }),
                 Algorithm::GatherReduce => gather_reduce(count, None),
                 Algorithm::TwoPhase => two_phase(count, two_phase::Gather::All),
                 Algorithm::Tree | Algorithm::Chain | Algorithm::Direct | Algorithm::Parcels => {
@@ -384,43 +413,44 @@ impl AnySchedule {
                     unreachable!("checked by the caller")
                 }
                 Algorithm::Tree | Algorithm::Chain => {
-                    Self::TreeReduce(TreeReduce { tree: tree(root), vector: whole(count) })
+                    AnySchedule::TreeReduce(TreeReduce { tree: tree(root), vector: whole(count) })
                 }
             },
             Call::ReduceScatter { count, .. } => two_phase(count, two_phase::Gather::Nobody),
             Call::Broadcast { count, root, .. } => {
-                Self::Broadcast(Broadcast { tree: tree(root), vector: whole(count) })
+                AnySchedule::Broadcast(Broadcast { tree: tree(root), vector: whole(count) })
             }
-            Call::AllGather { ref counts, .. } => Self::AllGather(AllGather { me, blocks: blocks(counts) }),
+            Call::AllGather { ref counts, .. } => {
+                AnySchedule::AllGather(AllGather { me, blocks: blocks(counts) })
+            }
             Call::Gather { ref counts, root, .. } => {
-                Self::Gather(Gather { me, root, blocks: blocks(counts) })
+                AnySchedule::Gather(Gather { me, root, blocks: blocks(counts) })
             }
             Call::Scatter { ref counts, root, .. } => {
-                Self::Scatter(Scatter { me, root, blocks: blocks(counts) })
+                AnySchedule::Scatter(Scatter { me, root, blocks: blocks(counts) })
             }
             Call::AllToAll { ref send, ref recv, .. } => {
-                Self::AllToAll(AllToAll { me, to: blocks(send), from: blocks(recv) })
+                AnySchedule::AllToAll(AllToAll { me, to: blocks(send), from: blocks(recv) })
             }
             Call::Scan { count, .. } => {
-                Self::Scan(Scan { me, world, vector: whole(count), exclusive: false })
+                AnySchedule::Scan(Scan { me, world, vector: whole(count), exclusive: false })
             }
             Call::ExclusiveScan { count, .. } => {
-                Self::Scan(Scan { me, world, vector: whole(count), exclusive: true })
+                AnySchedule::Scan(Scan { me, world, vector: whole(count), exclusive: true })
             }
-            Call::Barrier => Self::Barrier(Barrier),
-            Call::Send { count, .. } => Self::Message(Message { end: End::Sender, body: whole(count) }),
-            Call::Recv { count, .. } => Self::Message(Message { end: End::Receiver, body: whole(count) }),
-            Call::SendParcel { len, .. } => {
-                Self::Parcels(Exchange { limits: Limits { sends: 1, recvs: 0, max: len, segment } })
+            Call::Barrier => AnySchedule::Barrier(Barrier),
+            Call::Send { count, .. } => {
+                AnySchedule::Message(Message { end: End::Sender, body: whole(count) })
             }
-            Call::Coded { rounds, max, .. } => {
-                Self::Parcels(Exchange { limits: Limits { sends: rounds, recvs: rounds, max, segment } })
+            Call::Recv { count, .. } => {
+                AnySchedule::Message(Message { end: End::Receiver, body: whole(count) })
             }
-            Call::InPlace(ref call) => Self::of(call, me, world, algorithm, segment.get()),
-            Call::RecvParcel { max, .. } => {
-                Self::Parcels(Exchange { limits: Limits { sends: 0, recvs: 1, max, segment } })
-            }
-        }
+            Call::SendParcel { len, .. } => return parcels(1, 0, len),
+            Call::RecvParcel { max, .. } => return parcels(0, 1, max),
+            Call::Coded { rounds, max, .. } => return parcels(rounds, rounds, max),
+            Call::InPlace(ref call) => return Self::of(call, me, world, algorithm, segment.get()),
+        };
+        Self::Frames(Frames(schedule))
     }
 }
 

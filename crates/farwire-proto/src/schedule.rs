@@ -1,21 +1,25 @@
 //! The vocabulary that collectives are written in.
 //!
-//! An operation joins this rank to each other rank by a *lane*: an ordered list of frames out and an ordered list of frames in,
-//! both known before the operation starts. A frame may have to wait: its [`Gate`] says how far the operation must have come.
-//! A collective is then nothing but a pure function from (lane, index) to what that frame carries and when it may move;
-//! the [`Engine`](crate::Engine) runs any of them, and a [`Workspace`](crate::Workspace) does their arithmetic.
+//! An operation joins this rank to each other rank by a *lane*: an ordered list of frames out and
+//! an ordered list of frames in, both known before the operation starts. A frame may have to wait:
+//! its [`Gate`] says how far the operation must have come. A collective is then nothing but a pure
+//! function from (lane, index) to what that frame carries and when it may move; the
+//! [`Engine`](crate::Engine) runs any of them, and a [`Workspace`](crate::Workspace) does their
+//! arithmetic.
 //!
 //! Five rules hold for every schedule, and the tests check them:
 //!
 //! 1. The frames that a sends to b are the frames that b receives from a, in order and in length.
-//! 2. Every lane of a collective carries at least one frame each way. So no rank can finish before it has heard from every other
-//!    and compared calls, which is what turns desynchronised ranks into an error on all of them.
-//! 3. A frame's gate never waits on something that waits on the frame, on this rank or around any cycle of ranks, however few
-//!    frames a link lets be in flight.
-//! 4. A fold that keeps its running value in the output emits, if it does, last and at the same elements, and is complete before the next segment's begins.
+//! 2. Every lane of a collective carries at least one frame each way. So no rank can finish before
+//!    it has heard from every other and compared calls, which is what turns desynchronised ranks
+//!    into an error on all of them.
+//! 3. A frame's gate never waits on something that waits on the frame, on this rank or around any
+//!    cycle of ranks, however few frames a link lets be in flight.
+//! 4. A fold that keeps its running value in the output emits, if it does, last and at the same
+//!    elements, and is complete before the next segment's begins.
 //! 5. A schedule that works in place writes to no element of its input before every frame that
-//!    carries it has left and every fold that reads it is done, and emits only at the end of a fold.
-//!    (The running value itself is then held in a scratch segment, whatever the type.)
+//!    carries it has left and every fold that reads it is done, and emits only at the end of a
+//!    fold. (The running value itself is then held in a scratch segment, whatever the type.)
 
 use crate::dtype::DType;
 use crate::ids::Rank;
@@ -53,8 +57,8 @@ pub(crate) trait Schedule {
     fn local(&self) -> Local {
         Local::Nothing
     }
-    /// Where input and output lie if they share one memory; `None` if some frame or fold could still
-    /// need input that was overwritten (rule 5).
+    /// Where input and output lie if they share one memory; `None` if some frame or fold could
+    /// still need input that was overwritten (rule 5).
     fn in_place(&self) -> Option<InPlace> {
         None
     }
@@ -104,8 +108,6 @@ pub enum Source {
         /// How many elements.
         len: usize,
     },
-    /// Bytes of a parcel.
-    Parcel(ParcelPart),
 }
 
 impl Source {
@@ -117,24 +119,8 @@ impl Source {
             Self::InputAsPartial(Span { len, .. }) | Self::Partial { len, .. } => {
                 len * dtype.accumulator().size()
             }
-            Self::Parcel(part) => part.len,
         }
     }
-}
-
-/// What one frame carries of a parcel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ParcelPart {
-    /// The rank at the other end.
-    pub with: Rank,
-    /// Which of the parcels between the two, from zero.
-    pub round: u32,
-    /// Bytes of the parcel before these.
-    pub at: usize,
-    /// How many bytes.
-    pub len: usize,
-    /// Whether they are its last.
-    pub last: bool,
 }
 
 /// A frame to receive.
@@ -164,8 +150,6 @@ pub enum Action {
     Store(Span),
     /// It is combined with what is there.
     Fold(Fold),
-    /// It is put to the other parts of its parcel.
-    Collect(ParcelPart),
 }
 
 impl Action {
@@ -176,19 +160,21 @@ impl Action {
             Self::Store(span) => span.len * dtype.size(),
             Self::Fold(fold) if fold.partial => fold.len * dtype.accumulator().size(),
             Self::Fold(fold) => fold.len * dtype.size(),
-            Self::Collect(part) => part.len,
         }
     }
 }
 
-/// One step of a reduction: `running ∘= payload`, with this rank's own contribution put in at its place in the order.
+/// One step of a reduction: `running ∘= payload`, with this rank's own contribution put in at its
+/// place in the order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Fold {
     /// Elements of the payload.
     pub len: usize,
-    /// Whether the payload is a partial result, in the accumulator's type, rather than a rank's input.
+    /// Whether the payload is a partial result, in the accumulator's type, rather than a rank's
+    /// input.
     pub partial: bool,
-    /// Whether this is the first contribution, so that the running value is set rather than combined.
+    /// Whether this is the first contribution, so that the running value is set rather than
+    /// combined.
     pub first: bool,
     /// Whether, and on which side of the payload, this rank's own elements are combined too.
     pub own: Own,
@@ -212,7 +198,8 @@ pub enum Own {
 /// Where a reduction's running value is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Running {
-    /// In the output, at the elements where the result will be; in a scratch segment meanwhile, where the accumulator's type is wider.
+    /// In the output, at the elements where the result will be; in a scratch segment meanwhile,
+    /// where the accumulator's type is wider.
     Output(Span),
     /// In a slot, from where it will be sent on.
     Slot(usize),
@@ -276,7 +263,8 @@ pub(crate) struct Slots {
     pub(crate) len: usize,
 }
 
-/// How far an operation has come on this rank; or, as a gate, how far it must have come before a frame may move.
+/// How far an operation has come on this rank; or, as a gate, how far it must have come before a
+/// frame may move.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Gate {
     /// Frames folded, from anyone.

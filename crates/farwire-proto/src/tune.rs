@@ -1,10 +1,12 @@
 //! Which algorithm serves a call.
 //!
-//! A pure function of what all ranks share, so that all of them choose the same. (The choice is part of the
-//! [`Fingerprint`](crate::Fingerprint) all the same: ranks that were given different inputs get an error, not garbage.)
+//! A pure function of what all ranks share, so that all of them choose the same. (The choice is
+//! part of the [`Fingerprint`](crate::Fingerprint) all the same: ranks that were given different
+//! inputs get an error, not garbage.)
 //!
-//! Results must not change with the size of the message: where the order of operands matters to the bits, only the algorithms that keep
-//! rank order are candidates, even where links are few. Trees, chains and rings serve reductions of integers, minima and maxima, and anyone who asks.
+//! Results must not change with the size of the message: where the order of operands matters to the
+//! bits, only the algorithms that keep rank order are candidates, even where links are few. Trees,
+//! chains and rings serve reductions of integers, minima and maxima, and anyone who asks.
 
 use std::time::Duration;
 
@@ -12,7 +14,8 @@ use crate::call::{Algorithm, Kind};
 use crate::dtype::{DType, ReduceOp};
 use crate::ids::WorldSize;
 
-/// What the links between ranks are like, as far as it decides an algorithm. All ranks must be given the same.
+/// What the links between ranks are like, as far as it decides an algorithm. All ranks must be
+/// given the same.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Links {
     /// One way, from call to arrival, for an empty frame.
@@ -21,7 +24,8 @@ pub struct Links {
     pub bandwidth: f64,
     /// Bytes per second that a rank can combine.
     pub reduce_rate: f64,
-    /// How many links a rank can use at once without each becoming slow: a ring needs two, the direct algorithms one per rank.
+    /// How many links a rank can use at once without each becoming slow: a ring needs two, the
+    /// direct algorithms one per rank.
     pub flows: u32,
 }
 
@@ -32,7 +36,8 @@ impl Default for Links {
     }
 }
 
-/// The algorithm for `bytes` of `dtype` in a world of this size: the cheapest by the model in this file.
+/// The algorithm for `bytes` of `dtype` in a world of this size: the cheapest by the model in this
+/// file.
 ///
 /// `reduction` is there for the calls that have one; `segment` is the number of bytes in a frame.
 pub fn choose(
@@ -66,7 +71,8 @@ pub fn choose(
     }
 }
 
-/// A model of the time an algorithm takes: rounds × latency + the busiest rank's bytes / bandwidth + bytes combined / rate.
+/// A model of the time an algorithm takes: rounds × latency + the busiest rank's bytes / bandwidth
+/// + bytes combined / rate.
 fn seconds(
     kind: Kind,
     algorithm: Algorithm,

@@ -3,19 +3,21 @@
 use crate::arith::{Arithmetic, Operand};
 use crate::dtype::DType;
 use crate::partition::Span;
-use crate::plan::Plan;
+use crate::plan::{Frames, Plan};
 use crate::schedule::{Action, Emit, Fold, InPlace, Local, Own, Running, Source};
 
 /// The arithmetic of one operation on one rank, and the scratch space it needs.
 ///
-/// The input is only read and the output only written, so a failed operation leaves its input as it was. Both stay with the driver and
-/// are lent to each call, whole; their lengths must be the plan's ([`Plan::check_buffers`]).
+/// The input is only read and the output only written, so a failed operation leaves its input as it
+/// was. Both stay with the driver and are lent to each call, whole; their lengths must be the
+/// plan's ([`Plan::check_buffers`]).
 ///
-/// Call [`begin`](Self::begin) once, before anything else, [`payload`](Self::payload) for each [`Transmit`](crate::Transmit), and
-/// [`apply`](Self::apply) for each [`Take`](crate::Take).
+/// Call [`begin`](Self::begin) once, before anything else, [`payload`](Self::payload) for each
+/// [`Transmit`](crate::Transmit), and [`apply`](Self::apply) for each [`Take`](crate::Take).
 ///
-/// A plan that works [in place](Plan::in_place) has one memory in place of both, and needs no `begin`:
-/// see [`payload_in_place`](Self::payload_in_place) and [`apply_in_place`](Self::apply_in_place).
+/// A plan that works [in place](Plan::in_place) has one memory in place of both, and needs no
+/// `begin`: see [`payload_in_place`](Self::payload_in_place) and
+/// [`apply_in_place`](Self::apply_in_place).
 #[derive(Debug)]
 pub struct Workspace {
     dtype: DType,
@@ -33,16 +35,17 @@ pub struct Workspace {
 }
 
 impl Workspace {
-    /// Scratch space for `plan`. Slots are allocated here; a segment's worth more on first use, for types that widen.
+    /// Scratch space for `plan`. Slots are allocated here; a segment's worth more on first use, for
+    /// types that widen.
     pub fn new(plan: &Plan) -> Self {
         let dtype = plan.dtype();
         let accumulator = dtype.accumulator();
-        let slots = plan.slots();
+        let slots = plan.frames().map(Frames::slots).unwrap_or_default();
         let slot_bytes = slots.len * accumulator.size();
         Self {
             dtype,
             arithmetic: plan.fingerprint().op.map(|op| Arithmetic { dtype, op, ranks: plan.world().get() }),
-            local: plan.local(),
+            local: plan.frames().map_or(Local::Nothing, Frames::local),
             in_place: plan.in_place().unwrap_or_default(),
             slots: vec![0; slots.count * slot_bytes],
             slot_bytes,
@@ -59,14 +62,16 @@ impl Workspace {
                 output[to.bytes(self.dtype)].copy_from_slice(&input[from.bytes(self.dtype)]);
             }
             Local::InputIsResult => {
-                // Every operator returns a single operand as it is; rank 0 of a scan, the other caller, has no mean.
+                // Every operator returns a single operand as it is; rank 0 of a scan, the other
+                // caller, has no mean.
                 output.copy_from_slice(input);
             }
             Local::Identity => self.reduction().identity(output),
         }
     }
 
-    /// What a frame carries: a slice of the buffers wherever the bytes are already there in the form they travel in.
+    /// What a frame carries: a slice of the buffers wherever the bytes are already there in the
+    /// form they travel in.
     pub fn payload<'a>(&'a mut self, source: &Source, input: &'a [u8], output: &'a [u8]) -> &'a [u8] {
         match *source {
             Source::Nothing => &[],
@@ -76,7 +81,6 @@ impl Workspace {
                 let start = slot * self.slot_bytes;
                 &self.slots[start..start + len * self.dtype.accumulator().size()]
             }
-            Source::Parcel(_) => unreachable!("parcels are kept in `Parcels`"),
             Source::InputAsPartial(span) => {
                 let elements = &input[span.bytes(self.dtype)];
                 if !self.widens() {
@@ -101,7 +105,6 @@ impl Workspace {
             Action::Nothing => {}
             Action::Store(span) => output[span.bytes(self.dtype)].copy_from_slice(payload),
             Action::Fold(fold) => self.fold(fold, payload, input, output),
-            Action::Collect(_) => unreachable!("parcels are kept in `Parcels`"),
         }
     }
 
@@ -129,7 +132,8 @@ impl Workspace {
         let own = |span: Span| Operand::Elements(&memory[input * size..][span.bytes(dtype)]);
         let running = self.running(fold);
         advance(arithmetic, fold, running, payload, own, |_, _| ());
-        // Nothing of this fold is read again, so its result may take the place of this rank's elements.
+        // Nothing of this fold is read again, so its result may take the place of this rank's
+        // elements.
         match fold.emit {
             Emit::No => {}
             Emit::Last(span) => {
@@ -157,8 +161,8 @@ impl Workspace {
         let own = |span: Span| Operand::Elements(&input[span.bytes(dtype)]);
         let payload = if fold.partial { Operand::Partial(payload) } else { Operand::Elements(payload) };
 
-        // The running value is in the output itself, in the one wide segment, or in a slot; only the latter two can be
-        // borrowed beside the output.
+        // The running value is in the output itself, in the one wide segment, or in a slot; only
+        // the latter two can be borrowed beside the output.
         if let (Running::Output(span), false) = (fold.running, self.widens()) {
             debug_assert!(
                 matches!(fold.emit, Emit::No) || fold.emit == Emit::Last(span),
@@ -187,8 +191,8 @@ impl Workspace {
     }
 }
 
-/// `running ∘= payload`, with this rank's own elements at their place, handing results to `emit` as the step says. Two operands are
-/// combined in one pass where nothing comes between them.
+/// `running ∘= payload`, with this rank's own elements at their place, handing results to `emit` as
+/// the step says. Two operands are combined in one pass where nothing comes between them.
 fn advance<'a>(
     arithmetic: Arithmetic,
     fold: &Fold,

@@ -6,10 +6,12 @@ use farwire_proto::Kind;
 
 use crate::network::{Network, transfer_time};
 
-/// A lower bound on the time of an operation on a vector of `bytes`: what the busiest rank must send or receive at the least, at full rate,
-/// and one latency, because the last rank's contribution has to reach somebody.
+/// A lower bound on the time of an operation on a vector of `bytes`: what the busiest rank must
+/// send or receive at the least, at full rate, and one latency, because the last rank's
+/// contribution has to reach somebody.
 ///
-/// For gather, scatter, all-gather and all-to-all, `bytes` is the long vector, made of one block per rank.
+/// For gather, scatter, all-gather and all-to-all, `bytes` is the long vector, made of one block
+/// per rank.
 pub fn lower_bound(kind: Kind, bytes: usize, network: &Network) -> Duration {
     let n = network.world.get();
     if n == 1 {

@@ -1,8 +1,9 @@
 //! A deterministic network in virtual time that drives `farwire-proto`.
 //!
-//! Describe a [`Network`] (latency, bandwidth, jitter, loss, and the [`Trouble`] that befalls it), give each rank its calls, and
-//! [`run`](Sim::run). The same description and seed give the same run, frame by frame, on any machine. A run that does not end within its
-//! limit is a [`Hang`] that names who waits for whom.
+//! Describe a [`Network`] (latency, bandwidth, jitter, loss, and the [`Trouble`] that befalls it),
+//! give each rank its calls, and [`run`](Sim::run). The same description and seed give the same
+//! run, frame by frame, on any machine. A run that does not end within its limit is a [`Hang`] that
+//! names who waits for whom.
 //!
 //! ```
 //! use farwire_proto::{Call, DType, Peer, ReduceOp};
@@ -23,7 +24,8 @@
 //! }
 //! ```
 //!
-//! For large worlds the simulator can carry the lengths of payloads rather than their bytes: see [`Sim::carry_lengths`].
+//! For large worlds the simulator can carry the lengths of payloads rather than their bytes: see
+//! [`Sim::carry_lengths`].
 
 #![forbid(unsafe_code)]
 
@@ -32,9 +34,10 @@ mod network;
 mod node;
 pub mod oracle;
 mod report;
+pub mod script;
 mod sim;
 
 pub use bound::lower_bound;
 pub use network::{Link, Network, Trouble};
-pub use report::{Hang, JobEnd, JobReport, RankStats, Report};
-pub use sim::{Coded, JobId, Progress, Sim, Start, Submission};
+pub use report::{Hang, JobEnd, JobId, JobReport, RankStats, Report};
+pub use sim::{Coded, Progress, Sim, Start, Submission};

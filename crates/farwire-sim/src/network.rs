@@ -21,10 +21,13 @@ pub struct Network {
     pub link: Link,
     /// Links that differ from the rest, by direction.
     pub special_links: HashMap<(Peer, Peer), Link>,
-    /// Bytes of one lane that may be on their way or unread before its sender must wait; one frame always may.
+    /// Bytes of one lane that may be on their way or unread before its sender must wait; one frame
+    /// always may.
     pub window: usize,
     /// How long after a process falls silent the others take it for lost.
     pub detection: Duration,
+    /// Coding a round of parcels takes up to this long, at random.
+    pub coding: Duration,
     /// What goes wrong.
     pub troubles: Vec<Trouble>,
     /// Where all randomness comes from.
@@ -45,6 +48,7 @@ impl Network {
             special_links: HashMap::new(),
             window: 8 << 20,
             detection: Duration::from_secs(2),
+            coding: Duration::ZERO,
             troubles: Vec::new(),
             seed: 0,
         }
@@ -60,16 +64,19 @@ impl Network {
     }
 }
 
-/// One direction between two processes. It loses nothing for good and keeps each lane in order, as a stream does.
+/// One direction between two processes. It loses nothing for good and keeps each lane in order, as
+/// a stream does.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Link {
     /// From departure to arrival.
     pub latency: Duration,
     /// Bytes per second, if the link is slower than the interfaces at its ends.
     pub bandwidth: f64,
-    /// Up to this much is added to the latency of each frame, at random, which reorders lanes among each other.
+    /// Up to this much is added to the latency of each frame, at random, which reorders lanes among
+    /// each other.
     pub jitter: Duration,
-    /// The share of packets that are lost and sent again, a round trip later; taken as 0.9 if it is more.
+    /// The share of packets that are lost and sent again, a round trip later; taken as 0.9 if it is
+    /// more.
     pub loss: f64,
 }
 
@@ -78,7 +85,8 @@ impl Link {
     pub const IDEAL: Self =
         Self { latency: Duration::ZERO, bandwidth: f64::INFINITY, jitter: Duration::ZERO, loss: 0.0 };
 
-    /// How long a frame takes from departure to arrival, and how many of its bytes had to be sent again.
+    /// How long a frame takes from departure to arrival, and how many of its bytes had to be sent
+    /// again.
     pub(crate) fn delay(&self, bytes: usize, rng: &mut ChaCha8Rng) -> (Duration, usize) {
         let mut delay = self.latency;
         if !self.jitter.is_zero() {
@@ -104,7 +112,8 @@ impl Link {
 /// Something that goes wrong.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Trouble {
-    /// A process dies as it is about to take its `step`-th step, from zero: submitting a call, finishing to send a frame, taking one.
+    /// A process dies as it is about to take its `step`-th step, from zero: submitting a call,
+    /// finishing to send a frame, taking one.
     Crash {
         /// Who.
         peer: Peer,
@@ -128,6 +137,13 @@ pub enum Trouble {
         from: Time,
         /// Until when.
         until: Time,
+    },
+    /// The parcels that a process makes in a round of coded calls are not what any codec makes.
+    Nonsense {
+        /// Who.
+        peer: Peer,
+        /// In which round, from zero.
+        round: u32,
     },
 }
 

@@ -1,159 +1,106 @@
-//! One simulated process: an engine, its jobs, and the frames that wait for it.
+//! One simulated process: its machine, and the frames that wait for it.
 
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 
 use farwire_codec::collective::CodedCollective;
 use farwire_proto::{
-    Action, Config, Engine, Gate, Lane, OpId, Outcome, Parcels, Peer, Plan, Rank, Source, Workspace,
+    Buffers, CallError, Config, DType, Engine, Frames, Gate, Lane, Machine, Outcome, Peer, Plan, Rank, Time,
     WorldSize,
 };
 
-use crate::sim::{FlightId, JobId};
+use crate::report::JobId;
 
 #[derive(Debug)]
 pub(crate) struct Node {
-    pub(crate) engine: Engine,
+    pub(crate) machine: Machine<Vectors, CodedCollective, Job>,
     pub(crate) alive: bool,
     /// Steps taken, for [`Trouble::Crash`](crate::Trouble::Crash).
     pub(crate) steps: u64,
-    pub(crate) jobs: HashMap<OpId, Job>,
     /// Frames that have arrived and not been taken, by lane.
     pub(crate) inbox: HashMap<Lane, VecDeque<FlightId>>,
-    /// Frames that wait for room in the window of their lane.
-    pub(crate) outbox: HashMap<(Peer, Lane), Outbox>,
+    /// Bytes of each lane that are on their way or unread.
+    pub(crate) outstanding: HashMap<(Peer, Lane), usize>,
     /// When the timer event that is in the queue fires.
-    pub(crate) timer: Option<farwire_proto::Time>,
-}
-
-/// The sending side of a lane.
-#[derive(Debug, Default)]
-pub(crate) struct Outbox {
-    /// Bytes on their way or unread.
-    pub(crate) outstanding: usize,
-    pub(crate) held: VecDeque<FlightId>,
-}
-
-/// An operation on one process.
-#[derive(Debug)]
-pub(crate) struct Job {
-    pub(crate) id: JobId,
-    pub(crate) outcome: Outcome,
-    /// This process's rank in the operation's communicator, and the communicator's size.
-    pub(crate) me: Rank,
-    pub(crate) world: WorldSize,
-    pub(crate) memory: Memory,
-    upstream: Option<Rank>,
-    /// The longest chain of frames behind the first n folds, and behind the first n frames from upstream.
-    folded: Vec<u32>,
-    received: Vec<u32>,
-}
-
-/// The bytes of an operation.
-#[derive(Debug)]
-pub(crate) enum Memory {
-    /// Only lengths are carried.
-    None,
-    /// Frames were laid out beforehand.
-    Laid { work: Workspace, input: Vec<u8>, output: Vec<u8> },
-    /// The same in one memory, of which the output is this part.
-    InPlace { work: Workspace, memory: Vec<u8>, output: Range<usize> },
-    /// A message in one parcel, from this rank if there is one.
-    Message { parcels: Parcels, from: Option<Rank>, input: Vec<u8> },
-    /// Rounds of parcels that a codec makes.
-    Coded { parcels: Parcels, exchange: Box<CodedCollective> },
-    /// Rounds of parcels of which only the lengths are known: by round, and by rank.
-    Lengths(Vec<Vec<usize>>),
-}
-
-impl Memory {
-    /// One memory for an operation that works in place, with its input at its place in it.
-    pub(crate) fn in_place(plan: &Plan, input: &[u8]) -> Self {
-        let at = plan.in_place().expect("a call that cannot work in place was refused");
-        let range = |start: usize, bytes: usize| {
-            let start = start * plan.dtype().size();
-            start..start + bytes
-        };
-        let output = range(at.output, plan.output_bytes());
-        let given = range(at.input, input.len());
-        // What is not input may hold anything.
-        let mut memory = vec![0xa5; output.end.max(given.end)];
-        memory[given].copy_from_slice(input);
-        Self::InPlace { work: Workspace::new(plan), memory, output }
-    }
-
-    /// What a frame carries, unless only lengths are.
-    pub(crate) fn payload(&mut self, source: &Source) -> Option<&[u8]> {
-        match (self, source) {
-            (Self::None | Self::Lengths(_), _) => None,
-            (Self::Laid { work, input, output }, source) => Some(work.payload(source, input, output)),
-            (Self::InPlace { work, memory, .. }, source) => Some(work.payload_in_place(source, memory)),
-            (Self::Message { parcels, .. } | Self::Coded { parcels, .. }, Source::Parcel(part)) => {
-                Some(parcels.payload(part))
-            }
-            _ => unreachable!("parcels come in parts"),
-        }
-    }
-
-    fn apply(&mut self, action: &Action, body: &[u8]) {
-        match (self, action) {
-            (Self::None | Self::Lengths(_), _) => {}
-            (Self::Laid { work, input, output }, action) => work.apply(action, body, input, output),
-            (Self::InPlace { work, memory, .. }, action) => work.apply_in_place(action, body, memory),
-            (Self::Message { parcels, .. } | Self::Coded { parcels, .. }, Action::Collect(part)) => {
-                parcels.collect(part, body);
-            }
-            _ => unreachable!("parcels come in parts"),
-        }
-    }
-
-    /// What went in, as it was; what is left of it, if that was in place.
-    pub(crate) fn into_input(self) -> Vec<u8> {
-        match self {
-            Self::None | Self::Lengths(_) => Vec::new(),
-            Self::Laid { input, .. } | Self::Message { input, .. } | Self::InPlace { memory: input, .. } => {
-                input
-            }
-            Self::Coded { exchange, .. } => exchange.abandon().into_bytes(),
-        }
-    }
+    pub(crate) timer: Option<Time>,
 }
 
 impl Node {
     pub(crate) fn new(me: Peer, world: WorldSize, config: Config) -> Self {
         Self {
-            engine: Engine::new(me, world, config),
+            machine: Machine::new(Engine::new(me, world, config), Vectors),
             alive: true,
             steps: 0,
-            jobs: HashMap::new(),
             inbox: HashMap::new(),
-            outbox: HashMap::new(),
+            outstanding: HashMap::new(),
             timer: None,
         }
     }
 }
 
+/// Names a frame on its way.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct FlightId(pub(crate) usize);
+
+/// What memory holds before anything is written to it.
+const ANYTHING: u8 = 0xa5;
+
+/// Gives each operation memory of its own.
+#[derive(Debug)]
+pub(crate) struct Vectors;
+
+impl Buffers for Vectors {
+    type Buffer = Vec<u8>;
+
+    fn take(&mut self, dtype: DType, len: usize) -> Vec<u8> {
+        vec![ANYTHING; len * dtype.size()]
+    }
+
+    fn give(&mut self, _: Vec<u8>) {}
+}
+
+/// What the simulation knows of an operation on one process.
+#[derive(Debug)]
+pub(crate) struct Job {
+    pub(crate) id: JobId,
+    /// Whether only lengths are carried.
+    pub(crate) lengths: bool,
+    outcome: Outcome,
+    /// Where the output lies in the memory of an operation that works in place.
+    shared: Option<Range<usize>>,
+    upstream: Option<Rank>,
+    /// The longest chain of frames behind the first n folds, and behind the first n frames from
+    /// upstream.
+    folded: Vec<u32>,
+    received: Vec<u32>,
+}
+
 impl Job {
-    pub(crate) fn new(id: JobId, plan: &Plan, memory: Memory) -> Self {
+    pub(crate) fn new(id: JobId, plan: &Plan, lengths: bool) -> Self {
         Self {
             id,
+            lengths,
             outcome: plan.outcome(),
-            me: plan.me(),
-            world: plan.world(),
-            memory,
-            upstream: plan.upstream(),
+            shared: output_in_place(plan),
+            upstream: plan.frames().and_then(Frames::upstream),
             folded: Vec::new(),
             received: Vec::new(),
         }
     }
 
-    /// Puts a frame's payload where it belongs, and remembers how long a chain of frames led to it.
-    pub(crate) fn take(&mut self, from: Option<Rank>, action: &Action, body: Option<&[u8]>, depth: u32) {
-        if let Some(body) = body {
-            self.memory.apply(action, body);
+    /// The result, from the memory that an operation leaves.
+    pub(crate) fn result(self, memory: Vec<u8>) -> Vec<u8> {
+        match (self.shared.filter(|_| !self.lengths), self.outcome) {
+            (Some(output), Outcome::Output) => memory[output].to_vec(),
+            (Some(_), Outcome::Nothing) => Vec::new(),
+            _ => memory,
         }
+    }
+
+    /// Remembers how long a chain of frames led to one that was taken.
+    pub(crate) fn took(&mut self, from: Option<Rank>, folds: bool, depth: u32) {
         let longest = |chain: &Vec<u32>| chain.last().copied().unwrap_or(0).max(depth);
-        if matches!(action, Action::Fold(_)) {
+        if folds {
             self.folded.push(longest(&self.folded));
         }
         if from.is_some() && from == self.upstream {
@@ -166,4 +113,25 @@ impl Job {
         let behind = |chain: &Vec<u32>, n: usize| n.checked_sub(1).map_or(0, |last| chain[last]);
         1 + behind(&self.folded, gate.folded).max(behind(&self.received, gate.received))
     }
+}
+
+/// Where a part of an operation's memory lies, in bytes.
+fn range(plan: &Plan, start: usize, bytes: usize) -> Range<usize> {
+    let start = start * plan.dtype().size();
+    start..start + bytes
+}
+
+fn output_in_place(plan: &Plan) -> Option<Range<usize>> {
+    plan.in_place().map(|at| range(plan, at.output, plan.output_bytes()))
+}
+
+/// The memory that an operation begins with: its input, at its place if the result will be there,
+/// too.
+pub(crate) fn memory(plan: &Plan, input: Vec<u8>) -> Result<Vec<u8>, CallError> {
+    let (Some(at), Some(output)) = (plan.in_place(), output_in_place(plan)) else { return Ok(input) };
+    plan.check_buffers(input.len(), plan.output_bytes())?;
+    let given = range(plan, at.input, input.len());
+    let mut memory = vec![ANYTHING; output.end.max(given.end)];
+    memory[given].copy_from_slice(&input);
+    Ok(memory)
 }

@@ -1,15 +1,18 @@
 //! What every rank must end with, computed the slow and obvious way.
 //!
-//! One element at a time, on enums, with its own idea of who owns what: nothing here is shared with the code it checks.
+//! One element at a time, on enums, with its own idea of who owns what: nothing here is shared with
+//! the code it checks.
 
 use farwire_proto::{Algorithm, Call, DType, Rank, ReduceOp};
 use half::{bf16, f16};
 
-/// The results of all ranks: `calls[r]` and `inputs[r]` are rank r's. Where a rank gets no result, it is empty.
+/// The results of all ranks: `calls[r]` and `inputs[r]` are rank r's. Where a rank gets no result,
+/// it is empty.
 ///
 /// # Panics
 ///
-/// If the ranks' calls are not one operation, or the inputs are not of the lengths that they need; and for messages, whose result is plain.
+/// If the ranks' calls are not one operation, or the inputs are not of the lengths that they need;
+/// and for messages, whose result is plain.
 pub fn results(calls: &[Call], algorithm: Algorithm, inputs: &[Vec<u8>]) -> Vec<Vec<u8>> {
     let world = calls.len();
     if let Call::InPlace(_) = &calls[0] {
@@ -276,12 +279,14 @@ mod tests {
         values.iter().flat_map(|value| value.to_le_bytes()).collect()
     }
 
-    /// Numbers whose sum depends on the order: 1e8 swallows a lone 1, but not a pair that came together first.
+    /// Numbers whose sum depends on the order: 1e8 swallows a lone 1, but not a pair that came
+    /// together first.
     #[test]
     fn orders_are_told_apart() {
         let inputs = [1e8f32, 1.0, 7.0, -1e8].map(|value| bytes(&[value]));
         let sum = |algorithm, root| reduced(DType::F32, ReduceOp::Sum, algorithm, root, &inputs);
-        // ((1e8 + 1) + 7) − 1e8, where 1e8 + 1 rounds down and 1e8 + 7 rounds up to the next multiple of 8.
+        // ((1e8 + 1) + 7) − 1e8, where 1e8 + 1 rounds down and 1e8 + 7 rounds up to the next
+        // multiple of 8.
         assert_eq!(sum(Algorithm::TwoPhase, 0), bytes(&[8.0]));
         // 1e8 + (1 + (7 − 1e8)): 7 − 1e8 rounds to −99999992, + 1 to the same.
         assert_eq!(sum(Algorithm::Chain, 0), bytes(&[8.0]));

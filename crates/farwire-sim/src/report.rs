@@ -5,14 +5,17 @@ use std::fmt;
 use farwire_codec::collective::CodingError;
 use farwire_proto::{CallError, OpError, Peer, Time, Wait};
 
-use crate::sim::JobId;
+/// Names a job: one call on one process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct JobId(pub(crate) usize);
 
 /// What a run showed.
 #[derive(Clone, Debug)]
 pub struct Report {
     /// When the last job ended.
     pub ended: Time,
-    /// The longest chain of frames, each of which had to wait for the one before: the number of rounds.
+    /// The longest chain of frames, each of which had to wait for the one before: the number of
+    /// rounds.
     pub rounds: u32,
     /// What each rank did.
     pub ranks: Vec<RankStats>,
@@ -88,7 +91,8 @@ pub struct JobReport {
 }
 
 impl JobReport {
-    /// The result, if the operation succeeded. Empty where the rank gets none, or where only lengths were carried.
+    /// The result, if the operation succeeded. Empty where the rank gets none, or where only
+    /// lengths were carried.
     pub fn result(&self) -> Option<&[u8]> {
         match &self.end {
             JobEnd::Done(result) => Some(result),

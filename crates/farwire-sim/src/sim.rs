@@ -1,24 +1,24 @@
 //! The event loop: virtual time, and what happens in it.
 
+mod transit;
+
 use std::cmp::Ordering;
-use std::collections::{BinaryHeap, HashMap, HashSet};
+use std::collections::{BinaryHeap, HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
+use bytes::Bytes;
 use farwire_codec::collective::CodedCollective;
 use farwire_proto::{
-    Call, CommId, Config, Event, HEADER_LEN, Header, Lane, OpId, OpenError, Options, Outcome, Parcels,
-    Payload, Peer, Rank, Time, Transmit, Verdict, Workspace,
+    Action, Call, Coding, CommId, Config, Effect, Input, Lane, MachineEvent, Nonsense, OpId, OpenError,
+    Options, Peer, Refusal, Refused, Time, Verdict,
 };
-use rand::SeedableRng;
+use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::network::{Network, Trouble, transfer_time};
-use crate::node::{Job, Memory, Node};
-use crate::report::{Hang, JobEnd, JobReport, RankStats, Report};
-
-/// Names a job: one call on one process.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct JobId(pub(crate) usize);
+use crate::network::{Network, Trouble};
+use crate::node::{FlightId, Job, Node, memory};
+use crate::report::{Hang, JobEnd, JobId, JobReport, RankStats, Report};
+use transit::Flight;
 
 /// A call for a process to make.
 #[derive(Debug)]
@@ -42,7 +42,8 @@ pub struct Submission {
 pub enum Coded {
     /// Real ones.
     Collective(Box<CodedCollective>),
-    /// Only their lengths, by round and by the rank they go to: for vectors that would not fit in memory.
+    /// Only their lengths, by round and by the rank they go to: for vectors that would not fit in
+    /// memory.
     Lengths(Vec<Vec<usize>>),
 }
 
@@ -108,36 +109,8 @@ pub struct Sim {
     report: Report,
 }
 
-/// A frame on its way.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) struct FlightId(usize);
-
-#[derive(Debug)]
-struct Flight {
-    from: Peer,
-    to: Peer,
-    header: Header,
-    /// Until it has departed.
-    transmit: Option<Transmit>,
-    departed: bool,
-    /// When its last byte leaves, packets sent again included.
-    leaves: Time,
-    /// Once it has departed, unless only lengths are carried.
-    body: Option<Vec<u8>>,
-    depth: u32,
-}
-
-impl Flight {
-    fn wire_bytes(&self) -> usize {
-        HEADER_LEN + self.header.payload as usize
-    }
-
-    fn lane(&self) -> Lane {
-        Lane::of(self.from, &self.header)
-    }
-}
-
-/// Something that will happen. The greatest, for the heap, is the earliest, and of those the first to be scheduled.
+/// Something that will happen. The greatest, for the heap, is the earliest, and of those the first
+/// to be scheduled.
 #[derive(Debug)]
 struct Scheduled {
     at: Time,
@@ -165,7 +138,7 @@ impl PartialEq for Scheduled {
 
 impl Eq for Scheduled {}
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Debug)]
 enum Happening {
     /// A process makes a call.
     Submit(Peer, JobId),
@@ -181,6 +154,12 @@ enum Happening {
     Lost(Peer, Peer),
     /// An engine's deadline.
     Timer(Peer),
+    /// A process begins to code for an operation.
+    Code(Peer, OpId),
+    /// It has made a round of parcels.
+    Made(Peer, OpId, u32, Vec<Bytes>),
+    /// It is done for now.
+    Coded(Peer, OpId, Box<CodedCollective>, Option<Nonsense>),
 }
 
 impl Happening {
@@ -192,7 +171,10 @@ impl Happening {
             | Self::Delivered(peer, _)
             | Self::Window(peer, ..)
             | Self::Lost(peer, _)
-            | Self::Timer(peer) => Some(peer),
+            | Self::Timer(peer)
+            | Self::Code(peer, _)
+            | Self::Made(peer, ..)
+            | Self::Coded(peer, ..) => Some(peer),
             Self::Arriving(_) => None,
         }
     }
@@ -237,12 +219,14 @@ impl Sim {
         }
     }
 
-    /// Carries only the lengths of payloads: for runs whose vectors would not fit in memory. Results are empty.
+    /// Carries only the lengths of payloads: for runs whose vectors would not fit in memory.
+    /// Results are empty.
     pub fn carry_lengths(&mut self) {
         self.carry_bytes = false;
     }
 
-    /// Gives the run up as a [`Hang`] when this moment comes; after a day of virtual time if never called.
+    /// Gives the run up as a [`Hang`] when this moment comes; after a day of virtual time if never
+    /// called.
     pub fn limit(&mut self, limit: Time) {
         self.limit = limit;
     }
@@ -254,7 +238,7 @@ impl Sim {
 
     /// Opens a communicator on one process, which may be mistaken about its members.
     pub fn open_on(&mut self, peer: Peer, comm: CommId, members: &[Peer]) -> Result<(), OpenError> {
-        self.nodes[peer.index()].engine.open(comm, members)
+        self.nodes[peer.index()].machine.open(comm, members)
     }
 
     /// Has a process make a call.
@@ -304,7 +288,8 @@ impl Sim {
             seed: self.network.seed,
             waits: alive
                 .flat_map(|peer| {
-                    self.nodes[peer.index()].engine.waits().into_iter().map(move |wait| (peer, wait))
+                    let waits = self.nodes[peer.index()].machine.engine().waits();
+                    waits.into_iter().map(move |wait| (peer, wait))
                 })
                 .collect(),
             unsubmitted: self.submissions.iter().flatten().count(),
@@ -332,22 +317,26 @@ impl Sim {
             Happening::Departed(peer, flight) => self.departed(peer, flight),
             Happening::Arriving(flight) => self.arriving(flight),
             Happening::Delivered(peer, flight) => self.delivered(peer, flight),
-            Happening::Window(peer, to, lane, bytes) => {
-                if let Some(outbox) = self.nodes[peer.index()].outbox.get_mut(&(to, lane)) {
-                    outbox.outstanding -= bytes;
-                    self.send_held(peer, to, lane);
-                }
-            }
+            Happening::Window(peer, to, lane, bytes) => self.window(peer, to, lane, bytes),
             Happening::Lost(peer, lost) => {
                 self.severed.insert((peer, lost));
                 self.severed.insert((lost, peer));
-                self.nodes[peer.index()].engine.handle_peer_lost(lost);
+                self.nodes[peer.index()].machine.handle_peer_lost(lost);
                 self.settle(peer);
             }
             Happening::Timer(peer) => {
                 let node = &mut self.nodes[peer.index()];
                 node.timer = None;
-                node.engine.handle_timeout(self.now);
+                node.machine.handle_timeout(self.now);
+                self.settle(peer);
+            }
+            Happening::Code(peer, op) => self.code(peer, op),
+            Happening::Made(peer, op, round, parcels) => {
+                self.nodes[peer.index()].machine.supply(op, round, parcels);
+                self.settle(peer);
+            }
+            Happening::Coded(peer, op, exchange, nonsense) => {
+                self.nodes[peer.index()].machine.give_back(op, exchange, nonsense);
                 self.settle(peer);
             }
         }
@@ -389,102 +378,77 @@ impl Sim {
         };
         self.report.jobs[id.0].submitted = Some(self.now);
         let node = &mut self.nodes[peer.index()];
-        let checked = node.engine.plan(comm, &call, &options).and_then(|plan| {
-            let is_laid =
-                !matches!(call, Call::SendParcel { .. } | Call::RecvParcel { .. } | Call::Coded { .. });
-            if self.carry_bytes && is_laid {
-                plan.check_buffers(input.len(), plan.output_bytes())?;
-            }
-            Ok(plan)
-        });
-        let plan = match checked {
+        let plan = match node.machine.plan(comm, &call, &options) {
             Ok(plan) => plan,
             Err(error) => return self.end(id, JobEnd::Refused(error)),
         };
-        let memory = match (coded, &call) {
-            (Some(Coded::Collective(exchange)), _) => Memory::Coded { parcels: Parcels::default(), exchange },
-            (Some(Coded::Lengths(lengths)), _) => Memory::Lengths(lengths),
-            (None, Call::SendParcel { to, .. }) => {
-                let mut parcels = Parcels::default();
-                parcels.put(*to, 0, input.clone().into());
-                Memory::Message { parcels, from: None, input }
-            }
-            (None, Call::RecvParcel { from, .. }) => {
-                Memory::Message { parcels: Parcels::default(), from: Some(*from), input }
-            }
+        let input = match (coded, &call) {
+            (Some(Coded::Collective(exchange)), _) => Input::Rounds(exchange),
+            (Some(Coded::Lengths(lengths)), _) => Input::Lengths(lengths.into()),
             (None, Call::Coded { .. }) => panic!("a coded call comes with what makes its parcels"),
-            (None, _) if !self.carry_bytes => Memory::None,
-            (None, Call::InPlace(_)) => Memory::in_place(&plan, &input),
-            (None, _) => {
-                let (mut work, mut output) = (Workspace::new(&plan), vec![0; plan.output_bytes()]);
-                work.begin(&input, &mut output);
-                Memory::Laid { work, input, output }
-            }
+            (None, Call::SendParcel { .. }) => Input::Parcel(input.into()),
+            (None, Call::RecvParcel { .. }) => Input::Nothing,
+            (None, _) if !self.carry_bytes => Input::Lengths(VecDeque::new()),
+            (None, _) => match memory(&plan, input) {
+                Ok(memory) => Input::Buffer(memory),
+                Err(error) => return self.end(id, JobEnd::Refused(error)),
+            },
         };
-        let job = Job::new(id, &plan, memory);
-        match node.engine.submit(self.now, plan) {
-            Ok(op) => {
-                node.jobs.insert(op, job);
-                if let Call::SendParcel { to, len, .. } = call {
-                    node.engine.supply(op, to, len);
-                }
-                self.make_parcels(peer, op);
-            }
-            Err(error) => {
-                return self.end(id, JobEnd::Failed { error, input: job.memory.into_input() });
+        let job = Job::new(id, &plan, matches!(input, Input::Lengths(_)));
+        match node.machine.submit(self.now, plan, input, |_, _| job) {
+            Ok(_) => self.settle(peer),
+            Err(Refused { why: Refusal::Call(error), .. }) => self.end(id, JobEnd::Refused(error)),
+            Err(Refused { why: Refusal::Failed(error), input }) => {
+                self.end(id, JobEnd::Failed { error, input: given_back(input) });
             }
         }
-        self.settle(peer);
     }
 
-    /// Supplies the parcels that a codec can make now.
-    fn make_parcels(&mut self, peer: Peer, op: OpId) {
-        let Node { engine, jobs, .. } = &mut self.nodes[peer.index()];
-        let Some(job) = jobs.get_mut(&op) else { return };
-        match &mut job.memory {
-            Memory::Lengths(lengths) => {
-                let round = if lengths.is_empty() { return } else { lengths.remove(0) };
-                for to in job.world.others(job.me) {
-                    assert!(engine.supply(op, to, round[to.index()]), "lengths keep to the call's limits");
+    /// How long some coding takes.
+    fn coding_time(&mut self) -> Duration {
+        if self.network.coding.is_zero() {
+            return Duration::ZERO;
+        }
+        self.network.coding.mul_f64(self.rng.random::<f64>())
+    }
+
+    /// A process codes for an operation. What it makes is there after a while, round by round.
+    fn code(&mut self, peer: Peer, op: OpId) {
+        match self.nodes[peer.index()].machine.take_coding(op) {
+            None => self.settle(peer),
+            Some(Coding::Finish { rounds, tag }) => match rounds.finish() {
+                Ok(done) => self.end(tag.id, JobEnd::Done(bytemuck::cast_slice(&done.output).to_vec())),
+                Err((error, input)) => {
+                    self.end(tag.id, JobEnd::NotEncodable { error, input: input.into_bytes() });
                 }
-            }
-            Memory::Coded { parcels, exchange } => {
-                while let Some(made) = exchange.next_parcels() {
-                    let round = exchange.made() - 1;
-                    for (to, parcel) in made.into_iter().enumerate().filter(|(to, _)| *to != job.me.index()) {
-                        let (to, len) = (Rank(to as u32), parcel.len());
-                        parcels.put(to, round, parcel);
-                        assert!(engine.supply(op, to, len), "a codec keeps to its limits");
+            },
+            Some(Coding::Work(mut work)) => {
+                let mut made = Vec::new();
+                let nonsense = work.run(|round, parcels| made.push((round, parcels))).err();
+                let mut at = self.now;
+                for (round, mut parcels) in made {
+                    if self.network.troubles.contains(&Trouble::Nonsense { peer, round }) {
+                        parcels.fill(Bytes::from_static(&[0xff]));
                     }
-                    if job.world.get() == 1 {
-                        exchange.came(round, &[Vec::new()]).expect("a codec understands itself");
-                    }
+                    at = at + self.coding_time();
+                    self.push(at, Happening::Made(peer, op, round, parcels));
                 }
+                at = at + self.coding_time();
+                self.push(at, Happening::Coded(peer, op, work.rounds, nonsense));
             }
-            Memory::None | Memory::Laid { .. } | Memory::InPlace { .. } | Memory::Message { .. } => {}
         }
     }
 
-    /// A round of parcels has come.
-    fn round_came(&mut self, peer: Peer, op: OpId, round: u32) {
-        let Some(job) = self.nodes[peer.index()].jobs.get_mut(&op) else { return };
-        if let Memory::Coded { parcels, exchange } = &mut job.memory {
-            let came: Vec<_> = job.world.ranks().map(|from| parcels.take(from, round)).collect();
-            exchange.came(round, &came).expect("codecs understand each other");
-        }
-        self.make_parcels(peer, op);
-    }
-
-    /// Does all that an engine asks for.
+    /// Does all that a machine asks for.
     fn settle(&mut self, peer: Peer) {
         loop {
-            let engine = &mut self.nodes[peer.index()].engine;
-            if let Some(lane) = engine.poll_resume() {
+            let machine = &mut self.nodes[peer.index()].machine;
+            if let Some(lane) = machine.poll_resume() {
                 self.offer(peer, lane);
-            } else if let Some(transmit) = engine.poll_transmit() {
+            } else if let Some(transmit) = machine.poll_transmit() {
                 self.send(peer, transmit);
-            } else if let Some(event) = engine.poll_event() {
-                self.ended(peer, event);
+            } else if let Some(event) = machine.poll_event() {
+                self.happened(peer, event);
             } else {
                 break;
             }
@@ -493,7 +457,7 @@ impl Sim {
             }
         }
         let node = &mut self.nodes[peer.index()];
-        if let Some(due) = node.engine.poll_timeout()
+        if let Some(due) = node.machine.engine().poll_timeout()
             && node.timer.is_none_or(|timer| due < timer)
         {
             node.timer = Some(due);
@@ -501,7 +465,7 @@ impl Sim {
         }
     }
 
-    /// Offers the engine what waits at the head of a lane, for as long as it takes it.
+    /// Offers the machine what waits at the head of a lane, for as long as it takes it.
     fn offer(&mut self, peer: Peer, lane: Lane) {
         loop {
             let node = &mut self.nodes[peer.index()];
@@ -510,7 +474,7 @@ impl Sim {
                 return;
             };
             let flight = &self.flights[id.0];
-            match node.engine.handle_frame(lane.from, &flight.header) {
+            match node.machine.handle_frame(lane.from, &flight.header) {
                 Verdict::Later | Verdict::Early => return,
                 Verdict::Drop => {}
                 Verdict::Take(take) => {
@@ -519,11 +483,12 @@ impl Sim {
                     }
                     let node = &mut self.nodes[peer.index()];
                     let flight = &self.flights[id.0];
-                    if let Some(job) = node.jobs.get_mut(&take.op) {
-                        let from = node.engine.rank_of(lane.comm, lane.from);
-                        job.take(from, &take.action, flight.body.as_deref(), flight.depth);
+                    let from = node.machine.engine().rank_of(lane.comm, lane.from);
+                    let folds = matches!(take.effect, Effect::Apply(Action::Fold(_)));
+                    let body = flight.body.as_deref().unwrap_or_default();
+                    if let Some(job) = node.machine.handle_taken(take, body) {
+                        job.took(from, folds, flight.depth);
                     }
-                    node.engine.handle_taken(take);
                 }
             }
             let bytes = self.flights[id.0].wire_bytes();
@@ -536,41 +501,22 @@ impl Sim {
         }
     }
 
-    fn ended(&mut self, peer: Peer, event: Event) {
-        let node = &mut self.nodes[peer.index()];
+    fn happened(&mut self, peer: Peer, event: MachineEvent<Vec<u8>, CodedCollective, Job>) {
         match event {
-            Event::CommFailed { .. } => {}
-            Event::Round(op, round) => self.round_came(peer, op, round),
-            Event::Done(op) => {
-                let job = node.jobs.remove(&op).expect("an operation ends once");
-                let result = match job.memory {
-                    Memory::None | Memory::Lengths(_) => Vec::new(),
-                    Memory::Laid { input, output, .. } => match job.outcome {
-                        Outcome::Output => output,
-                        Outcome::Input => input,
-                        Outcome::Nothing => Vec::new(),
-                    },
-                    Memory::InPlace { memory, output, .. } => match job.outcome {
-                        Outcome::Output => memory[output].to_vec(),
-                        Outcome::Input => memory,
-                        Outcome::Nothing => Vec::new(),
-                    },
-                    Memory::Message { mut parcels, from, .. } => {
-                        from.map_or_else(Vec::new, |from| parcels.take(from, 0))
-                    }
-                    Memory::Coded { exchange, .. } => match exchange.finish() {
-                        Ok(finished) => bytemuck::cast_slice(&finished.output).to_vec(),
-                        Err((error, input)) => {
-                            return self
-                                .end(job.id, JobEnd::NotEncodable { error, input: input.into_bytes() });
-                        }
-                    },
-                };
-                self.end(job.id, JobEnd::Done(result));
+            MachineEvent::CommFailed { .. } => {}
+            MachineEvent::WantsCoding(op) => {
+                let at = self.now + self.coding_time();
+                self.push(at, Happening::Code(peer, op));
             }
-            Event::Failed { op, error, .. } => {
-                let job = node.jobs.remove(&op).expect("an operation ends once");
-                self.end(job.id, JobEnd::Failed { error, input: job.memory.into_input() });
+            MachineEvent::Ended { tag: job, end } => {
+                let id = job.id;
+                let end = match end {
+                    Ok(memory) => JobEnd::Done(job.result(memory)),
+                    Err((failure, input)) => {
+                        JobEnd::Failed { error: failure.error, input: given_back(input) }
+                    }
+                };
+                self.end(id, end);
             }
         }
     }
@@ -587,173 +533,6 @@ impl Sim {
         }
     }
 
-    // --- a frame's way ---
-
-    /// A frame is handed to the network, or held until its lane's window has room.
-    fn send(&mut self, from: Peer, transmit: Transmit) {
-        let depth = match &transmit.payload {
-            Payload::Fault(_) | Payload::Nothing => 0,
-            Payload::Operation { op, after, .. } => {
-                self.nodes[from.index()].jobs.get(op).map_or(0, |job| job.depth_after(after))
-            }
-        };
-        let (to, header) = (transmit.to, transmit.header);
-        let flight = Flight {
-            from,
-            to,
-            header,
-            transmit: Some(transmit),
-            departed: false,
-            leaves: Time::ZERO,
-            body: None,
-            depth,
-        };
-        let id = self.take_off(flight);
-        if header.frame.is_notice() {
-            return self.depart(id);
-        }
-        let lane = self.flights[id.0].lane();
-        self.nodes[from.index()].outbox.entry((to, lane)).or_default().held.push_back(id);
-        self.send_held(from, to, lane);
-    }
-
-    fn send_held(&mut self, from: Peer, to: Peer, lane: Lane) {
-        let key = (to, lane);
-        while let Some(outbox) = self.nodes[from.index()].outbox.get_mut(&key) {
-            let Some(&id) = outbox.held.front() else {
-                if outbox.outstanding == 0 {
-                    self.nodes[from.index()].outbox.remove(&key);
-                }
-                return;
-            };
-            let bytes = self.flights[id.0].wire_bytes();
-            if outbox.outstanding > 0 && outbox.outstanding + bytes > self.network.window {
-                return;
-            }
-            outbox.outstanding += bytes;
-            outbox.held.pop_front();
-            self.depart(id);
-        }
-    }
-
-    /// A frame takes its turn on the sender's interface and on the link.
-    fn depart(&mut self, id: FlightId) {
-        let flight = &self.flights[id.0];
-        let (from, to, bytes, lane) = (flight.from, flight.to, flight.wire_bytes(), flight.lane());
-        let control = flight.header.frame.is_notice();
-        let link = *self.network.link(from, to);
-        let (delay, resent) = link.delay(bytes, &mut self.rng);
-
-        let start = self.now.max(self.sender_free[from.index()]);
-        let end = start + transfer_time(bytes + resent, self.network.bandwidth);
-        self.sender_free[from.index()] = end;
-        self.flights[id.0].leaves = end;
-        let stats = &mut self.report.ranks[from.index()];
-        stats.frames += 1;
-        stats.wire_bytes += (bytes + resent) as u64;
-        stats.sends(start, end);
-        self.push(end, Happening::Departed(from, id));
-
-        let mut enters = start;
-        if link.bandwidth.is_finite() {
-            let free = self.link_free.entry((from, to)).or_default();
-            enters = enters.max(*free);
-            *free = enters + transfer_time(bytes, link.bandwidth);
-        }
-        let mut arrival = self.after_partitions(from, to, enters + delay);
-        if !control {
-            let last = self.last_arrival.entry((to, lane)).or_default();
-            arrival = arrival.max(*last);
-            *last = arrival;
-        }
-        self.push(arrival, Happening::Arriving(id));
-    }
-
-    fn departed(&mut self, peer: Peer, id: FlightId) {
-        let flight = &mut self.flights[id.0];
-        let Some(transmit) = flight.transmit.take() else { return };
-        let node = &mut self.nodes[peer.index()];
-        match &transmit.payload {
-            Payload::Fault(fault) => flight.body = Some(fault.to_vec()),
-            Payload::Nothing => {}
-            Payload::Operation { op, source, .. } => {
-                // The bytes are read at the last moment that the engine's contract allows.
-                match node.jobs.get_mut(op) {
-                    None => return, // failed meanwhile: the frame is never finished
-                    Some(job) => {
-                        if let Some(bytes) = job.memory.payload(source) {
-                            let told = flight.header.payload as usize;
-                            assert_eq!(bytes.len(), told, "the header tells the length");
-                            flight.body = Some(bytes.to_vec());
-                        }
-                    }
-                }
-                if !self.takes_step(peer) {
-                    return;
-                }
-            }
-        }
-        self.flights[id.0].departed = true;
-        self.nodes[peer.index()].engine.handle_sent(transmit);
-        self.settle(peer);
-    }
-
-    fn arriving(&mut self, id: FlightId) {
-        let flight = &self.flights[id.0];
-        let (from, to, bytes, leaves) = (flight.from, flight.to, flight.wire_bytes(), flight.leaves);
-        let link = self.network.link(from, to);
-        let free = &mut self.receiver_free[to.index()];
-        *free = self.now.max(*free) + transfer_time(bytes, self.network.bandwidth);
-        // The last byte cannot arrive before it has come through the link, nor before it has left and travelled.
-        let through = self.now + transfer_time(bytes, link.bandwidth);
-        let delivered = (*free).max(through).max(leaves + link.latency);
-        self.push(delivered, Happening::Delivered(to, id));
-    }
-
-    fn delivered(&mut self, peer: Peer, id: FlightId) {
-        let flight = &mut self.flights[id.0];
-        let from = flight.from;
-        if !flight.departed || self.severed.contains(&(from, peer)) {
-            return;
-        }
-        self.report.rounds = self.report.rounds.max(flight.depth);
-        if flight.header.frame.is_notice() {
-            let (header, body) = (flight.header, flight.body.take().unwrap_or_default());
-            self.land(id);
-            let engine = &mut self.nodes[peer.index()].engine;
-            engine.handle_notice(from, &header, &body).expect("engines send notices that decode");
-            return self.settle(peer);
-        }
-        let lane = flight.lane();
-        let waiting = self.nodes[peer.index()].inbox.entry(lane).or_default();
-        waiting.push_back(id);
-        if waiting.len() == 1 {
-            self.offer(peer, lane);
-            if self.nodes[peer.index()].alive {
-                self.settle(peer);
-            }
-        }
-    }
-
-    fn take_off(&mut self, flight: Flight) -> FlightId {
-        match self.free_flights.pop() {
-            Some(id) => {
-                self.flights[id.0] = flight;
-                id
-            }
-            None => {
-                self.flights.push(flight);
-                FlightId(self.flights.len() - 1)
-            }
-        }
-    }
-
-    /// A frame's journey is over, and its place can be used again.
-    fn land(&mut self, id: FlightId) {
-        self.flights[id.0].body = None;
-        self.free_flights.push(id);
-    }
-
     // --- trouble ---
 
     /// Schedules what processes will notice of the troubles whose time is known.
@@ -761,7 +540,7 @@ impl Sim {
         let detection = self.network.detection;
         for trouble in self.network.troubles.clone() {
             match trouble {
-                Trouble::Crash { .. } => {}
+                Trouble::Crash { .. } | Trouble::Nonsense { .. } => {}
                 Trouble::Stall { peer, from, until } => {
                     if until > from + detection {
                         for other in self.network.peers().filter(|other| *other != peer) {
@@ -810,5 +589,14 @@ impl Sim {
             }
             _ => arrival,
         })
+    }
+}
+
+/// The input of an operation that has failed; what is left of it, if that was in place.
+fn given_back(input: Input<Vec<u8>, CodedCollective>) -> Vec<u8> {
+    match input {
+        Input::Buffer(memory) => memory,
+        Input::Rounds(exchange) => exchange.abandon().into_bytes(),
+        Input::Parcel(_) | Input::Nothing | Input::Lengths(_) => Vec::new(),
     }
 }

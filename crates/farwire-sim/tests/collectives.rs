@@ -93,8 +93,8 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 256, max_shrink_iters: 200, ..ProptestConfig::default() })]
 
-    /// The contract that makes runs comparable: two-phase and gather-reduce give the same bits, those of the rank-order sum, for every
-    /// segment size and under any reordering.
+    /// The contract that makes runs comparable: two-phase and gather-reduce give the same bits,
+    /// those of the rank-order sum, for every segment size and under any reordering.
     #[test]
     fn float_sums_are_the_rank_order_sum_bit_for_bit(
         n in 1u32..=17,

@@ -1,5 +1,5 @@
-//! Tier 2: crashes, stalls, partitions, deadlines and ranks that call different things. Nothing hangs, every rank learns of it, inputs
-//! come back as they were.
+//! Tier 2: crashes, stalls, partitions, deadlines and ranks that call different things. Nothing
+//! hangs, every rank learns of it, inputs come back as they were.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -32,8 +32,8 @@ fn twice(case: &Case, network: Network) -> (Report, Vec<JobId>, Vec<JobId>) {
     (sim.run().unwrap_or_else(|hang| panic!("{hang}")), first, second)
 }
 
-/// Each operation that `rank` started ended well with the right result or badly with an error about `fault` and its input
-/// back, and the last one badly.
+/// Each operation that `rank` started ended well with the right result or badly with an error about
+/// `fault` and its input back, and the last one badly.
 fn assert_learns(report: &Report, case: &Case, rank: usize, jobs: [JobId; 2], fault: Fault) {
     let [first, second] = jobs.map(|job| report.job(job));
     assert!(report.job(jobs[1]).ended.unwrap() <= Time(Duration::from_secs(3)), "found out in bounded time");
@@ -52,8 +52,8 @@ fn assert_learns(report: &Report, case: &Case, rank: usize, jobs: [JobId; 2], fa
     assert!(second.error().is_some(), "the communicator cannot be used without the lost rank");
 }
 
-/// A crash of any rank at every step of every collective, worlds 2 to 5. Some survivors may complete the collective, if the victim had done its
-/// part for them; the next one fails on all.
+/// A crash of any rank at every step of every collective, worlds 2 to 5. Some survivors may
+/// complete the collective, if the victim had done its part for them; the next one fails on all.
 #[test]
 fn survivors_of_any_crash_get_the_error_and_their_input() {
     let (mut crashes, mut failed, mut completed) = (0, 0, 0);
@@ -146,7 +146,8 @@ fn a_lasting_partition_is_an_error_on_both_sides_and_a_short_one_is_not() {
     }
 }
 
-/// Has each rank make its own calls, one after the other, and returns each rank's first error and when it came.
+/// Has each rank make its own calls, one after the other, and returns each rank's first error and
+/// when it came.
 fn first_errors(calls: &[Vec<Call>], deadline: Duration) -> Vec<Option<(OpError, Time)>> {
     let n = calls.len();
     let mut sim = Sim::new(network(n as u32));
@@ -318,7 +319,8 @@ fn messages_of_different_lengths_are_an_error_at_both_ends() {
     }
 }
 
-/// Two ranks that disagree on what passes between them both find out, whichever way it goes; the third learns at its next call.
+/// Two ranks that disagree on what passes between them both find out, whichever way it goes; the
+/// third learns at its next call.
 #[test]
 fn a_pair_that_disagrees_in_all_to_all_finds_out_at_both_ends() {
     let dtype = DType::U8;
@@ -382,8 +384,8 @@ fn a_message_that_never_comes_fails_alone() {
     assert!(barriers.iter().all(|job| report.job(*job).result().is_some()), "the communicator lives on");
 }
 
-/// Sends to a rank that does not listen time out; those after them arrive, in order and whole. Some of the
-/// first were on their way, whole or in part, when they were given up.
+/// Sends to a rank that does not listen time out; those after them arrive, in order and whole. Some
+/// of the first were on their way, whole or in part, when they were given up.
 #[test]
 fn messages_after_some_that_were_given_up_arrive() {
     let dtype = DType::U8;

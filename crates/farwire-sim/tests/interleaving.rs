@@ -13,8 +13,8 @@ use rand::seq::IndexedRandom;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// 1,000 random interleavings of 8 operations in flight on 3 communicators over 5 ranks. Ranks submit at random moments, in an order
-/// that they share only within each communicator.
+/// 1,000 random interleavings of 8 operations in flight on 3 communicators over 5 ranks. Ranks
+/// submit at random moments, in an order that they share only within each communicator.
 #[test]
 fn a_thousand_interleavings_of_eight_operations_are_right_bit_for_bit() {
     let world: Vec<_> = (0..5).map(Peer).collect();

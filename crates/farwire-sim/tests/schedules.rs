@@ -5,8 +5,14 @@
 mod common;
 
 use common::{Case, every_collective, every_in_place, world};
-use farwire_proto::{Action, Algorithm, DType, Gate, InPlace, Kind, Plan, Rank, ReduceOp, Running, Source};
+use farwire_proto::{
+    Action, Algorithm, DType, Frames, Gate, InPlace, Kind, Plan, Rank, ReduceOp, Running, Source,
+};
 use proptest::prelude::*;
+
+fn frames(plan: &Plan) -> &Frames {
+    plan.frames().expect("these calls do not travel in parcels")
+}
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1024))]
@@ -23,18 +29,19 @@ proptest! {
         let plans = Case::new(which, n, len, segment, dtype, ReduceOp::Sum, seed).plans();
         for (from, to) in pairs(n) {
             let (sender, receiver) = (&plans[from.index()], &plans[to.index()]);
-            prop_assert_eq!(sender.sends(to), receiver.recvs(from));
-            prop_assert!(sender.sends(to) >= 1, "every lane carries at least one frame");
-            for i in 0..sender.sends(to) {
-                let (sent, received) = (sender.send(to, i).source, receiver.recv(from, i).action);
+            prop_assert_eq!(frames(sender).sends(to), frames(receiver).recvs(from));
+            prop_assert!(frames(sender).sends(to) >= 1, "every lane carries at least one frame");
+            for i in 0..frames(sender).sends(to) {
+                let (sent, received) = (frames(sender).send(to, i).source, frames(receiver).recv(from, i).action);
                 prop_assert_eq!(sent.wire_bytes(dtype), received.wire_bytes(dtype));
                 prop_assert!(stays_inside(sender, &sent));
             }
         }
     }
 
-    /// Each rank's input reaches the result exactly once: a walk over the frames that follows which ranks' inputs each element
-    /// holds, and refuses to add one twice, to lose one, or to read what is not there yet.
+    /// Each rank's input reaches the result exactly once: a walk over the frames that follows which
+    /// ranks' inputs each element holds, and refuses to add one twice, to lose one, or to read what
+    /// is not there yet.
     #[test]
     fn every_element_is_reduced_exactly_once_per_rank(
         which in prop::sample::select(every_collective()),
@@ -62,7 +69,8 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1024))]
 
-    /// The same walk with input and output in one memory, which refuses to read an input that something was written over.
+    /// The same walk with input and output in one memory, which refuses to read an input that
+    /// something was written over.
     #[test]
     fn no_input_is_overwritten_before_it_was_read(
         which in prop::sample::select(every_in_place()),
@@ -100,7 +108,7 @@ fn pairs(n: u32) -> impl Iterator<Item = (Rank, Rank)> {
 fn stays_inside(plan: &Plan, source: &Source) -> bool {
     let size = plan.dtype().size();
     match source {
-        Source::Nothing | Source::Partial { .. } | Source::Parcel(_) => true,
+        Source::Nothing | Source::Partial { .. } => true,
         Source::Input(span) | Source::InputAsPartial(span) => span.end() * size <= plan.input_bytes(),
         Source::Output(span) => span.end() * size <= plan.output_bytes(),
     }
@@ -117,14 +125,16 @@ fn fold_turns_follow_rank_order() {
             (Kind::ReduceScatter, Algorithm::Direct),
         ] {
             for plan in Case::new(which, n, 100, 3, DType::F32, ReduceOp::Sum, 0).plans() {
+                let frames = frames(&plan);
                 let mut turns: Vec<_> = plan
                     .others()
-                    .flat_map(|from| (0..plan.recvs(from)).map(move |i| (from, i)))
-                    .filter(|(from, i)| matches!(plan.recv(*from, *i).action, Action::Fold(_)))
-                    .map(|(from, i)| (plan.recv(from, i).gate.folded, i, from))
+                    .flat_map(|from| (0..frames.recvs(from)).map(move |i| (from, i)))
+                    .filter(|(from, i)| matches!(frames.recv(*from, *i).action, Action::Fold(_)))
+                    .map(|(from, i)| (frames.recv(from, i).gate.folded, i, from))
                     .collect();
                 turns.sort();
-                // One fold at a time; segment by segment, and each from the lowest rank to the highest.
+                // One fold at a time; segment by segment, and each from the lowest rank to the
+                // highest.
                 assert!(turns.iter().map(|(turn, ..)| *turn).eq(0..turns.len()));
                 assert!(turns.is_sorted_by_key(|(_, i, from)| (*i, *from)), "{turns:?}");
             }
@@ -162,7 +172,8 @@ mod symbolic {
         taken: Vec<usize>,
     }
 
-    /// The results of ranks that have one, after moving frames in a random order that the gates allow.
+    /// The results of ranks that have one, after moving frames in a random order that the gates
+    /// allow.
     pub(super) fn run(plans: &[Plan], lottery: u64) -> Vec<Option<Vec<Held>>> {
         run_in(plans, lottery, None)
     }
@@ -209,8 +220,8 @@ mod symbolic {
         }
         for place in &places {
             for peer in place.plan.others() {
-                assert_eq!(place.sent[peer.index()], place.plan.sends(peer), "stuck");
-                assert_eq!(place.taken[peer.index()], place.plan.recvs(peer), "stuck");
+                assert_eq!(place.sent[peer.index()], frames(place.plan).sends(peer), "stuck");
+                assert_eq!(place.taken[peer.index()], frames(place.plan).recvs(peer), "stuck");
             }
         }
         let result = |place: Place<'_>| {
@@ -263,16 +274,16 @@ mod symbolic {
 
         fn can_send(&self, to: Rank) -> bool {
             let i = self.sent[to.index()];
-            i < self.plan.sends(to) && self.open(&self.plan.send(to, i).gate)
+            i < frames(self.plan).sends(to) && self.open(&frames(self.plan).send(to, i).gate)
         }
 
         fn send(&mut self, to: Rank) -> Vec<Held> {
-            let source = self.plan.send(to, self.sent[to.index()]).source;
+            let source = frames(self.plan).send(to, self.sent[to.index()]).source;
             self.sent[to.index()] += 1;
             // Whoever frees slots by sending is whoever partial results go to.
-            self.progress.sent += usize::from(self.plan.downstream() == Some(to));
+            self.progress.sent += usize::from(frames(self.plan).downstream() == Some(to));
             match source {
-                Source::Nothing | Source::Parcel(_) => Vec::new(),
+                Source::Nothing => Vec::new(),
                 Source::Input(span) | Source::InputAsPartial(span) => self.own(span),
                 Source::Output(span) => self.output(span).to_vec(),
                 Source::Partial { slot, len } => {
@@ -284,15 +295,15 @@ mod symbolic {
         }
 
         fn can_take(&self, from: Rank) -> bool {
-            self.open(&self.plan.recv(from, self.taken[from.index()]).gate)
+            self.open(&frames(self.plan).recv(from, self.taken[from.index()]).gate)
         }
 
         fn take(&mut self, from: Rank, payload: Vec<Held>) {
-            let action = self.plan.recv(from, self.taken[from.index()]).action;
+            let action = frames(self.plan).recv(from, self.taken[from.index()]).action;
             self.taken[from.index()] += 1;
-            self.progress.received += usize::from(self.plan.upstream() == Some(from));
+            self.progress.received += usize::from(frames(self.plan).upstream() == Some(from));
             match action {
-                Action::Nothing | Action::Collect(_) => {}
+                Action::Nothing => {}
                 Action::Store(span) => self.output(span).copy_from_slice(&payload),
                 Action::Fold(fold) => {
                     self.progress.folded += 1;
@@ -335,7 +346,7 @@ mod symbolic {
                         Running::Output(_) if self.in_place.is_some() => self.running = running,
                         Running::Output(span) => self.output(span).copy_from_slice(&running),
                         // The last rank of a scan keeps what nobody will ask for.
-                        Running::Slot(_) if self.plan.downstream().is_none() => {}
+                        Running::Slot(_) if frames(self.plan).downstream().is_none() => {}
                         Running::Slot(slot) => {
                             self.slots.insert(slot, running);
                         }

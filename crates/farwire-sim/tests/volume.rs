@@ -1,4 +1,5 @@
-//! Tier 2: what each algorithm sends, in how many rounds, and how near the time comes to the least possible.
+//! Tier 2: what each algorithm sends, in how many rounds, and how near the time comes to the least
+//! possible.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -114,7 +115,8 @@ fn rounds_are_what_each_algorithm_says() {
     }
 }
 
-/// The modelled costs that `tune` compares must rank algorithms as the simulator does, among those that keep the order where it matters.
+/// The modelled costs that `tune` compares must rank algorithms as the simulator does, among those
+/// that keep the order where it matters.
 #[test]
 fn the_chosen_algorithm_is_never_much_slower_than_the_best() {
     let links =

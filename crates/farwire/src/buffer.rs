@@ -1,7 +1,7 @@
 //! Element types, and a pool of buffers.
 
 use farwire_codec::collective::Floats;
-use farwire_proto::DType;
+use farwire_proto::{Buffers, DType};
 use half::{bf16, f16};
 
 use crate::memory::Buffer;
@@ -57,9 +57,12 @@ pub(crate) struct Pool {
 impl Pool {
     /// Enough for many operations in flight; the oldest go first.
     const BUFFERS: usize = 16;
+}
 
-    /// A buffer with anything in it.
-    pub(crate) fn take(&mut self, dtype: DType, len: usize) -> Buffer {
+impl Buffers for Pool {
+    type Buffer = Buffer;
+
+    fn take(&mut self, dtype: DType, len: usize) -> Buffer {
         let fits = |buffer: &Buffer| buffer.dtype() == dtype && buffer.len() == len;
         match self.buffers.iter().rposition(fits) {
             Some(index) => self.buffers.remove(index),
@@ -68,7 +71,7 @@ impl Pool {
     }
 
     /// Keeps a vector of this crate's own or of a caller who does not want it back.
-    pub(crate) fn give(&mut self, buffer: Buffer) {
+    fn give(&mut self, buffer: Buffer) {
         debug_assert!(!buffer.is_foreign(), "what others own goes back to them");
         if buffer.is_empty() {
             return;

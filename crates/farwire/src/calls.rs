@@ -20,10 +20,10 @@ use std::time::{Duration, Instant};
 use farwire_proto::{Call, CommId, OpError, Options, Peer, Rank, Tag};
 
 use crate::comm::unwrap;
+use crate::completion::Completion;
 use crate::error::Error;
 use crate::memory::Buffer;
 use crate::node::Node;
-use crate::pending::Completion;
 
 const REQUESTS: Tag = Tag(0);
 const RESPONSES: Tag = Tag(1);
@@ -32,8 +32,8 @@ const RESPONSES: Tag = Tag(1);
 const LONGEST: usize = 64 << 20;
 /// What a parcel has around it.
 const AROUND: usize = 1 << 16;
-/// Bytes of the longest reason why something could not be done.
-const LONGEST_EXCUSE: usize = 1 << 16;
+/// Bytes of the longest error message in a response; the rest is cut off.
+const MAX_ERROR_LEN: usize = 1 << 16;
 /// Requests to one rank that may be without an answer. More wait in this process.
 const UNANSWERED: usize = 16;
 /// Handlers that run at once. More requests wait where they are.
@@ -187,7 +187,7 @@ impl Shared {
     fn send(&self, to: Rank, tag: Tag, parcel: Vec<u8>) -> Result<(), Error> {
         let Some(node) = self.node.upgrade() else { return Ok(()) };
         let call = Call::SendParcel { to, tag, len: parcel.len() };
-        let sent = node.driver().send_parcel(self.comm, to, &call, parcel, Arc::default());
+        let sent = node.driver().send_parcel(self.comm, &call, parcel, Arc::default());
         node.call_keeper();
         sent
     }
@@ -320,7 +320,7 @@ impl Dealer {
         let call = Call::RecvParcel { from, tag, max: LONGEST + AROUND };
         let options = Options { deadline: Some(Duration::MAX), ..Options::default() };
         // It fails once the rank is lost; then there is nothing to wait for.
-        if node.driver().recv_parcel(self.shared.comm, from, &call, &options, completion.clone()).is_ok() {
+        if node.driver().recv_parcel(self.shared.comm, &call, &options, completion.clone()).is_ok() {
             completion.wake(Arc::new(Doorbell { news: self.news.clone(), from, tag }).into());
             self.posted.insert((from, tag), completion);
             node.call_keeper();
@@ -356,7 +356,7 @@ impl Dealer {
         let started = on_a_thread("farwire-handler", move || {
             let answer = shared.handle(from, &name, parcel);
             let (worked, mut body) = answer.map_or_else(|why| (0, why.into_bytes()), |body| (1, body));
-            body.truncate(if worked == 0 { LONGEST_EXCUSE } else { LONGEST });
+            body.truncate(if worked == 0 { MAX_ERROR_LEN } else { LONGEST });
             // If it cannot be sent, its caller finds out by itself.
             let _ = shared.send(from, RESPONSES, [&id.to_le_bytes()[..], &[worked], &body].concat());
             let _ = news.send(News::Handled);

@@ -10,13 +10,14 @@ use farwire_proto::{Call, CommId, Counts, OpenError, Options, Peer, Rank, Reduce
 
 use crate::buffer::Element;
 use crate::calls::{Calls, Handler};
+use crate::completion::Completion;
 use crate::driver::Traffic;
 use crate::error::{Error, SubgroupError};
 use crate::in_place::InPlace;
 use crate::memory::{self, Buffer, Memory};
 use crate::node::Membership;
 use crate::observe::flight::Flight;
-use crate::pending::{Completion, Pending};
+use crate::pending::Pending;
 
 /// A group of ranks, and this process's place in it.
 ///
@@ -355,13 +356,17 @@ impl Communicator {
         data: &mut [T],
         start: impl FnOnce(Memory<T>) -> Pending<Memory<T>>,
     ) -> Result<(), Error> {
-        memory::lend(data, &self.node, |memory| match start(memory).wait() {
-            Ok(_done) => Ok(()),
-            Err(mut error) => {
-                drop(error.take_memory::<T>()); // the caller has it
-                Err(error)
-            }
-        })
+        memory::lend(
+            data,
+            || self.node.call_keeper(),
+            |memory| match start(memory).wait() {
+                Ok(_done) => Ok(()),
+                Err(mut error) => {
+                    drop(error.take_memory::<T>()); // the caller has it
+                    Err(error)
+                }
+            },
+        )
     }
 
     pub(crate) fn node(&self) -> &Arc<Membership> {

@@ -9,10 +9,11 @@ use farwire_proto::{Call, Counts, DType, Rank, ReduceOp, WorldSize};
 use half::{bf16, f16};
 
 use crate::buffer::Element;
-use crate::coder::{self, Debt};
+use crate::coder;
 use crate::comm::{Communicator, OVERLAP_FROM, unwrap};
+use crate::completion::{Completion, Debt};
 use crate::error::Error;
-use crate::pending::{Completion, Pending};
+use crate::pending::Pending;
 use crate::policy::{CodecChoice, CodecPolicy};
 
 /// A float type, whose vectors a codec takes: f32, f64, f16 or bf16.
@@ -264,8 +265,7 @@ impl Communicator {
             Err(error) => Pending::ready(Err(error.in_group(&self.members()))),
             Ok(()) => {
                 let node = self.node();
-                let short = node.driver().take_short();
-                if coder::work_short(node, short) && node.is_waited_for() {
+                if node.code_short() && node.is_waited_for() {
                     node.nudge(); // what has ended may be another thread's
                 }
                 if long {
@@ -289,7 +289,8 @@ impl Communicator {
         // A codec that sends whole vectors is a user's own: it may do anything, and take any time.
         // Where no thread is to be had, whoever waits does the work.
         let long = (input.len() > coder::SHORT || matches!(codec.travels(), Travel::Whole(_)))
-            && coder::ensure(node, node.downgrade())
+            && node
+                .ensure_coder()
                 .inspect_err(|error| tracing::warn!(%error, "could not start the coding thread"))
                 .is_ok();
         let feedback = match compressor.feedback.as_ref().map(|feedback| feedback.begin(tensor)) {

@@ -1,62 +1,103 @@
-//! Runs the engine over links: the one place where decisions meet bytes.
-
-mod coded;
+//! Runs a [`Machine`] over links: it carries frames, and tells those who wait.
 
 use std::collections::VecDeque;
 use std::num::NonZeroUsize;
-use std::sync::Arc;
+use std::ops::{Deref, DerefMut};
 use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
+use farwire_codec::collective::CodedCollective;
 use farwire_proto::{
-    Action, Call, CommId, Engine, Event, FrameKind, HEADER_LEN, Header, Lane, OpId, OpenError, Options,
-    Outcome, Parcels, Payload, Peer, Plan, Rank, Source, Time, Transmit, Verdict, Workspace, WorldSize,
+    Buffers, Call, Coding, CommId, DType, Engine, HEADER_LEN, Header, Input, Lane, Machine, MachineEvent,
+    Nonsense, OpId, OpenError, Options, Peer, Plan, Rank, Refusal, Refused, Time, Transmit, Verdict,
+    WorldSize,
 };
-use rustc_hash::{FxHashMap as HashMap, FxHashSet as HashSet};
+use rustc_hash::FxHashSet as HashSet;
 
 use crate::buffer::Pool;
+use crate::completion::Completion;
 use crate::error::Error;
 use crate::link::{Arrival, Link};
 use crate::memory::Buffer;
 use crate::observe::Observer;
 use crate::observe::flight::{Flight, Ticket};
-use crate::pending::Completion;
-use coded::CodedJob;
-pub(crate) use coded::Coding;
 
 /// Bytes of the widest element.
 const WIDEST: usize = 8;
 
-/// Everything that moves, behind one lock.
+/// Everything that moves.
 #[derive(Debug)]
 pub(crate) struct Driver {
-    engine: Engine,
+    machine: Machine<Pool, CodedCollective, Job>,
     /// By peer; none to oneself.
     links: Vec<Option<Box<dyn Link>>>,
-    jobs: HashMap<OpId, Job>,
     /// Peers that have said goodbye. What they sent is still being read.
     closed: HashSet<Peer>,
-    /// Frames whose lane is full, by receiver and lane.
-    held: HashMap<(Peer, Lane), VecDeque<Transmit>>,
-    /// Notices that found no room.
-    held_notices: VecDeque<Transmit>,
     /// Bytes that a frame's payload may have.
     longest: usize,
-    pool: Pool,
     /// By peer.
     sent: Vec<Traffic>,
     received: Vec<Traffic>,
     observer: Observer,
     afterwards: Afterwards,
-    /// Told of operations that want coding; absent until there is one.
+    /// The way to the coding thread; absent until there is one.
     coder: Option<Sender<OpId>>,
-    /// How often it was told and has not yet done what it was told to.
-    told: usize,
-    /// Operations that want coding, and are too short for that thread.
+    /// Jobs queued for the coding thread.
+    queued: usize,
+    /// Operations that want coding, and are too short to be worth waking that thread.
     short: VecDeque<OpId>,
     /// When time zero was.
     origin: Instant,
+}
+
+/// The driver, behind its lock.
+#[derive(Debug)]
+pub(crate) struct SharedDriver(Mutex<Driver>);
+
+impl SharedDriver {
+    pub(crate) fn new(driver: Driver) -> Self {
+        Self(Mutex::new(driver))
+    }
+
+    pub(crate) fn lock(&self) -> DriverGuard<'_> {
+        DriverGuard { driver: Some(self.0.lock().unwrap_or_else(PoisonError::into_inner)) }
+    }
+}
+
+/// The driver, locked. What it wants done without its lock is done when this is dropped.
+pub(crate) struct DriverGuard<'a> {
+    /// Until it is dropped.
+    driver: Option<MutexGuard<'a, Driver>>,
+}
+
+impl Deref for DriverGuard<'_> {
+    type Target = Driver;
+
+    fn deref(&self) -> &Driver {
+        self.driver.as_ref().expect("it has not been dropped")
+    }
+}
+
+impl DerefMut for DriverGuard<'_> {
+    fn deref_mut(&mut self) -> &mut Driver {
+        self.driver.as_mut().expect("it has not been dropped")
+    }
+}
+
+impl Drop for DriverGuard<'_> {
+    fn drop(&mut self) {
+        let afterwards = self.driver.take().and_then(|mut driver| driver.take_afterwards());
+        if let Some(Afterwards { wake, foreign, failure }) = afterwards {
+            wake.into_iter().for_each(Waker::wake);
+            drop(foreign);
+            if let Some(flight) = failure {
+                flight.save();
+            }
+        }
+    }
 }
 
 /// What is to be done once the driver's lock is free: wakers run foreign code, and files are slow.
@@ -91,74 +132,14 @@ impl Traffic {
     }
 }
 
-/// An operation's memory, and who waits for it.
+/// Who waits for an operation, and what is recorded of it.
 #[derive(Debug)]
-struct Job {
-    work: Work,
-    completion: Arc<Completion>,
+pub(crate) struct Job {
+    pub(crate) completion: Arc<Completion>,
     ticket: Ticket,
     span: tracing::Span,
-}
-
-#[derive(Debug)]
-enum Work {
-    /// Frames were laid out beforehand.
-    Laid { work: Workspace, input: Buffer, output: Buffer, outcome: Outcome },
-    /// The same, with input and output in one memory.
-    InPlace { work: Workspace, memory: Buffer },
-    /// A message in one parcel. It comes from this rank if there is one.
-    Parcel { parcels: Parcels, from: Option<Rank> },
-    /// Rounds of parcels that a codec makes.
-    Coded(CodedJob),
-}
-
-impl Work {
-    /// What a frame carries.
-    fn payload(&mut self, source: &Source) -> &[u8] {
-        match (self, source) {
-            (Self::Laid { work, input, output, .. }, source) => {
-                work.payload(source, input.bytes(), output.bytes())
-            }
-            (Self::InPlace { work, memory }, source) => work.payload_in_place(source, memory.bytes()),
-            (Self::Parcel { parcels, .. } | Self::Coded(CodedJob { parcels, .. }), Source::Parcel(part)) => {
-                parcels.payload(part)
-            }
-            (Self::Parcel { .. } | Self::Coded(_), _) => unreachable!("parcels come in parts"),
-        }
-    }
-
-    /// Puts a payload where it belongs.
-    fn apply(&mut self, action: &Action, payload: &[u8]) {
-        match (self, action) {
-            (Self::Laid { work, input, output, .. }, action) => {
-                work.apply(action, payload, input.bytes(), output.bytes_mut());
-            }
-            (Self::InPlace { work, memory }, action) => {
-                work.apply_in_place(action, payload, memory.bytes_mut());
-            }
-            (Self::Parcel { parcels, .. } | Self::Coded(CodedJob { parcels, .. }), Action::Collect(part)) => {
-                parcels.collect(part, payload)
-            }
-            (Self::Parcel { .. } | Self::Coded(_), _) => unreachable!("parcels come in parts"),
-        }
-    }
-
-    /// What the caller gave, if that is a vector.
-    fn into_input(self) -> Option<Buffer> {
-        match self {
-            Self::Laid { input, .. } | Self::InPlace { memory: input, .. } => Some(input),
-            Self::Parcel { .. } => None,
-            Self::Coded(job) => job.exchange.map(|exchange| exchange.abandon().into()),
-        }
-    }
-
-    /// The parcels, of those who have them.
-    fn parcels(&mut self) -> Option<&mut Parcels> {
-        match self {
-            Self::Laid { .. } | Self::InPlace { .. } => None,
-            Self::Parcel { parcels, .. } | Self::Coded(CodedJob { parcels, .. }) => Some(parcels),
-        }
-    }
+    /// Whether it is coded on the coding thread, rather than by whoever waits.
+    long: bool,
 }
 
 impl Driver {
@@ -170,41 +151,37 @@ impl Driver {
         observer: Observer,
     ) -> Self {
         Self {
-            engine,
+            machine: Machine::new(engine, Pool::default()),
             longest,
             sent: vec![Traffic::default(); links.len()],
             received: vec![Traffic::default(); links.len()],
             observer,
             afterwards: Afterwards::default(),
             coder: None,
-            told: 0,
+            queued: 0,
             short: VecDeque::new(),
             links,
-            jobs: HashMap::default(),
             closed: HashSet::default(),
-            held: HashMap::default(),
-            held_notices: VecDeque::new(),
-            pool: Pool::default(),
             origin: Instant::now(),
         }
     }
 
     pub(crate) fn open(&mut self, comm: CommId, members: &[Peer]) -> Result<(), OpenError> {
-        self.engine.open(comm, members)
+        self.machine.open(comm, members)
     }
 
     pub(crate) fn place(&self, comm: CommId) -> Result<(Rank, WorldSize), Error> {
-        Ok(self.engine.place(comm)?)
+        Ok(self.machine.engine().place(comm)?)
     }
 
     pub(crate) fn close_comm(&mut self, comm: CommId) {
-        self.engine.close(comm);
+        self.machine.close(comm);
         self.settle();
     }
 
     /// The number of the next collective on a communicator.
     pub(crate) fn next_collective(&self, comm: CommId) -> u64 {
-        self.engine.next_collective(comm).unwrap_or(0)
+        self.machine.engine().next_collective(comm).unwrap_or(0)
     }
 
     /// What was sent, to all peers.
@@ -215,7 +192,8 @@ impl Driver {
         })
     }
 
-    /// What was sent and received, by peer, and what carries it: nothing to oneself and to those that are lost.
+    /// What was sent and received, by peer, and what carries it: nothing to oneself and to those
+    /// that are lost.
     pub(crate) fn traffic_by_peer(&self) -> impl Iterator<Item = (Traffic, Traffic, Option<&'static str>)> {
         let links = self.links.iter().map(|link| link.as_ref().map(|link| link.kind()));
         self.sent
@@ -232,7 +210,7 @@ impl Driver {
     /// The last operations, and who those in flight wait for.
     pub(crate) fn flight(&self, reason: &str) -> Flight {
         let links = self.traffic_by_peer().map(|(.., link)| link);
-        self.observer.recorder.flight(reason, links, &self.engine.waits())
+        self.observer.recorder.flight(reason, links, &self.machine.engine().waits())
     }
 
     /// What is to be done now that the lock is free; once.
@@ -242,12 +220,12 @@ impl Driver {
 
     /// Operations that have begun and not ended.
     pub(crate) fn in_flight(&self) -> usize {
-        self.jobs.len()
+        self.machine.in_flight()
     }
 
     /// Whether there is anything to wait for.
     pub(crate) fn is_idle(&self) -> bool {
-        self.jobs.is_empty() && self.held_notices.is_empty()
+        self.machine.is_idle()
     }
 
     /// Starts an operation and sends what can be sent.
@@ -259,83 +237,81 @@ impl Driver {
         input: Buffer,
         completion: Arc<Completion>,
     ) -> Result<(), Error> {
-        // Frames must fit the links, which are the same on all ranks; a longer segment than that is cut down on all of them alike.
+        // Frames must fit the links, which are the same on all ranks; a longer segment than that is
+        // cut down on all of them alike.
         let fits = NonZeroUsize::new(self.longest / WIDEST).unwrap_or(NonZeroUsize::MIN);
         let options = Options { segment: options.segment.map(|segment| segment.min(fits)), ..*options };
-        let given = input.bytes().len();
-        let checked = self.engine.plan(comm, call, &options).and_then(|plan| {
-            match plan.in_place() {
-                Some(_) => plan.check_memory(given)?,
-                None => plan.check_buffers(given, plan.output_bytes())?,
-            }
-            Ok(plan)
-        });
-        let plan = match checked {
-            Ok(plan) => plan,
-            Err(error) => return Err(Error::Call { error, input: Some(Box::new(input)) }),
-        };
-        let mut work = Workspace::new(&plan);
-        let work = if plan.in_place().is_some() {
-            Work::InPlace { work, memory: input }
-        } else {
-            let mut output = self.pool.take(plan.dtype(), plan.output_bytes() / plan.dtype().size());
-            work.begin(input.bytes(), output.bytes_mut());
-            Work::Laid { work, input, output, outcome: plan.outcome() }
-        };
-        self.start(plan, work, completion)?;
-        self.settle();
-        Ok(())
+        match self.machine.plan(comm, call, &options) {
+            Ok(plan) => self.start(plan, Input::Buffer(input), completion, false),
+            Err(error) => Err(Error::Call { error, input: Some(Box::new(input)) }),
+        }
     }
 
     /// Starts to send a parcel.
     pub(crate) fn send_parcel(
         &mut self,
         comm: CommId,
-        to: Rank,
         call: &Call,
         parcel: Vec<u8>,
         completion: Arc<Completion>,
     ) -> Result<(), Error> {
-        let plan = self.engine.plan(comm, call, &Options::default())?;
-        let len = parcel.len();
-        let mut parcels = Parcels::default();
-        parcels.put(to, 0, parcel.into());
-        let op = self.start(plan, Work::Parcel { parcels, from: None }, completion)?;
-        self.engine.supply(op, to, len);
-        self.settle();
-        Ok(())
+        let plan = self.machine.plan(comm, call, &Options::default())?;
+        self.start(plan, Input::Parcel(parcel.into()), completion, false)
     }
 
     /// Starts to wait for a parcel.
     pub(crate) fn recv_parcel(
         &mut self,
         comm: CommId,
-        from: Rank,
         call: &Call,
         options: &Options,
         completion: Arc<Completion>,
     ) -> Result<(), Error> {
-        let plan = self.engine.plan(comm, call, options)?;
-        self.start(plan, Work::Parcel { parcels: Parcels::default(), from: Some(from) }, completion)?;
-        self.settle();
-        Ok(())
+        let plan = self.machine.plan(comm, call, options)?;
+        self.start(plan, Input::Nothing, completion, false)
     }
 
-    fn start(&mut self, plan: Plan, work: Work, completion: Arc<Completion>) -> Result<OpId, Error> {
-        let (comm, call) = (plan.comm(), plan.fingerprint());
-        let seq = self.engine.next_seq(&plan);
-        let endless = plan.is_endless();
-        match self.engine.submit(self.now(), plan) {
-            Ok(op) => {
-                let seq = seq.expect("it was submitted on an open communicator");
-                // A receive that may wait for ever is not something that happens.
-                let ticket = if endless { Ticket::NONE } else { self.observer.began(op, comm, seq, call) };
-                let span = self.observer.span(comm, seq, call);
-                self.jobs.insert(op, Job { work, completion, ticket, span });
-                Ok(op)
-            }
-            Err(error) => Err(Error::Failed { error, members: None, input: work.into_input().map(Box::new) }),
+    /// Starts a collective through a codec. The coding thread does the rest; or, if it is not
+    /// `long`, whoever waits.
+    pub(crate) fn submit_coded(
+        &mut self,
+        comm: CommId,
+        exchange: CodedCollective,
+        long: bool,
+        options: &Options,
+        completion: Arc<Completion>,
+    ) -> Result<(), Error> {
+        // A segment in elements says nothing of parcels.
+        let options = Options { segment: None, algorithm: None, ..*options };
+        match self.machine.plan(comm, exchange.call(), &options) {
+            Ok(plan) => self.start(plan, Input::Rounds(Box::new(exchange)), completion, long),
+            Err(error) => Err(Error::from(error).with_input(exchange.abandon())),
         }
+    }
+
+    fn start(
+        &mut self,
+        plan: Plan,
+        input: Input<Buffer, CodedCollective>,
+        completion: Arc<Completion>,
+        long: bool,
+    ) -> Result<(), Error> {
+        let (now, observer) = (self.now(), &mut self.observer);
+        let (comm, call, endless) = (plan.comm(), plan.fingerprint(), plan.is_endless());
+        let started = self.machine.submit(now, plan, input, |op, seq| {
+            // A receive that may wait for ever is not something that happens.
+            let ticket = if endless { Ticket::NONE } else { observer.began(op, comm, seq, call) };
+            Job { completion, ticket, span: observer.span(comm, seq, call), long }
+        });
+        if let Err(Refused { why, input }) = started {
+            let input = given_back(input);
+            return Err(match why {
+                Refusal::Call(error) => Error::Call { error, input },
+                Refusal::Failed(error) => Error::Failed { error, members: None, input },
+            });
+        }
+        self.settle();
+        Ok(())
     }
 
     /// Moves everything that can move; `true` if anything did.
@@ -345,11 +321,11 @@ impl Driver {
             moved |= self.turn_link(Peer(index as u32));
         }
         let now = self.now();
-        if self.engine.poll_timeout().is_some_and(|due| due <= now) {
-            self.engine.handle_timeout(now);
+        if self.machine.engine().poll_timeout().is_some_and(|due| due <= now) {
+            self.machine.handle_timeout(now);
             moved = true;
         }
-        if moved || !self.held_notices.is_empty() {
+        if moved || self.machine.has_held_notices() {
             self.settle();
         }
         moved | self.lose_closed_peers()
@@ -357,8 +333,9 @@ impl Driver {
 
     /// Gives up peers that have said goodbye and are still needed.
     fn lose_closed_peers(&mut self) -> bool {
-        let needed = |peer: &&Peer| self.engine.awaits(**peer) || self.held.keys().any(|(to, _)| to == *peer);
-        let Some(peer) = self.closed.iter().find(needed).copied() else { return false };
+        let Some(peer) = self.closed.iter().find(|peer| self.machine.needs(**peer)).copied() else {
+            return false;
+        };
         self.closed.remove(&peer);
         self.lose(peer);
         self.settle();
@@ -367,7 +344,7 @@ impl Driver {
 
     /// How long nothing needs to be done unless a frame arrives.
     pub(crate) fn patience(&self) -> Duration {
-        let due = self.engine.poll_timeout().unwrap_or(Time::MAX);
+        let due = self.machine.engine().poll_timeout().unwrap_or(Time::MAX);
         due.0.saturating_sub(self.now().0)
     }
 
@@ -406,7 +383,13 @@ impl Driver {
             let Some(link) = &mut self.links[peer.index()] else { return moved };
             match link.poll_writable() {
                 Ok(None) => return moved,
-                Ok(Some(lane)) => self.send_held(peer, lane),
+                Ok(Some(lane)) => {
+                    while let Some(transmit) = self.machine.poll_held(peer, lane) {
+                        if self.send(transmit) {
+                            break;
+                        }
+                    }
+                }
                 Err(broken) => {
                     tracing::error!(%peer, %broken, "dropping a link");
                     self.lose(peer);
@@ -420,23 +403,21 @@ impl Driver {
         if let Some(mut link) = self.links[peer.index()].take() {
             link.close();
         }
-        self.held.retain(|(to, _), _| *to != peer);
-        self.held_notices.retain(|notice| notice.to != peer);
-        self.engine.handle_peer_lost(peer);
+        self.machine.handle_peer_lost(peer);
     }
 
     fn notice(&mut self, from: Peer, header: &Header, payload: &[u8]) {
-        if let Err(error) = self.engine.handle_notice(from, header, payload) {
+        if let Err(error) = self.machine.handle_notice(from, header, payload) {
             tracing::warn!(%from, %error, "ignoring a notice that makes no sense");
         }
     }
 
-    /// Offers the engine what is at the head of a lane, for as long as it takes it.
+    /// Offers the machine what is at the head of a lane, for as long as it takes it.
     fn offer(&mut self, lane: Lane) {
         let Some(link) = &mut self.links[lane.from.index()] else { return };
         let mut read = false;
         while let Some((header, payload)) = link.head(&lane) {
-            match self.engine.handle_frame(lane.from, &header) {
+            match self.machine.handle_frame(lane.from, &header) {
                 Verdict::Later => break,
                 Verdict::Early => {
                     read |= link.set_aside(&lane);
@@ -444,12 +425,10 @@ impl Driver {
                 }
                 Verdict::Drop => {}
                 Verdict::Take(take) => {
-                    if let Some(job) = self.jobs.get_mut(&take.op) {
-                        job.work.apply(&take.action, payload);
+                    if let Some(job) = self.machine.handle_taken(take, payload) {
                         self.received[lane.from.index()].count(payload.len());
                         self.observer.recorder.received(job.ticket, payload.len());
                     }
-                    self.engine.handle_taken(take);
                 }
             }
             link.pop(&lane);
@@ -460,20 +439,18 @@ impl Driver {
         }
     }
 
-    /// Does all that the engine asks for.
+    /// Does all that the machine asks for.
     fn settle(&mut self) {
-        for _ in 0..self.held_notices.len() {
-            if let Some(notice) = self.held_notices.pop_front() {
-                self.send(notice);
-            }
+        for notice in self.machine.take_held_notices() {
+            self.send(notice);
         }
         loop {
-            if let Some(lane) = self.engine.poll_resume() {
+            if let Some(lane) = self.machine.poll_resume() {
                 self.offer(lane);
-            } else if let Some(transmit) = self.engine.poll_transmit() {
+            } else if let Some(transmit) = self.machine.poll_transmit() {
                 self.send(transmit);
-            } else if let Some(event) = self.engine.poll_event() {
-                self.finish(event);
+            } else if let Some(event) = self.machine.poll_event() {
+                self.happened(event);
             } else {
                 break;
             }
@@ -483,112 +460,134 @@ impl Driver {
         }
     }
 
-    fn send(&mut self, transmit: Transmit) {
-        let (to, header) = (transmit.to, transmit.header);
-        let Some(link) = &mut self.links[to.index()] else { return };
-        match &transmit.payload {
-            payload @ (Payload::Fault(_) | Payload::Nothing) => {
-                let given_up = match header.frame {
-                    FrameKind::Abort => Some(None),
-                    FrameKind::Void => Some(Some(header.seq)),
-                    _ => None,
-                };
-                if let Some(seq) = given_up {
-                    link.abandon(header.comm, seq);
-                    self.held.retain(|(peer, lane), _| {
-                        *peer != to || lane.comm != header.comm || seq.is_some_and(|seq| seq != lane.seq)
-                    });
-                }
-                if link.send(None, &header, payload.notice().unwrap_or_default(), true) {
-                    link.ring();
-                } else {
-                    self.held_notices.push_back(transmit);
-                }
-            }
-            Payload::Operation { op, source, .. } => {
-                let lane = Lane::of(self.engine.me(), &header);
-                // A lane keeps its order: behind a frame that waits, all wait.
-                if let Some(held) = self.held.get_mut(&(to, lane)) {
-                    return held.push_back(transmit);
-                }
-                let Some(job) = self.jobs.get_mut(op) else { return };
-                let payload = job.work.payload(source);
-                if link.send(Some(lane), &header, payload, transmit.last) {
-                    self.sent[to.index()].count(payload.len());
-                    self.observer.recorder.sent(job.ticket, payload.len());
-                    if let (Some(parcels), Source::Parcel(part)) = (job.work.parcels(), source) {
-                        parcels.sent(part);
-                    }
-                    link.ring();
-                    self.engine.handle_sent(transmit);
-                } else {
-                    self.held.entry((to, lane)).or_default().push_back(transmit);
-                }
-            }
+    /// Hands a frame to its link; `true` if there is no room for it yet.
+    fn send(&mut self, transmit: Transmit) -> bool {
+        let to = transmit.to.index();
+        let Some(link) = &mut self.links[to] else { return false };
+        if let Some((comm, seq)) = transmit.gives_up() {
+            link.abandon(comm, seq);
         }
+        let (sent, recorder) = (&mut self.sent[to], &mut self.observer.recorder);
+        self.machine.send(transmit, |frame| {
+            let went = link.send(frame.lane, frame.header, frame.payload, frame.last);
+            if went {
+                if let Some(job) = frame.tag {
+                    sent.count(frame.payload.len());
+                    recorder.sent(job.ticket, frame.payload.len());
+                }
+                link.ring();
+            }
+            went
+        })
     }
 
-    /// Tries the frames of a lane that was full.
-    fn send_held(&mut self, to: Peer, lane: Lane) {
-        for transmit in self.held.remove(&(to, lane)).unwrap_or_default() {
-            self.send(transmit);
-        }
-    }
-
-    fn finish(&mut self, event: Event) {
-        let (op, ended) = match event {
-            Event::CommFailed { comm, fault, reporter } => {
+    fn happened(&mut self, event: MachineEvent<Buffer, CodedCollective, Job>) {
+        match event {
+            MachineEvent::CommFailed { comm, fault, reporter } => {
                 tracing::warn!(?comm, %fault, %reporter, "a communicator has failed");
                 self.observer.failed(fault);
-                return;
             }
-            Event::Round(op, round) => {
-                if let Some(Job { work: Work::Coded(job), .. }) = self.jobs.get_mut(&op) {
-                    job.came.push_back(round);
-                    self.wants_coding(op);
-                }
-                return;
-            }
-            Event::Done(op) => (op, Ok(())),
-            Event::Failed { op, error, waited_for } => (op, Err((error, waited_for))),
-        };
-        if let Some(Job { work: Work::Coded(job), .. }) = self.jobs.get_mut(&op) {
-            let failed = ended.is_err();
-            job.ended = Some(ended);
-            return if failed { self.fail_coded(op) } else { self.wants_coding(op) };
-        }
-        let Some(Job { work, completion, ticket, span }) = self.jobs.remove(&op) else { return };
-        self.observer.ended(ticket, &span, &ended);
-        let foreign = matches!(&work, Work::InPlace { memory, .. } if memory.is_foreign());
-        let result = match (ended, work) {
-            (_, Work::Coded(_)) => unreachable!("those end on the coding thread"),
-            (Err((error, _)), Work::Laid { input, output, .. }) => {
-                self.pool.give(output);
-                Err(Error::Failed { error, members: None, input: Some(Box::new(input)) })
-            }
-            (Err((error, _)), work) => {
-                Err(Error::Failed { error, members: None, input: work.into_input().map(Box::new) })
-            }
-            (Ok(()), Work::Laid { input, output, outcome, .. }) => {
-                let (result, spare) = match outcome {
-                    Outcome::Output => (output, input),
-                    Outcome::Input => (input, output),
-                    Outcome::Nothing => {
-                        self.pool.give(output);
-                        (Vec::<u8>::new().into(), input)
-                    }
+            MachineEvent::WantsCoding(op) => self.wants_coding(op),
+            MachineEvent::Ended { tag: Job { completion, ticket, span, .. }, end } => {
+                self.observer.ended(ticket, &span, end.as_ref().err().map(|(failure, _)| failure));
+                let foreign = match &end {
+                    Ok(buffer) | Err((_, Input::Buffer(buffer))) => buffer.is_foreign(),
+                    Err(_) => false,
                 };
-                self.pool.give(spare);
-                Ok(result)
+                let result = end.map_err(|(failure, input)| Error::Failed {
+                    error: failure.error,
+                    members: None,
+                    input: given_back(input),
+                });
+                self.afterwards.wake.extend(completion.complete(result));
+                if foreign {
+                    self.afterwards.foreign.push(completion);
+                }
             }
-            (Ok(()), Work::InPlace { memory, .. }) => Ok(memory),
-            (Ok(()), Work::Parcel { mut parcels, from }) => {
-                Ok(from.map_or_else(Vec::new, |from| parcels.take(from, 0)).into())
-            }
-        };
-        self.afterwards.wake.extend(completion.complete(result));
-        if foreign {
-            self.afterwards.foreign.push(completion);
         }
+    }
+
+    pub(crate) fn has_coder(&self) -> bool {
+        self.coder.is_some()
+    }
+
+    /// From now on, this thread is told of operations that want coding.
+    pub(crate) fn set_coder(&mut self, coder: Sender<OpId>) {
+        self.coder = Some(coder);
+    }
+
+    fn wants_coding(&mut self, op: OpId) {
+        let Some(job) = self.machine.tag(op) else { return };
+        match &self.coder {
+            Some(coder) if job.long => {
+                // It lives as long as the node.
+                self.queued += usize::from(coder.send(op).is_ok());
+            }
+            _ => self.short.push_back(op),
+        }
+    }
+
+    /// The coding thread is done with one of its jobs.
+    pub(crate) fn coded(&mut self) {
+        self.queued -= 1;
+    }
+
+    /// Whether the coding thread has anything to do.
+    pub(crate) fn is_coding(&self) -> bool {
+        self.queued > 0
+    }
+
+    /// A short operation that wants coding. Whoever turns the driver asks, and does it.
+    pub(crate) fn take_short(&mut self) -> Option<OpId> {
+        self.short.pop_front()
+    }
+
+    /// What is to be coded for an operation, if anything is.
+    pub(crate) fn take_coding(&mut self, op: OpId) -> Option<Coding<CodedCollective, Job>> {
+        let coding = self.machine.take_coding(op)?;
+        if let Coding::Finish { tag, .. } = &coding {
+            self.observer.ended(tag.ticket, &tag.span, None);
+        }
+        Some(coding)
+    }
+
+    /// A round of parcels was made.
+    pub(crate) fn supply(&mut self, op: OpId, round: u32, made: Vec<Bytes>) {
+        self.machine.supply(op, round, made);
+        self.settle();
+    }
+
+    /// Whoever coded is done for now.
+    pub(crate) fn give_coding_back(
+        &mut self,
+        op: OpId,
+        exchange: Box<CodedCollective>,
+        nonsense: Option<Nonsense>,
+    ) {
+        if let Some(nonsense) = &nonsense {
+            tracing::error!(%nonsense, "giving a communicator up");
+        }
+        self.machine.give_back(op, exchange, nonsense);
+        self.settle();
+    }
+
+    /// A buffer for results.
+    pub(crate) fn take_floats(&mut self, len: usize) -> Vec<f32> {
+        let buffer = self.machine.buffers_mut().take(DType::F32, len);
+        buffer.into_vec().expect("the pool gives what it is asked for")
+    }
+
+    /// Keeps a buffer for the next operation.
+    pub(crate) fn recycle(&mut self, buffer: Buffer) {
+        self.machine.buffers_mut().give(buffer);
+    }
+}
+
+/// What a caller gets back of what it gave, if that was a vector.
+fn given_back(input: Input<Buffer, CodedCollective>) -> Option<Box<Buffer>> {
+    match input {
+        Input::Buffer(buffer) => Some(Box::new(buffer)),
+        Input::Rounds(exchange) => Some(Box::new(exchange.abandon().into())),
+        Input::Parcel(_) | Input::Nothing | Input::Lengths(_) => None,
     }
 }

@@ -83,7 +83,7 @@ pub enum Error {
         #[from]
         source: EnvError,
     },
-    /// The token is none.
+    /// What was given as the cluster token is not one.
     #[error(transparent)]
     Token {
         /// Why.

@@ -4,9 +4,9 @@ use farwire_proto::{CommId, Header, Lane, OpSeq};
 
 /// A connection to one peer. Frames of one lane stay in order; lanes do not hold each other up.
 pub(crate) trait Link: Send + std::fmt::Debug {
-    /// Takes a frame; `false` if its lane has to wait until [`poll_writable`](Self::poll_writable) names it.
-    /// A notice belongs to no lane; it is tried again on the next turn. `last` says that nothing more comes
-    /// on the lane.
+    /// Takes a frame; `false` if its lane has to wait until [`poll_writable`](Self::poll_writable)
+    /// names it. A notice belongs to no lane; it is tried again on the next turn. `last` says that
+    /// nothing more comes on the lane.
     fn send(&mut self, lane: Option<Lane>, header: &Header, payload: &[u8], last: bool) -> bool;
     /// A lane that had to wait and may try again.
     fn poll_writable(&mut self) -> Result<Option<Lane>, Broken>;
@@ -16,7 +16,8 @@ pub(crate) trait Link: Send + std::fmt::Debug {
     fn head(&self, lane: &Lane) -> Option<(Header, &[u8])>;
     /// Done with the next frame of a lane.
     fn pop(&mut self, lane: &Lane);
-    /// The frames of a lane may wait for long: if they take room that others need, they are moved. `true` if so.
+    /// The frames of a lane may wait for long: if they take room that others need, they are moved.
+    /// `true` if so.
     fn set_aside(&mut self, _lane: &Lane) -> bool {
         false
     }
@@ -28,6 +29,14 @@ pub(crate) trait Link: Send + std::fmt::Debug {
     fn kind(&self) -> &'static str;
     /// Says goodbye: what was sent will still be read.
     fn close(&mut self);
+}
+
+/// Whether a peer that is another process is alive, which nothing in shared memory shows.
+pub(crate) trait Liveness: Send + Sync + std::fmt::Debug {
+    /// Why the peer is lost, if it is.
+    fn loss(&self) -> Option<String>;
+    /// Says goodbye.
+    fn leave(&self);
 }
 
 /// Something that arrived.

@@ -27,7 +27,6 @@ use std::sync::mpsc::{Receiver, TryRecvError, channel};
 use farwire_proto::DType;
 
 use crate::buffer::Element;
-use crate::node::Node;
 
 /// Elements in memory that an operation can work on in place: a vector, or memory that somebody else
 /// owns, with its owner.
@@ -287,6 +286,18 @@ impl Buffer {
     }
 }
 
+impl AsRef<[u8]> for Buffer {
+    fn as_ref(&self) -> &[u8] {
+        self.bytes()
+    }
+}
+
+impl AsMut<[u8]> for Buffer {
+    fn as_mut(&mut self) -> &mut [u8] {
+        self.bytes_mut()
+    }
+}
+
 impl<T: Element> From<Vec<T>> for Buffer {
     fn from(elements: Vec<T>) -> Self {
         /// # Safety
@@ -323,23 +334,24 @@ impl fmt::Debug for Buffer {
 }
 
 /// Has `run` use borrowed memory, and ends only when nothing holds that memory any more, also if `run`
-/// panics: an operation that is still in flight on `node` is then waited for.
-pub(crate) fn lend<T: Element, R>(data: &mut [T], node: &Node, run: impl FnOnce(Memory<T>) -> R) -> R {
-    struct UntilReleased<'a> {
-        node: &'a Node,
+/// panics: an operation that is still in flight is then waited for, and `hurry` is told, because nobody
+/// else may be waiting for it.
+pub(crate) fn lend<T: Element, R>(data: &mut [T], hurry: impl Fn(), run: impl FnOnce(Memory<T>) -> R) -> R {
+    struct UntilReleased<F: Fn()> {
+        hurry: F,
         /// Hung up on by the memory's end.
         released: Receiver<Infallible>,
     }
-    impl Drop for UntilReleased<'_> {
+    impl<F: Fn()> Drop for UntilReleased<F> {
         fn drop(&mut self) {
             if matches!(self.released.try_recv(), Err(TryRecvError::Empty)) {
-                self.node.call_keeper(); // nobody may be waiting for that operation now
+                (self.hurry)();
                 let _hung_up = self.released.recv();
             }
         }
     }
     let (holds, released) = channel::<Infallible>();
-    let _until_released = UntilReleased { node, released };
+    let _until_released = UntilReleased { hurry, released };
     let start = NonNull::from(&mut *data).cast();
     let (_, owner) = Owner::other(holds);
     // SAFETY: `data` is borrowed until this function ends, which by the guard above is after the end of

@@ -1,25 +1,29 @@
 //! One process (or, in-process, one rank): its driver, and who turns it.
 //!
-//! Data moves when somebody calls [`Driver::turn`]. A thread that waits for a result does so itself: no hand-over to another thread lies between a frame's arrival and
-//! its effect. One thread at a time has this role; others sleep until their result is there or the role is free. When nobody waits but
-//! something is pending (async callers, work that overlaps, dropped results), the node's own *keeper* thread takes the role.
+//! Data moves when somebody calls [`Driver::turn`]. A thread that waits for a result does so
+//! itself: no hand-over to another thread lies between a frame's arrival and its effect. One thread
+//! at a time has this role; others sleep until their result is there or the role is free. When
+//! nobody waits but something is pending (async callers, work that overlaps, dropped results), the
+//! node's own *keeper* thread takes the role.
 
-use std::ops::{Deref, DerefMut};
+use std::fmt;
+use std::ops::Deref;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
-use std::task::Waker;
 use std::time::Duration;
 
+use farwire_proto::OpId;
+
 use crate::coder;
-use crate::driver::{Afterwards, Driver};
-use crate::pending::Completion;
-use crate::process::Network;
+use crate::completion::Completion;
+use crate::driver::{Driver, DriverGuard, SharedDriver};
 use crate::shm::bell::Bell;
 
 #[derive(Debug)]
 pub(crate) struct Node {
-    driver: Mutex<Driver>,
+    driver: SharedDriver,
     bell: Bell,
     /// Whether some thread has the role.
     role: Mutex<bool>,
@@ -28,25 +32,62 @@ pub(crate) struct Node {
     /// Threads that wait for a result: while there are any, the keeper steps aside.
     waiting: AtomicU32,
     keeper: Arc<Keeper>,
-    /// Turns without effect before a waiting thread sleeps; and while the coding thread wants a core too.
+    /// Turns without effect before a waiting thread sleeps; and while the coding thread wants a
+    /// core too.
     spins: [u32; 2],
     /// Cores for each rank on this host.
     share: usize,
 }
 
-/// What callers hold. When the last of these is dropped, on the caller's thread, the node says goodbye and leaves the job; the keeper, which holds the node itself now and
-/// then, can neither delay that nor be the one to do it.
+/// What callers hold. When the last of these is dropped, on the caller's thread, the node says
+/// goodbye and leaves the job; the keeper, which holds the node itself now and then, can neither
+/// delay that nor be the one to do it.
 #[derive(Debug)]
 pub(crate) struct Membership {
     node: Arc<Node>,
-    /// Left after the driver has said goodbye. None where all ranks are in this process.
-    _network: Option<Network>,
+    /// The network, if there is one. Its end is to leave the job, after the driver has said
+    /// goodbye.
+    _network: Option<Box<dyn Network>>,
 }
 
+/// What a node keeps while it is part of a job, and drops when it leaves.
+pub(crate) trait Network: fmt::Debug + Send + Sync {}
+
 impl Membership {
-    /// The node, for who does not keep it alive.
+    /// The node, so that it can end while this is held.
     pub(crate) fn downgrade(&self) -> Weak<Node> {
         Arc::downgrade(&self.node)
+    }
+
+    /// Starts the coding thread, if it does not run yet.
+    pub(crate) fn ensure_coder(&self) -> std::io::Result<()> {
+        let mut driver = self.driver();
+        if !driver.has_coder() {
+            let (sender, jobs) = mpsc::channel();
+            let node = self.downgrade();
+            std::thread::Builder::new().name("farwire-codec".into()).spawn(move || code(&jobs, &node))?;
+            driver.set_coder(sender);
+        }
+        Ok(())
+    }
+}
+
+/// How often the coding thread looks whether its node is still there.
+const LOOK: Duration = Duration::from_millis(500);
+
+/// The coding thread.
+fn code(jobs: &Receiver<OpId>, node: &Weak<Node>) {
+    loop {
+        match jobs.recv_timeout(LOOK) {
+            Err(RecvTimeoutError::Timeout) if node.strong_count() > 0 => {}
+            Err(_) => return,
+            Ok(op) => {
+                let Some(node) = node.upgrade() else { return };
+                coder::work(&node.driver, op);
+                node.driver().coded();
+                node.nudge(); // an operation may have ended, well or badly, while its caller sleeps
+            }
+        }
     }
 }
 
@@ -65,39 +106,6 @@ impl Drop for Membership {
     }
 }
 
-/// The driver, locked. What it wants done without its lock is done when this is dropped.
-pub(crate) struct DriverGuard<'a> {
-    /// Until it is dropped.
-    driver: Option<MutexGuard<'a, Driver>>,
-}
-
-impl Deref for DriverGuard<'_> {
-    type Target = Driver;
-
-    fn deref(&self) -> &Driver {
-        self.driver.as_ref().expect("it has not been dropped")
-    }
-}
-
-impl DerefMut for DriverGuard<'_> {
-    fn deref_mut(&mut self) -> &mut Driver {
-        self.driver.as_mut().expect("it has not been dropped")
-    }
-}
-
-impl Drop for DriverGuard<'_> {
-    fn drop(&mut self) {
-        let afterwards = self.driver.take().and_then(|mut driver| driver.take_afterwards());
-        if let Some(Afterwards { wake, foreign, failure }) = afterwards {
-            wake.into_iter().for_each(Waker::wake);
-            drop(foreign);
-            if let Some(flight) = failure {
-                flight.save();
-            }
-        }
-    }
-}
-
 /// What the keeper thread sleeps on.
 #[derive(Debug, Default)]
 struct Keeper {
@@ -109,17 +117,18 @@ struct Keeper {
 const NAP: Duration = Duration::from_millis(100);
 
 impl Node {
-    /// A node whose peers ring `bell`; `threads` of this and other ranks want this host's cores while it waits.
+    /// A node whose peers ring `bell`; `threads` of this and other ranks want this host's cores
+    /// while it waits.
     pub(crate) fn start(
         driver: Driver,
         bell: Bell,
         threads: usize,
-        network: Option<Network>,
+        network: Option<Box<dyn Network>>,
     ) -> std::io::Result<Arc<Membership>> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let keeper = Arc::new(Keeper::default());
         let node = Arc::new(Self {
-            driver: Mutex::new(driver),
+            driver: SharedDriver::new(driver),
             bell,
             role: Mutex::new(false),
             role_changed: Condvar::new(),
@@ -135,7 +144,13 @@ impl Node {
     }
 
     pub(crate) fn driver(&self) -> DriverGuard<'_> {
-        DriverGuard { driver: Some(self.driver.lock().unwrap_or_else(PoisonError::into_inner)) }
+        self.driver.lock()
+    }
+
+    /// Codes for short operations that want it; `true` if there was one.
+    pub(crate) fn code_short(&self) -> bool {
+        let first = self.driver().take_short();
+        coder::work_short(&self.driver, first)
     }
 
     /// A result is there that the driver knows nothing of: whoever waits should look.
@@ -195,7 +210,7 @@ impl Node {
                 let spins = self.spins[usize::from(driver.is_coding())];
                 (moved, driver.patience(), driver.take_short(), spins)
             };
-            let moved = coder::work_short(self, short) | moved;
+            let moved = coder::work_short(&self.driver, short) | moved;
             if moved && self.waiting.load(Ordering::Relaxed) > 1 {
                 drop(self.role()); // nobody is between looking for its result and going to sleep
                 self.role_changed.notify_all(); // the result may be another thread's
@@ -215,7 +230,8 @@ impl Node {
         }
     }
 
-    /// Takes the role, if it is free and nobody waits for a result, until nothing is pending or somebody does.
+    /// Takes the role, if it is free and nobody waits for a result, until nothing is pending or
+    /// somebody does.
     fn keep_going(&self) {
         let taken = self.role();
         if *taken || self.waiting.load(Ordering::SeqCst) > 0 {
@@ -226,8 +242,8 @@ impl Node {
     }
 }
 
-/// A thread that waits for a result, until this is dropped: also by a panic in somebody's waker, which
-/// must not leave the others without a thread that moves their data.
+/// A thread that waits for a result, until this is dropped: also by a panic in somebody's waker,
+/// which must not leave the others without a thread that moves their data.
 struct Waiting<'a>(&'a Node);
 
 impl<'a> Waiting<'a> {

@@ -3,21 +3,21 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::task::{Context, Poll, Waker};
+use std::sync::Arc;
+use std::task::{Context, Poll};
 
 use farwire_proto::Peer;
 
-use crate::coder::Debt;
+use crate::completion::Completion;
 use crate::error::Error;
 use crate::memory::Buffer;
 use crate::node::Membership;
 
 /// An operation in flight.
 ///
-/// It is a [`Future`] for async callers and has [`wait`](Self::wait) for all others. Dropping it is safe: the operation goes on for as
-/// long as its communicator is held, and its result is thrown away.
+/// It is a [`Future`] for async callers and has [`wait`](Self::wait) for all others. Dropping it is
+/// safe: the operation goes on for as long as its communicator is held, and its result is thrown
+/// away.
 #[must_use = "the result, and any error, comes from waiting"]
 pub struct Pending<T> {
     state: State<T>,
@@ -34,59 +34,6 @@ enum State<T> {
         /// From what the operation leaves behind to what its caller gets.
         finish: fn(Buffer) -> T,
     },
-}
-
-/// Where a driver leaves the result for whoever waits.
-#[derive(Debug, Default)]
-pub(crate) struct Completion {
-    done: AtomicBool,
-    shared: Mutex<Shared>,
-}
-
-#[derive(Debug, Default)]
-struct Shared {
-    result: Option<Result<Buffer, Error>>,
-    waker: Option<Waker>,
-    /// What the operation pays for earlier ones, until it has ended.
-    debt: Option<Debt>,
-}
-
-impl Completion {
-    /// Of an operation that pays a debt.
-    pub(crate) fn paying(debt: Option<Debt>) -> Self {
-        Self { shared: Mutex::new(Shared { debt, ..Shared::default() }), ..Self::default() }
-    }
-
-    pub(crate) fn is_done(&self) -> bool {
-        self.done.load(Ordering::Acquire)
-    }
-
-    /// Leaves the result. Whoever is to be woken must be woken without holding a lock: it may do anything.
-    #[must_use]
-    pub(crate) fn complete(&self, result: Result<Buffer, Error>) -> Option<Waker> {
-        let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
-        shared.result = Some(match shared.debt.take() {
-            None => result,
-            Some(debt) => debt.settle(result),
-        });
-        self.done.store(true, Ordering::Release);
-        shared.waker.take()
-    }
-
-    /// Has `waker` woken once the result is there; at once if it is.
-    pub(crate) fn wake(&self, waker: Waker) {
-        let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
-        if shared.result.is_some() {
-            drop(shared);
-            waker.wake();
-        } else {
-            shared.waker = Some(waker);
-        }
-    }
-
-    pub(crate) fn take(&self) -> Option<Result<Buffer, Error>> {
-        self.shared.lock().unwrap_or_else(PoisonError::into_inner).result.take()
-    }
 }
 
 impl<T> Pending<T> {
@@ -146,15 +93,9 @@ where
                 Poll::Ready(result.take().expect("a future is not polled after it was ready"))
             }
             State::Running { node, group, completion, finish } => {
-                let mut shared = completion.shared.lock().unwrap_or_else(PoisonError::into_inner);
-                match shared.result.take() {
-                    Some(result) => {
-                        drop(shared);
-                        Poll::Ready(result.map(*finish).map_err(|error| error.in_group(group)))
-                    }
+                match completion.take_or_wake(context.waker()) {
+                    Some(result) => Poll::Ready(result.map(*finish).map_err(|error| error.in_group(group))),
                     None => {
-                        shared.waker = Some(context.waker().clone());
-                        drop(shared);
                         node.call_keeper();
                         Poll::Pending
                     }

@@ -21,9 +21,10 @@ use crate::join::rendezvous::{self, Acquaintance, JoinError, Member, Terms};
 use crate::join::same_host::{self, Offer};
 use crate::join::{files, held_port};
 use crate::link::Link;
-use crate::node::Node;
+use crate::metrics;
+use crate::node::{self, Node};
+use crate::observe::Observer;
 use crate::observe::flight::Records;
-use crate::observe::{Observer, metrics};
 use crate::quic::congestion::Congestion;
 use crate::quic::control::{self, Beats, Health};
 use crate::quic::link::QuicLink;
@@ -35,7 +36,8 @@ use crate::token::Token;
 /// Settings that fit a situation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Preset {
-    /// One room or one data centre: a silent peer is lost after 2 s. (Where ranks outnumber a host's cores by more than four, those on it get more time in proportion.)
+    /// One room or one data centre: a silent peer is lost after 2 s. (Where ranks outnumber a
+    /// host's cores by more than four, those on it get more time in proportion.)
     #[default]
     Lan,
     /// Far apart: a silent peer is lost after 10 s.
@@ -67,9 +69,9 @@ pub enum LinkChoice {
 ///
 /// # What counts
 ///
-/// For every setting, a call of the builder wins over the environment, and the environment wins over
-/// the default. A variable that is set to something that does not parse is an error, unless a call of
-/// the builder has made it irrelevant.
+/// For every setting, a call of the builder wins over the environment, and the environment wins
+/// over the default. A variable that is set to something that does not parse is an error, unless a
+/// call of the builder has made it irrelevant.
 ///
 /// | method | variable | default |
 /// |---|---|---|
@@ -104,13 +106,15 @@ pub struct Builder {
 }
 
 impl Communicator {
-    /// Joins the job that this process was started in, by the environment that its launcher set: `farwire launch`, torchrun, mpirun, srun, a Kubernetes indexed job, or
-    /// `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` set by hand.
+    /// Joins the job that this process was started in, by the environment that its launcher set:
+    /// `farwire launch`, torchrun, mpirun, srun, a Kubernetes indexed job, or `RANK`, `WORLD_SIZE`,
+    /// `MASTER_ADDR` and `MASTER_PORT` set by hand.
     ///
     /// Blocks until all ranks have come. [`Builder`] lists the other variables.
     ///
-    /// To see what happens: `FARWIRE_METRICS=127.0.0.1:9464` serves counters to Prometheus, `FARWIRE_TRACE=trace.json` writes a trace that Perfetto opens, and
-    /// `FARWIRE_FLIGHT_DIR` is where a failing rank leaves its flight record ([`flight`](crate::flight)).
+    /// To see what happens: `FARWIRE_METRICS=127.0.0.1:9464` serves counters to Prometheus,
+    /// `FARWIRE_TRACE=trace.json` writes a trace that Perfetto opens, and `FARWIRE_FLIGHT_DIR` is
+    /// where a failing rank leaves its flight record ([`flight`](crate::flight)).
     pub fn from_env() -> Result<Self, Error> {
         Self::builder().join()
     }
@@ -127,8 +131,8 @@ impl Builder {
         Self { place: Some(place), ..self }
     }
 
-    /// The job's name, the same on all ranks: up to 255 bytes. A process of another job that comes to
-    /// the same address, with the same token, is told so and refused.
+    /// The job's name, the same on all ranks: up to 255 bytes. A process of another job that comes
+    /// to the same address, with the same token, is told so and refused.
     pub fn job(self, job: impl Into<String>) -> Self {
         Self { job: Some(job.into()), ..self }
     }
@@ -225,7 +229,7 @@ impl Builder {
         let handle = runtime.handle().clone();
         network.runtime = Some(runtime);
         let driver = Driver::new(engine, links, longest_payload(&settings.config), observer);
-        let node = Node::start(driver, bell, threads, Some(network))
+        let node = Node::start(driver, bell, threads, Some(Box::new(network)))
             .map_err(|error| Error::System { what: "could not start a thread", error })?;
         if let Some(listener) = metrics {
             handle.spawn(metrics::serve(listener, settings.place.rank.0, node.downgrade()));
@@ -458,8 +462,8 @@ impl Settings {
     }
 }
 
-/// By how much a crowded host stretches the time that a peer has to answer: a thread that has to wait
-/// for eight others to have their turn is not lost.
+/// By how much a crowded host stretches the time that a peer has to answer: a thread that has to
+/// wait for eight others to have their turn is not lost.
 fn crowd(peer: Option<&Acquaintance>, all: &[Option<Acquaintance>]) -> u32 {
     let Some(peer) = peer else { return 1 };
     let there = all.iter().flatten().filter(|other| other.member.host == peer.member.host).count();
@@ -468,7 +472,8 @@ fn crowd(peer: Option<&Acquaintance>, all: &[Option<Acquaintance>]) -> u32 {
     (threads as u32).div_ceil(8 * peer.member.cores.max(1)).max(1)
 }
 
-/// The longest payload of a frame: partial results of 16-bit types travel in 32 bits, and news of a failure must fit, too.
+/// The longest payload of a frame: partial results of 16-bit types travel in 32 bits, and news of a
+/// failure must fit, too.
 pub(crate) fn longest_payload(config: &Config) -> usize {
     (2 * config.tuning.segment_bytes.get()).max(FAULT_LEN)
 }
@@ -492,7 +497,8 @@ struct Met {
     shared: Option<same_host::Shared>,
 }
 
-/// Agrees with a peer on how data will travel, and begins to ask whether it lives: at once, because the peer does the same.
+/// Agrees with a peer on how data will travel, and begins to ask whether it lives: at once, because
+/// the peer does the same.
 async fn acquaint(
     me: Peer,
     peer: Peer,
@@ -511,7 +517,8 @@ async fn acquaint(
 
 type Negotiated = (Acquaintance, Option<same_host::Shared>);
 
-/// Finds out whether the two can share memory. The lower rank offers; they use it if it worked for both.
+/// Finds out whether the two can share memory. The lower rank offers; they use it if it worked for
+/// both.
 async fn negotiate(
     me: Peer,
     peer: Peer,
@@ -611,6 +618,8 @@ pub(crate) struct Network {
     healths: Vec<Arc<Health>>,
 }
 
+impl node::Network for Network {}
+
 /// How long leaving may take.
 const FAREWELL: Duration = Duration::from_secs(3);
 
@@ -662,16 +671,16 @@ mod tests {
         })
     }
 
-    /// For every setting: the builder, else the environment, else the default. And what does not parse is
-    /// an error, if it counts.
+    /// For every setting: the builder, else the environment, else the default. And what does not
+    /// parse is an error, if it counts.
     #[test]
     fn the_builder_wins_over_the_environment_and_that_over_the_default() {
         type Set = fn(Builder) -> Builder;
         type Get = fn(&Settings) -> String;
         const TOKEN: &str = "fw-000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f";
         const OTHER: &str = "fw-1f1e1d1c1b1a191817161514131211100f0e0d0c0b0a09080706050403020100";
-        /// A variable, a value, one that does not parse (or is empty), and what is expected: from the
-        /// builder, from the environment, by default.
+        /// A variable, a value, one that does not parse (or is empty), and what is expected: from
+        /// the builder, from the environment, by default.
         type Case = (&'static str, &'static str, &'static str, Set, Get, [&'static str; 3]);
         let cases: [Case; 10] = [
             (

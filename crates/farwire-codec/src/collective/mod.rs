@@ -22,6 +22,7 @@ mod all_to_all;
 mod floats;
 mod low_rank;
 mod order;
+mod rounds;
 mod two_phase;
 
 use std::num::{NonZeroU32, NonZeroUsize};

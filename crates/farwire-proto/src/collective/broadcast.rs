@@ -1,7 +1,8 @@
 //! Broadcast along a tree, segment by segment: a rank passes a segment on as soon as it has it.
 //!
-//! Bytes sent per rank, for S bytes: children × S (chain: S; binomial root: ⌈log₂ N⌉·S). Rounds: the depth of the tree.
-//! Ranks that are not neighbours in the tree exchange an empty frame, so that all of them learn of a rank that called something else.
+//! Bytes sent per rank, for S bytes: children × S (chain: S; binomial root: ⌈log₂ N⌉·S). Rounds:
+//! the depth of the tree. Ranks that are not neighbours in the tree exchange an empty frame, so
+//! that all of them learn of a rank that called something else.
 
 use crate::collective::tree::Tree;
 use crate::ids::Rank;

@@ -1,6 +1,7 @@
 //! Gather: every rank sends its block straight to the root.
 //!
-//! Bytes sent per rank: its block; received by the root: the result less its own. Rounds: 1. Other pairs exchange an empty frame.
+//! Bytes sent per rank: its block; received by the root: the result less its own. Rounds: 1. Other
+//! pairs exchange an empty frame.
 
 use crate::ids::Rank;
 use crate::partition::Partition;

@@ -1,9 +1,10 @@
 //! Gather-reduce: all-reduce and reduce for small vectors.
 //!
-//! Whoever needs the result gets everyone's whole vector and folds in rank order, so the bits are those of
-//! [two-phase](super::two_phase), in one round rather than two.
+//! Whoever needs the result gets everyone's whole vector and folds in rank order, so the bits are
+//! those of [two-phase](super::two_phase), in one round rather than two.
 //!
-//! Bytes sent per rank, for S bytes: (N−1)·S for all-reduce; S for reduce, of which the root receives (N−1)·S. Rounds: 1.
+//! Bytes sent per rank, for S bytes: (N−1)·S for all-reduce; S for reduce, of which the root
+//! receives (N−1)·S. Rounds: 1.
 
 use crate::collective::rank_order::RankOrder;
 use crate::ids::{Rank, WorldSize};
@@ -70,8 +71,8 @@ impl Schedule for GatherReduce {
         if self.world.get() == 1 { Local::InputIsResult } else { Local::Nothing }
     }
 
-    /// All-reduce cannot: a segment may be complete here while this rank's frame with it still waits
-    /// for room on the way to a slow peer. The root of a reduce sends its input to nobody.
+    /// All-reduce cannot: a segment may be complete here while this rank's frame with it still
+    /// waits for room on the way to a slow peer. The root of a reduce sends its input to nobody.
     fn in_place(&self) -> Option<InPlace> {
         self.root.map(|_| InPlace::default())
     }

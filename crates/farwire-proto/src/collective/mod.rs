@@ -7,7 +7,6 @@ pub(crate) mod broadcast;
 pub(crate) mod gather;
 pub(crate) mod gather_reduce;
 pub(crate) mod message;
-pub(crate) mod parcels;
 pub(crate) mod rank_order;
 pub(crate) mod ring;
 pub(crate) mod scan;
@@ -16,5 +15,6 @@ pub(crate) mod tree;
 pub(crate) mod tree_reduce;
 pub(crate) mod two_phase;
 
-/// Slots of a pipeline that passes partial results on: one is being sent while the next is filled, and two more to ride out jitter.
+/// Slots of a pipeline that passes partial results on: one is being sent while the next is filled,
+/// and two more to ride out jitter.
 pub(crate) const PIPELINE_SLOTS: usize = 4;

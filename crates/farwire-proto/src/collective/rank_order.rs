@@ -1,13 +1,15 @@
 //! Folding in rank order, whatever order frames arrive in.
 //!
-//! The owner of a block folds it one segment at a time, and each segment from rank 0, 1, … N−1, its own elements at its own place:
+//! The owner of a block folds it one segment at a time, and each segment from rank 0, 1, … N−1, its
+//! own elements at its own place:
 //!
 //! ```text
 //! segment 0: x0 ∘ x1 ∘ … ∘ x(N−1) ─▶ result, segment 1: x0 ∘ x1 ∘ …
 //! ```
 //!
-//! A frame whose turn has not come stays in its stream, so no memory is spent on early arrivals, and because every float is added in the
-//! same order at one place, results are bit-identical on all ranks, from run to run, for any segment size.
+//! A frame whose turn has not come stays in its stream, so no memory is spent on early arrivals,
+//! and because every float is added in the same order at one place, results are bit-identical on
+//! all ranks, from run to run, for any segment size.
 
 use crate::ids::{Rank, WorldSize};
 use crate::partition::Span;
@@ -26,7 +28,8 @@ impl RankOrder {
         self.world.len() - 1
     }
 
-    /// The frame from `from` with the owner's `k`-th segment: `own` in the owner's input, `result` in its output.
+    /// The frame from `from` with the owner's `k`-th segment: `own` in the owner's input, `result`
+    /// in its output.
     pub(crate) fn fold(self, from: Rank, k: usize, own: Span, result: Span) -> Incoming {
         let turn = if from < self.owner { from.index() } else { from.index() - 1 };
         let own_turn = if from.0 + 1 == self.owner.0 {

@@ -1,8 +1,8 @@
 //! Ring all-reduce: the least volume over the fewest flows.
 //!
-//! Each rank sends only to its right neighbour and receives only from its left. The partial sum of shard j starts at rank j and walks
-//! right, each rank adding its own elements; after N−1 steps it is complete at rank j−1. Then the complete shards walk right for N−1
-//! more steps.
+//! Each rank sends only to its right neighbour and receives only from its left. The partial sum of
+//! shard j starts at rank j and walks right, each rank adding its own elements; after N−1 steps it
+//! is complete at rank j−1. Then the complete shards walk right for N−1 more steps.
 //!
 //! ```text
 //! step      rank 0 sends   rank 1 sends   rank 2 sends
@@ -12,9 +12,10 @@
 //! 3         shard 0        shard 1        shard 2
 //! ```
 //!
-//! Bytes sent per rank, for S bytes: 2(N−1)/N·S. Rounds: 2(N−1). The order of addition depends on the shard (cyclic from j), so
-//! the bits differ from the rank-order algorithms'; they are the same on all ranks and in every run. Partial sums travel in the
-//! accumulator's type, which makes the first half of a 16-bit all-reduce twice as long.
+//! Bytes sent per rank, for S bytes: 2(N−1)/N·S. Rounds: 2(N−1). The order of addition depends on
+//! the shard (cyclic from j), so the bits differ from the rank-order algorithms'; they are the same
+//! on all ranks and in every run. Partial sums travel in the accumulator's type, which makes the
+//! first half of a 16-bit all-reduce twice as long.
 
 use crate::ids::{Rank, WorldSize};
 use crate::partition::Partition;
@@ -53,8 +54,9 @@ impl Ring {
         self.world.left_of(self.me, 1)
     }
 
-    /// A partial result waits in its slot while the rest of a shard goes out before it, so there are as many slots as segments in a shard,
-    /// and one more so that receiving can run ahead of sending. With fewer, all ranks could wait for each other in a circle.
+    /// A partial result waits in its slot while the rest of a shard goes out before it, so there
+    /// are as many slots as segments in a shard, and one more so that receiving can run ahead of
+    /// sending. With fewer, all ranks could wait for each other in a circle.
     fn slot_count(&self) -> usize {
         self.segments() + 1
     }
@@ -112,7 +114,8 @@ impl Schedule for Ring {
             running: if complete { Running::Output(span) } else { Running::Slot(i % self.slot_count()) },
             emit: if complete { Emit::Last(span) } else { Emit::No },
         };
-        // The slot is free once the partial that was in it, `slot_count` frames ago, has been sent, a shard later than it came.
+        // The slot is free once the partial that was in it, `slot_count` frames ago, has been sent,
+        // a shard later than it came.
         Incoming { action: Action::Fold(fold), gate: Gate { sent: i, ..Gate::OPEN } }
     }
 

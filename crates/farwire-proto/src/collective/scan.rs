@@ -1,14 +1,15 @@
 //! Scan and exclusive scan along the chain of ranks.
 //!
-//! Rank r receives the combination of ranks 0..r from its left, segment by segment, combines its own elements, and passes the result to its right.
-//! The inclusive result is what it passes on; the exclusive result is what it received (the identity on rank 0).
+//! Rank r receives the combination of ranks 0..r from its left, segment by segment, combines its
+//! own elements, and passes the result to its right. The inclusive result is what it passes on; the
+//! exclusive result is what it received (the identity on rank 0).
 //!
 //! ```text
 //! rank 0 ── x0 ──▶ rank 1 ── x0∘x1 ──▶ rank 2 ── x0∘x1∘x2 ──▶ …
 //! ```
 //!
-//! Bytes sent per rank, for S bytes: S. Rounds: N−1, pipelined over segments. The order is rank order. Partial results travel in
-//! the accumulator's type.
+//! Bytes sent per rank, for S bytes: S. Rounds: N−1, pipelined over segments. The order is rank
+//! order. Partial results travel in the accumulator's type.
 
 use crate::collective::PIPELINE_SLOTS;
 use crate::ids::{Rank, WorldSize};

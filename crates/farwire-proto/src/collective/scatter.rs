@@ -1,6 +1,7 @@
 //! Scatter: the root sends each rank its block.
 //!
-//! Bytes sent by the root: its vector less its own block. Rounds: 1. Other pairs exchange an empty frame.
+//! Bytes sent by the root: its vector less its own block. Rounds: 1. Other pairs exchange an empty
+//! frame.
 
 use crate::ids::Rank;
 use crate::partition::Partition;

@@ -1,11 +1,12 @@
-//! Two-phase direct: the default all-reduce, and with one phase left out, reduce-scatter and reduce.
+//! Two-phase direct: the default all-reduce, and with one phase left out, reduce-scatter and
+//! reduce.
 //!
 //! The vector is cut into N shards, shard j owned by rank j.
 //!
 //! 1. *Scatter.* Every rank sends each shard to its owner.
 //! 2. *Reduce.* The owner folds what it gets in rank order ([`RankOrder`]).
-//! 3. *Gather.* The owner sends the result, segment by segment as it completes, to whoever needs it: everyone
-//!    (all-reduce), the root (reduce), nobody (reduce-scatter).
+//! 3. *Gather.* The owner sends the result, segment by segment as it completes, to whoever needs
+//!    it: everyone (all-reduce), the root (reduce), nobody (reduce-scatter).
 //!
 //! ```text
 //!            to owner 0   to owner 1   to owner 2            from 0  from 1  from 2

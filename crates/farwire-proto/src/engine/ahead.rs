@@ -1,17 +1,19 @@
 //! How far a rank may run ahead of a peer.
 //!
-//! A rank can call an operation long before a peer does. What it sends for it lies at the peer until then,
-//! and must not fill the peer's memory, nor the link that other operations need. So:
+//! A rank can call an operation long before a peer does. What it sends for it lies at the peer
+//! until then, and must not fill the peer's memory, nor the link that other operations need. So:
 //!
-//! 1. Frames of an operation that the peer is known to have *called* go freely: the peer reads them.
+//! 1. Frames of an operation that the peer is known to have *called* go freely: the peer reads
+//!    them.
 //! 2. All others count against an [`Allowance`], a third of which any one [`Channel`] may use.
-//! 3. A frame that the allowance does not cover waits here, and the peer is asked to say when it has called
-//!    the first operation that waits ([`FrameKind::Ask`](crate::FrameKind::Ask)). So every operation comes
-//!    through in the end, whatever else lies unread.
+//! 3. A frame that the allowance does not cover waits here, and the peer is asked to say when it
+//!    has called the first operation that waits ([`FrameKind::Ask`](crate::FrameKind::Ask)). So
+//!    every operation comes through in the end, whatever else lies unread.
 //! 4. An operation is known to be called once a frame of it has come from the peer, or a notice
-//!    ([`FrameKind::Called`](crate::FrameKind::Called)) covers it. In collectives each rank sends every other
-//!    at least one frame, so those need no notice. For messages, the receiver gives notice each time it has
-//!    taken a quarter of what a channel may hold, and when it calls for a message that is longer than that.
+//!    ([`FrameKind::Called`](crate::FrameKind::Called)) covers it. In collectives each rank sends
+//!    every other at least one frame, so those need no notice. For messages, the receiver gives
+//!    notice each time it has taken a quarter of what a channel may hold, and when it calls for a
+//!    message that is longer than that.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -35,7 +37,8 @@ impl Allowance {
     /// What a lane takes that more frames will follow on: a stream may stay open for it.
     const LANE: usize = 64 << 10;
 
-    /// What one channel may use, so that one on which nobody receives does not slow the others down.
+    /// What one channel may use, so that one on which nobody receives does not slow the others
+    /// down.
     pub(super) fn channel(self) -> usize {
         self.0.div_ceil(3)
     }
@@ -45,8 +48,8 @@ impl Allowance {
     }
 }
 
-/// Operations with one peer that are called in one order: the collectives of a communicator, or the messages
-/// of one tag in one direction.
+/// Operations with one peer that are called in one order: the collectives of a communicator, or the
+/// messages of one tag in one direction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(super) struct Channel {
     pub(super) comm: CommId,
@@ -68,7 +71,8 @@ impl Channel {
     }
 }
 
-/// Channels that a peer's notices may open here, before this rank has used them. Far more than a job has.
+/// Channels that a peer's notices may open here, before this rank has used them. Far more than a
+/// job has.
 const MAX_CHANNELS: usize = 1 << 16;
 
 /// What lies unread at one peer, and who waits to send it more.
@@ -145,7 +149,8 @@ impl Ahead {
         }
     }
 
-    /// The peer has called all operations of a channel before `number`. Lanes that waited for it are ready.
+    /// The peer has called all operations of a channel before `number`. Lanes that waited for it
+    /// are ready.
     pub(super) fn called(&mut self, channel: Channel, number: u64, ready: &mut Ready) {
         let full = self.channels.len() >= MAX_CHANNELS;
         let state = match self.channels.get_mut(&channel) {
@@ -175,8 +180,8 @@ impl Ahead {
         }
     }
 
-    /// Lets the first lane that waits go, if there is room for its frame; when that has been counted, the
-    /// next one follows. Else the peer is to be asked about it, once.
+    /// Lets the first lane that waits go, if there is room for its frame; when that has been
+    /// counted, the next one follows. Else the peer is to be asked about it, once.
     fn release(&mut self, channel: Channel, ready: &mut Ready) {
         let room = self.spent < self.allowance.0;
         let limit = self.allowance.channel();

@@ -1,34 +1,39 @@
 //! The engine: many operations in flight, on several communicators, without blocking each other.
 
 mod ahead;
+mod comm;
+mod frames;
+mod inbox;
+mod notices;
 mod op;
 
 use std::collections::{BTreeSet, VecDeque};
 use std::num::NonZeroU32;
-use std::sync::Arc;
 use std::time::Duration;
 
 use rustc_hash::{FxHashMap as HashMap, FxHashSet as HashSet};
 
-use crate::call::{Algorithm, Call, CallError, Kind, Options};
+use crate::call::{Call, CallError, Kind, Options};
 use crate::collective::message::End;
-use crate::dtype::DType;
-use crate::fault::{Called, FAULT_LEN, Fault, OpError};
-use crate::fingerprint::Fingerprint;
-use crate::header::{FrameKind, Header, HeaderError};
-use crate::ids::{CommId, Epoch, OpId, OpSeq, Peer, Rank, Tag, Time, WorldSize};
-use crate::partition::digest;
+use crate::fault::{Called, Fault, OpError};
+use crate::header::{FAULT_LEN, FrameKind, Header};
+use crate::ids::{CommId, Epoch, OpId, OpSeq, Peer, Rank, Time, WorldSize};
 use crate::plan::{Plan, Tuning};
-use crate::schedule::{Action, Gate, Source};
 pub use ahead::Allowance;
 use ahead::{Ahead, Channel, Leave};
+use comm::Comm;
+pub use frames::{Effect, Event, Lane, OpenError, Payload, Take, Transmit, Verdict, Wait};
+use inbox::Inbox;
+use notices::{notice, notice_fingerprint};
 use op::{Breach, Moving, Op};
 
-/// Communicators whose failure is remembered before they are opened here, per peer that tells. Far more than a job opens.
+/// Communicators whose failure is remembered before they are opened here, per peer that tells. Far
+/// more than a job opens.
 const MAX_EARLY_FAULTS: usize = 256;
 
-/// Lanes of one peer for operations that this rank has not called, and its messages that were given up
-/// before this rank asked for them. An [`Allowance`] keeps peers far below; one that is not is broken.
+/// Lanes of one peer for operations that this rank has not called, and its messages that were given
+/// up before this rank asked for them. An [`Allowance`] keeps peers far below; one that is not is
+/// broken.
 const MAX_EARLY: usize = 1 << 17;
 
 /// What an engine is told at the start.
@@ -62,22 +67,28 @@ impl Default for Config {
 ///
 /// The engine does no IO and holds no payload. Its methods fall into three groups:
 ///
-/// - **Calls**: [`open`](Self::open), [`plan`](Self::plan), [`submit`](Self::submit), [`supply`](Self::supply),
-///   [`close`](Self::close).
-/// - **What happened**: [`handle_frame`](Self::handle_frame) and [`handle_taken`](Self::handle_taken) for arriving frames,
-///   [`handle_sent`](Self::handle_sent) for departed ones, [`handle_notice`](Self::handle_notice),
-///   [`handle_nonsense`](Self::handle_nonsense), [`handle_peer_lost`](Self::handle_peer_lost), [`handle_timeout`](Self::handle_timeout).
+/// - **Calls**: [`open`](Self::open), [`plan`](Self::plan), [`submit`](Self::submit),
+///   [`supply`](Self::supply), [`close`](Self::close).
+/// - **What happened**: [`handle_frame`](Self::handle_frame) and
+///   [`handle_taken`](Self::handle_taken) for arriving frames, [`handle_sent`](Self::handle_sent)
+///   for departed ones, [`handle_notice`](Self::handle_notice),
+///   [`handle_nonsense`](Self::handle_nonsense), [`handle_peer_lost`](Self::handle_peer_lost),
+///   [`handle_timeout`](Self::handle_timeout).
 /// - **What to do**: after any of the above, call these until each returns `None`:
-///   [`poll_transmit`](Self::poll_transmit), [`poll_resume`](Self::poll_resume), [`poll_event`](Self::poll_event);
-///   then wait no longer than [`poll_timeout`](Self::poll_timeout) says.
+///   [`poll_transmit`](Self::poll_transmit), [`poll_resume`](Self::poll_resume),
+///   [`poll_event`](Self::poll_event); then wait no longer than
+///   [`poll_timeout`](Self::poll_timeout) says.
 ///
-/// Frames move in two steps, so that bytes can be handed on in place: the engine says what a frame is for
-/// ([`Transmit`], [`Take`]), the driver moves the bytes with a [`Workspace`](crate::Workspace), and reports it done.
+/// Frames move in two steps, so that bytes can be handed on in place: the engine says what a frame
+/// is for ([`Transmit`], [`Take`]), the driver moves the bytes with a
+/// [`Workspace`](crate::Workspace), and reports it done.
 ///
-/// A frame that the engine does not want yet stays in its stream, unread. How much a peer may send for calls that this rank has not made is
-/// limited by an [`Allowance`]; the engine remembers which lanes wait for them. Payloads it never holds.
+/// A frame that the engine does not want yet stays in its stream, unread. How much a peer may send
+/// for calls that this rank has not made is limited by an [`Allowance`]; the engine remembers which
+/// lanes wait for them. Payloads it never holds.
 ///
-/// When an operation or a communicator fails, its lanes that wait are resumed, so that what is in them is offered once more, and dropped.
+/// When an operation or a communicator fails, its lanes that wait are resumed, so that what is in
+/// them is offered once more, and dropped.
 #[derive(Debug)]
 pub struct Engine {
     me: Peer,
@@ -106,187 +117,8 @@ pub struct Engine {
     spare: Vec<Moving>,
 }
 
-/// One direction of an operation between two peers: the stream that its frames arrive on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Lane {
-    /// Who sends.
-    pub from: Peer,
-    /// On which communicator.
-    pub comm: CommId,
-    /// For which operation.
-    pub seq: OpSeq,
-}
-
-impl Lane {
-    /// The lane that a frame from `from` belongs to.
-    pub fn of(from: Peer, header: &Header) -> Self {
-        Self { from, comm: header.comm, seq: header.seq }
-    }
-}
-
-/// A frame to send.
-#[derive(Clone, Debug)]
-pub struct Transmit {
-    /// To whom.
-    pub to: Peer,
-    /// Its header.
-    pub header: Header,
-    /// What follows the header.
-    pub payload: Payload,
-    /// Whether it is the last of its lane.
-    pub last: bool,
-    lane: usize,
-}
-
-/// What follows a header.
-#[derive(Clone, Debug)]
-pub enum Payload {
-    /// Bytes of an operation: ask its workspace for them. Report them with [`Engine::handle_sent`] once they may change.
-    Operation {
-        /// Which operation.
-        op: OpId,
-        /// Which of its bytes.
-        source: Source,
-        /// What this frame had to wait for.
-        after: Gate,
-    },
-    /// An encoded [`Fault`].
-    Fault([u8; FAULT_LEN]),
-    /// Nothing: the header says it all.
-    Nothing,
-}
-
-impl Payload {
-    /// The bytes of a notice; `None` if an operation has them.
-    pub fn notice(&self) -> Option<&[u8]> {
-        match self {
-            Self::Operation { .. } => None,
-            Self::Fault(fault) => Some(fault),
-            Self::Nothing => Some(&[]),
-        }
-    }
-}
-
-/// What to do with an arrived frame.
-#[derive(Clone, Debug)]
-#[must_use]
-pub enum Verdict {
-    /// Read it and do this.
-    Take(Take),
-    /// Leave it in its stream, unread, until [`Engine::poll_resume`] names the lane.
-    Later,
-    /// The same, and perhaps for long: this rank has not called its operation.
-    Early,
-    /// It belongs to nothing any more; throw it away.
-    Drop,
-}
-
-/// A frame whose turn it is: apply the action, then report it with [`Engine::handle_taken`].
-#[derive(Clone, Debug)]
-#[must_use]
-pub struct Take {
-    /// For which operation.
-    pub op: OpId,
-    /// What becomes of the payload.
-    pub action: Action,
-    lane: usize,
-}
-
-/// What became of an operation.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Event {
-    /// It is complete, and its result is where [`Plan::outcome`] said.
-    Done(OpId),
-    /// A round of its parcels has come whole, from every rank.
-    Round(OpId, u32),
-    /// It failed; its input is untouched.
-    Failed {
-        /// Which.
-        op: OpId,
-        /// Why.
-        error: Box<OpError>,
-        /// Who it waited for just then.
-        waited_for: Vec<Peer>,
-    },
-    /// A communicator is of no more use: every further call on it fails at once.
-    CommFailed {
-        /// Which.
-        comm: CommId,
-        /// Why.
-        fault: Fault,
-        /// Who found out.
-        reporter: Peer,
-    },
-}
-
-/// Who an operation waits for.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Wait {
-    /// The operation.
-    pub op: OpId,
-    /// Its communicator.
-    pub comm: CommId,
-    /// Its place in the communicator's order.
-    pub seq: OpSeq,
-    /// What was called.
-    pub fingerprint: Fingerprint,
-    /// The peers that must move next: those not heard from at all if there are any, else those whose next frame has not come, else those
-    /// that do not take what is sent.
-    pub on: Vec<Peer>,
-}
-
-/// Why a communicator cannot be opened.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum OpenError {
-    /// This process is not a member.
-    #[error("this process is not among the members of the new communicator; open it on its members only")]
-    NotAMember,
-    /// A member is listed twice.
-    #[error("{0} is listed twice among the members of the new communicator; list each member once")]
-    Twice(Peer),
-    /// The id is taken.
-    #[error("communicator {0:?} is open already; use a new id for each communicator")]
-    Taken(CommId),
-}
-
-#[derive(Debug)]
-struct Comm {
-    me: Rank,
-    world: WorldSize,
-    members: Arc<[Peer]>,
-    /// By which members find out that their lists differ; zero for the world.
-    members_digest: u32,
-    ranks: HashMap<Peer, Rank>,
-    next_collective: u64,
-    next_sent: HashMap<(Peer, Tag), u64>,
-    failed: Option<(Fault, Peer)>,
-    /// Nobody here will call on it again.
-    closed: bool,
-}
-
-/// The receiving side of the messages with one tag from one peer. The first message that comes is for the
-/// oldest receive that still waits, so one that has timed out, or a message that was given up, is no loss to
-/// the others.
-#[derive(Debug, Default)]
-struct Inbox {
-    /// The number of the next message to be matched with a receive.
-    next: u64,
-    /// Receives that wait for a message, oldest first.
-    waiting: VecDeque<OpId>,
-    /// Messages, from `next` on, that were given up.
-    void: BTreeSet<u64>,
-    /// What of the sender's allowance was taken since it was last told.
-    untold: usize,
-}
-
-impl Inbox {
-    /// How many messages have been called for.
-    fn called(&self) -> u64 {
-        self.next + self.waiting.len() as u64
-    }
-}
-
-/// How arriving frames find their operation. Collectives take frames from anyone, messages from one sender.
+/// How arriving frames find their operation. Collectives take frames from anyone, messages from one
+/// sender.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Address {
     comm: CommId,
@@ -304,14 +136,16 @@ impl From<Lane> for Address {
 #[derive(Debug, Default)]
 struct Queues {
     notices: VecDeque<(Peer, Header, Payload)>,
-    /// Lanes whose next frame may go, in the order they became ready: round-robin over peers and operations.
+    /// Lanes whose next frame may go, in the order they became ready: round-robin over peers and
+    /// operations.
     ready: VecDeque<(OpId, usize)>,
     resumed: VecDeque<Lane>,
     events: VecDeque<Event>,
 }
 
 impl Engine {
-    /// An engine for process `me` of a job of `world` processes, with the communicator [`CommId::WORLD`] open.
+    /// An engine for process `me` of a job of `world` processes, with the communicator
+    /// [`CommId::WORLD`] open.
     ///
     /// # Panics
     ///
@@ -346,86 +180,14 @@ impl Engine {
         self.me
     }
 
-    /// Opens a communicator of some of the processes. Their ranks in it are their places in `members`, which every member must give in
-    /// the same order.
-    pub fn open(&mut self, id: CommId, members: &[Peer]) -> Result<(), OpenError> {
-        if self.comms.contains_key(&id) || self.closed.contains(&id) {
-            return Err(OpenError::Taken(id));
-        }
-        let mut ranks = HashMap::with_capacity_and_hasher(members.len(), Default::default());
-        for (peer, rank) in members.iter().zip((0..).map(Rank)) {
-            if ranks.insert(*peer, rank).is_some() {
-                return Err(OpenError::Twice(*peer));
-            }
-        }
-        let me = *ranks.get(&self.me).ok_or(OpenError::NotAMember)?;
-        let world = WorldSize::new(members.len() as u32).ok_or(OpenError::NotAMember)?;
-        let comm = Comm {
-            me,
-            world,
-            members: members.into(),
-            members_digest: if id == CommId::WORLD {
-                0
-            } else {
-                digest(members.iter().map(|peer| peer.0.into()))
-            },
-            ranks,
-            next_collective: 0,
-            next_sent: HashMap::default(),
-            failed: None,
-            closed: false,
-        };
-        self.comms.insert(id, comm);
-        let lost = members.iter().find(|peer| self.lost.contains(peer));
-        let news = members.iter().find_map(|reporter| {
-            let (_, fault) = self.early_faults.get(reporter)?.iter().find(|(comm, _)| *comm == id)?;
-            Some((*fault, *reporter))
-        });
-        if let Some((fault, reporter)) = news {
-            self.fail_comm(id, fault, reporter);
-        } else if let Some(peer) = lost {
-            self.fail_comm(id, Fault::PeerLost(*peer), self.me);
-        }
-        Ok(())
-    }
-
-    /// Lets go of a communicator on which no more calls will be made; operations in flight go on. What peers still send on it is dropped.
-    pub fn close(&mut self, id: CommId) {
-        if let Some(comm) = self.comms.get_mut(&id) {
-            comm.closed = true;
-            // Nobody waits for receives that may take for ever.
-            let endless = |op: &&Op| op.plan.comm() == id && op.due == Time::MAX;
-            let endless: Vec<_> = self.ops.values().filter(endless).map(|op| op.id).collect();
-            for op in endless {
-                self.fail_op(op, Fault::PeerLost(self.me), self.me);
-            }
-            self.forget_if_closed(id);
-        }
-    }
-
-    fn forget_if_closed(&mut self, id: CommId) {
-        let closed = self.comms.get(&id).is_some_and(|comm| comm.closed);
-        if closed && !self.ops.values().any(|op| op.plan.comm() == id) {
-            let comm = self.comms.remove(&id);
-            self.closed.insert(id);
-            self.inboxes.retain(|(_, channel), _| channel.comm != id);
-            self.resume_early(id);
-            // Peers that still send on it must not wait for calls that nobody will make.
-            for peer in comm.into_iter().flat_map(|comm| comm.members.to_vec()) {
-                for (channel, number) in self.ahead[peer.index()].take_asks(id) {
-                    self.notify(peer, FrameKind::Called, channel, number);
-                }
-            }
-        }
-    }
-
     /// This process's rank in a communicator, and the communicator's size.
     pub fn place(&self, comm: CommId) -> Result<(Rank, WorldSize), CallError> {
         let comm = self.comms.get(&comm).ok_or(CallError::UnknownComm(comm))?;
         Ok((comm.me, comm.world))
     }
 
-    /// The rank of a process in a communicator, if the communicator is open and the process a member.
+    /// The rank of a process in a communicator, if the communicator is open and the process a
+    /// member.
     pub fn rank_of(&self, comm: CommId, peer: Peer) -> Option<Rank> {
         self.comms.get(&comm)?.ranks.get(&peer).copied()
     }
@@ -451,7 +213,8 @@ impl Engine {
     ///
     /// # Panics
     ///
-    /// If the plan is not for this rank of an open communicator: plans come from [`plan`](Self::plan).
+    /// If the plan is not for this rank of an open communicator: plans come from
+    /// [`plan`](Self::plan).
     pub fn submit(&mut self, now: Time, plan: Plan) -> Result<OpId, Box<OpError>> {
         let comm = self.comms.get_mut(&plan.comm()).expect("a plan is made on an open communicator");
         assert_eq!((plan.me(), plan.world()), (comm.me, comm.world), "a plan is made for this rank");
@@ -520,30 +283,15 @@ impl Engine {
         }
     }
 
-    fn notify(&mut self, to: Peer, frame: FrameKind, channel: Channel, number: u64) {
-        self.queues.notices.push_back(notice(to, frame, self.config.epoch, channel, number));
-    }
-
-    /// Asks a peer about operations that wait for its call.
-    fn ask(&mut self, peer: Peer) {
-        while let Some((channel, number)) = self.ahead[peer.index()].next_ask() {
-            self.notify(peer, FrameKind::Ask, channel, number);
-        }
-    }
-
-    /// A peer has called all operations of a channel before `number`.
-    fn peer_called(&mut self, peer: Peer, channel: Channel, number: u64) {
-        self.ahead[peer.index()].called(channel, number, &mut self.queues.ready);
-        self.ask(peer);
-    }
-
-    /// The next parcel of an operation to a rank is there, with so many bytes; `false` if the operation is over, has no more of them to send, or they may not be so long.
+    /// The next parcel of an operation to a rank is there, with so many bytes; `false` if the
+    /// operation is over, has no more of them to send, or they may not be so long.
     pub fn supply(&mut self, op: OpId, to: Rank, len: usize) -> bool {
         let op = self.ops.get_mut(&op);
         op.is_some_and(|op| op.supply(to, len, &mut self.queues, self.config.credit))
     }
 
-    /// A frame of an operation has arrived from `from`, or is offered again after [`poll_resume`](Self::poll_resume).
+    /// A frame of an operation has arrived from `from`, or is offered again after
+    /// [`poll_resume`](Self::poll_resume).
     pub fn handle_frame(&mut self, from: Peer, header: &Header) -> Verdict {
         if header.frame != FrameKind::Data || header.epoch != self.config.epoch {
             return Verdict::Drop;
@@ -572,34 +320,6 @@ impl Engine {
             Err(Breach::Frame) => {
                 self.fail_comm(lane.comm, Fault::BadFrame(from), self.me);
                 Verdict::Drop
-            }
-        }
-    }
-
-    /// Matches a message whose first frame has come with the oldest receive that waits, if it is the next one.
-    fn match_message(&mut self, lane: Lane) -> Option<OpId> {
-        let (channel, number) = Channel::of(lane.comm, lane.seq);
-        let inbox = self.inboxes.get_mut(&(lane.from, channel))?;
-        if number != inbox.next {
-            return None;
-        }
-        let id = inbox.waiting.pop_front()?;
-        let op = self.ops.get_mut(&id).expect("receives that wait are in flight");
-        (op.seq, op.matched) = (lane.seq, true);
-        self.inbound.insert(lane.into(), id);
-        self.advance_inbox(lane.from, channel);
-        Some(id)
-    }
-
-    /// Goes on to the next message that was not given up. If it has come, it is offered again.
-    fn advance_inbox(&mut self, from: Peer, channel: Channel) {
-        loop {
-            let inbox = self.inboxes.entry((from, channel)).or_default();
-            inbox.next += 1;
-            let (next, void) = (inbox.next, inbox.void.remove(&inbox.next));
-            self.resume(Address { comm: channel.comm, seq: channel.seq(next), sender: Some(from) });
-            if !void {
-                return;
             }
         }
     }
@@ -638,10 +358,10 @@ impl Engine {
     /// The payload of a taken frame has been applied.
     pub fn handle_taken(&mut self, take: Take) {
         if let Some(op) = self.ops.get_mut(&take.op) {
-            op.taken(take.lane, &take.action, &mut self.queues, self.config.credit);
+            op.taken(take.lane, &take.effect, &mut self.queues, self.config.credit);
             if op.plan.partner().is_some() {
                 let (channel, _) = Channel::of(op.plan.comm(), op.seq);
-                let payload = take.action.wire_bytes(op.plan.dtype());
+                let payload = take.effect.wire_bytes(op.plan.dtype());
                 let from = op.peer_of(take.lane);
                 self.count_taken(from, channel, payload);
             }
@@ -649,21 +369,9 @@ impl Engine {
         }
     }
 
-    /// Tells the sender of messages how many have been called for, now and then: it may have run out of allowance.
-    fn count_taken(&mut self, from: Peer, channel: Channel, payload: usize) {
-        let allowance = self.ahead[from.index()].allowance;
-        let Some(inbox) = self.inboxes.get_mut(&(from, channel)) else { return };
-        inbox.untold += Allowance::cost(payload, false);
-        if inbox.untold >= allowance.channel().div_ceil(4) {
-            inbox.untold = 0;
-            let called = inbox.called();
-            self.notify(from, FrameKind::Called, channel, called - 1);
-        }
-    }
-
     /// The bytes of a frame have left the operation's buffers, which may change from now on.
     pub fn handle_sent(&mut self, transmit: Transmit) {
-        if let Payload::Operation { op: id, .. } = transmit.payload
+        if let Payload::Operation { op: id, .. } | Payload::Parcel { op: id, .. } = transmit.payload
             && let Some(op) = self.ops.get_mut(&id)
         {
             op.sent(transmit.lane, &mut self.queues, self.config.credit);
@@ -671,90 +379,12 @@ impl Engine {
         }
     }
 
-    /// A notice has arrived: a frame of any kind but [`FrameKind::Data`].
-    pub fn handle_notice(&mut self, from: Peer, header: &Header, payload: &[u8]) -> Result<(), HeaderError> {
-        let fault = match header.frame {
-            FrameKind::Abort => Some(Fault::decode(payload)?),
-            _ => None,
-        };
-        if header.epoch != self.config.epoch || from.0 >= self.world.get() {
-            return Ok(());
+    /// A member has sent something that its frames' headers do not show to be wrong, but that
+    /// nobody can make sense of. The communicator fails, if it is still open.
+    pub fn handle_nonsense(&mut self, comm: CommId, from: Peer) {
+        if self.comms.contains_key(&comm) {
+            self.fail_comm(comm, Fault::BadFrame(from), self.me);
         }
-        let (channel, number) = Channel::of(header.comm, header.seq);
-        match (header.frame, fault) {
-            (FrameKind::Abort, Some(fault)) => self.handle_abort(from, header.comm, fault),
-            (FrameKind::Ask, _) => self.handle_ask(from, channel, number),
-            (FrameKind::Called, _) => self.peer_called(from, channel, number.saturating_add(1)),
-            (FrameKind::Void, _) => self.handle_void(from, channel, number),
-            (FrameKind::Abort | FrameKind::Data, _) => {}
-        }
-        Ok(())
-    }
-
-    /// A communicator has failed on another rank.
-    fn handle_abort(&mut self, from: Peer, id: CommId, fault: Fault) {
-        match self.comms.get(&id) {
-            Some(comm) if comm.ranks.contains_key(&from) => self.fail_comm(id, fault, from),
-            Some(_) => {}
-            None if !self.closed.contains(&id) => {
-                let told = self.early_faults.entry(from).or_default();
-                if told.len() < MAX_EARLY_FAULTS {
-                    told.push((id, fault));
-                }
-            }
-            None => {}
-        }
-    }
-
-    /// A peer waits for this rank to call an operation.
-    fn handle_ask(&mut self, from: Peer, channel: Channel, number: u64) {
-        let called = match (self.comms.get(&channel.comm), channel.tag) {
-            (Some(comm), _) if !comm.ranks.contains_key(&from) => return,
-            // Whatever is sent is dropped, so it may come.
-            (Some(comm), _) if comm.closed || comm.failed.is_some() => u64::MAX,
-            (Some(comm), None) => comm.next_collective,
-            (Some(_), Some(_)) => self.inboxes.get(&(from, channel)).map_or(0, Inbox::called),
-            (None, _) if self.closed.contains(&channel.comm) => u64::MAX,
-            (None, _) => 0,
-        };
-        if number < called {
-            self.notify(from, FrameKind::Called, channel, number);
-        } else {
-            self.ahead[from.index()].asked(channel, number);
-        }
-    }
-
-    /// A peer has given a message up. If this rank is receiving it, that fails; else the next one takes its place.
-    fn handle_void(&mut self, from: Peer, channel: Channel, number: u64) {
-        if channel.tag.is_none() || self.closed.contains(&channel.comm) {
-            return;
-        }
-        let address = Address { comm: channel.comm, seq: channel.seq(number), sender: Some(from) };
-        if let Some(op) = self.inbound.get(&address) {
-            let fault = Fault::TimedOut { by: from, waiting_for: self.me, others: 0 };
-            return self.fail_op(*op, fault, from);
-        }
-        if self.comms.get(&channel.comm).is_some_and(|comm| !comm.ranks.contains_key(&from)) {
-            return;
-        }
-        let inbox = self.inboxes.entry((from, channel)).or_default();
-        if number == inbox.next {
-            self.resume(address);
-            self.advance_inbox(from, channel);
-        } else if number > inbox.next {
-            inbox.void.insert(number);
-            if inbox.void.len() > MAX_EARLY {
-                return self.handle_peer_lost(from);
-            }
-            self.resume(address);
-        }
-    }
-
-    /// A peer has sent something that its frames' headers do not show to be wrong, but that nobody can make sense of. The communicator fails; this is why.
-    pub fn handle_nonsense(&mut self, comm: CommId, from: Rank) -> Option<Fault> {
-        let fault = Fault::BadFrame(*self.comms.get(&comm)?.members.get(from.index())?);
-        self.fail_comm(comm, fault, self.me);
-        Some(fault)
     }
 
     /// The link to a peer is dead. Every communicator that the peer is a member of fails.
@@ -777,7 +407,8 @@ impl Engine {
         }
     }
 
-    /// Time has passed. Operations past their deadline fail: a collective with its communicator, a message alone.
+    /// Time has passed. Operations past their deadline fail: a collective with its communicator, a
+    /// message alone.
     pub fn handle_timeout(&mut self, now: Time) {
         while let Some((due, id)) = self.deadlines.first().copied()
             && due <= now
@@ -846,8 +477,9 @@ impl Engine {
         self.deadlines.first().map(|(due, _)| *due)
     }
 
-    /// Whether some operation needs a frame from `peer` that has not been offered yet. If the peer has said goodbye, that frame will never come. Operations that may take for ever
-    /// need nothing.
+    /// Whether some operation needs a frame from `peer` that has not been offered yet. If the peer
+    /// has said goodbye, that frame will never come. Operations that may take for ever need
+    /// nothing.
     pub fn awaits(&self, peer: Peer) -> bool {
         self.ops.values().any(|op| op.due < Time::MAX && op.awaits(peer))
     }
@@ -941,7 +573,8 @@ impl Engine {
         self.resume_early(id);
     }
 
-    /// Has what waits for calls that will never be made on a communicator offered once more, and dropped.
+    /// Has what waits for calls that will never be made on a communicator offered once more, and
+    /// dropped.
     fn resume_early(&mut self, id: CommId) {
         let mut waiting: Vec<_> = self
             .early
@@ -955,66 +588,6 @@ impl Engine {
             self.early_lanes[lane.from.index()] -= 1;
         }
         self.queues.resumed.extend(waiting);
-    }
-}
-
-impl Comm {
-    /// The number that a plan gets when it is submitted.
-    fn next_seq(&self, plan: &Plan, inboxes: &HashMap<(Peer, Channel), Inbox>) -> OpSeq {
-        match plan.partner() {
-            None => OpSeq::Collective(self.next_collective),
-            Some(partner) => {
-                let (peer, tag) = (self.members[partner.rank.index()], partner.tag);
-                let number = match partner.end {
-                    End::Sender => self.next_sent.get(&(peer, tag)).copied().unwrap_or(0),
-                    // If those before it get theirs.
-                    End::Receiver => {
-                        let channel = Channel { comm: plan.comm(), tag: Some(tag) };
-                        inboxes.get(&(peer, channel)).map_or(0, Inbox::called)
-                    }
-                };
-                OpSeq::Message(partner.tag, number)
-            }
-        }
-    }
-
-    /// A plan has got its number.
-    fn count(&mut self, plan: &Plan) {
-        match plan.partner() {
-            None => self.next_collective += 1,
-            Some(partner) if partner.end == End::Sender => {
-                *self.next_sent.entry((self.members[partner.rank.index()], partner.tag)).or_insert(0) += 1;
-            }
-            Some(_) => {} // counted when a message is matched with it
-        }
-    }
-}
-
-/// A notice about one operation.
-fn notice(
-    to: Peer,
-    frame: FrameKind,
-    epoch: Epoch,
-    channel: Channel,
-    number: u64,
-) -> (Peer, Header, Payload) {
-    let fingerprint = notice_fingerprint(if channel.tag.is_some() { Kind::Message } else { Kind::Barrier });
-    let (comm, seq) = (channel.comm, channel.seq(number));
-    (to, Header { frame, payload: 0, comm, epoch, seq, index: 0, fingerprint }, Payload::Nothing)
-}
-
-/// What a notice's header says was called: nothing in particular.
-fn notice_fingerprint(kind: Kind) -> Fingerprint {
-    Fingerprint {
-        kind,
-        algorithm: Algorithm::Direct,
-        dtype: (kind == Kind::Message).then_some(DType::U8),
-        op: None,
-        count: 0,
-        root: None,
-        codec: 0,
-        segment: 0,
-        layout: 0,
     }
 }
 

@@ -5,20 +5,21 @@ use std::collections::BinaryHeap;
 use std::num::NonZeroU32;
 use std::sync::Arc;
 
-use super::{Address, Event, Lane, Payload, Queues, Take, Transmit, Verdict, Wait};
+use super::{Address, Effect, Event, Lane, Payload, Queues, Take, Transmit, Verdict, Wait};
 use crate::collective::message::End;
-use crate::collective::parcels;
 use crate::fingerprint::Fingerprint;
 use crate::header::{FrameKind, Header};
 use crate::ids::{Epoch, OpId, OpSeq, Peer, Rank, Time};
-use crate::plan::Plan;
-use crate::schedule::{Action, Gate, Outgoing, Source};
+use crate::parcels;
+use crate::plan::{Frames, Plan, Way};
+use crate::schedule::{Action, Gate};
 
 /// One operation in flight.
 #[derive(Debug)]
 pub(super) struct Op {
     pub(super) id: OpId,
-    /// Of a receive that is not matched yet: the number of the message it gets if all before it get theirs.
+    /// Of a receive that is not matched yet: the number of the message it gets if all before it get
+    /// theirs.
     pub(super) seq: OpSeq,
     /// Whether it is known which message a receive gets. Always, for other operations.
     pub(super) matched: bool,
@@ -116,7 +117,8 @@ impl Op {
         self.moving.lanes[lane].heard
     }
 
-    /// Whether the peer has just been heard for the first time, in an operation with frames both ways.
+    /// Whether the peer has just been heard for the first time, in an operation with frames both
+    /// ways.
     pub(super) fn is_first_word(&mut self, from: Rank) -> bool {
         let lane = self.lane_of(from);
         let state = &mut self.moving.lanes[lane];
@@ -139,19 +141,19 @@ impl Op {
     pub(super) fn start(&mut self, queues: &mut Queues, credit: NonZeroU32) {
         let lanes = if self.plan.partner().is_some() { 1 } else { self.plan.world().len() };
         self.moving.lanes.resize(lanes, LaneState::default());
-        if self.plan.parcels().is_some() {
+        if matches!(self.plan.way(), Way::Parcels(_)) {
             self.moving.parcels.resize(lanes, parcels::Progress::default());
         }
         for rank in self.plan.others() {
             let lane = self.lane_of(rank);
             let state = &mut self.moving.lanes[lane];
-            match self.plan.parcels() {
-                None => {
-                    state.sends = self.plan.sends(rank);
+            match self.plan.way() {
+                Way::Frames(frames) => {
+                    state.sends = frames.sends(rank);
                     state.supplied = state.sends;
-                    state.recvs = self.plan.recvs(rank);
+                    state.recvs = frames.recvs(rank);
                 }
-                Some(limits) => {
+                Way::Parcels(limits) => {
                     state.sends = if limits.sends == 0 { 0 } else { usize::MAX };
                     state.recvs = if limits.recvs == 0 { 0 } else { usize::MAX };
                 }
@@ -170,9 +172,9 @@ impl Op {
             return;
         }
         state.pending = true;
-        let gate = match self.plan.parcels() {
-            Some(_) => Gate::OPEN,
-            None => self.plan.send(rank, state.polled).gate,
+        let gate = match self.plan.way() {
+            Way::Frames(frames) => frames.send(rank, state.polled).gate,
+            Way::Parcels(_) => Gate::OPEN,
         };
         if self.moving.wait_for(&gate, Frame::Out(lane)).is_ok() {
             queues.ready.push_back((self.id, lane));
@@ -182,9 +184,8 @@ impl Op {
     /// The next parcel to `to` is there; `false` if there is none left to come, or it is too long.
     pub(super) fn supply(&mut self, to: Rank, len: usize, queues: &mut Queues, credit: NonZeroU32) -> bool {
         let lane = self.lane_of(to);
-        let Some((limits, progress)) = self.plan.parcels().zip(self.moving.parcels.get_mut(lane)) else {
-            return false;
-        };
+        let Way::Parcels(limits) = self.plan.way() else { return false };
+        let Some(progress) = self.moving.parcels.get_mut(lane) else { return false };
         if to == self.plan.me() || !progress.supply(len, limits) {
             return false;
         }
@@ -207,16 +208,23 @@ impl Op {
         let rank = self.rank_of(lane);
         let state = &mut self.moving.lanes[lane];
         let index = state.polled;
-        let frame = match self.plan.parcels() {
-            None => self.plan.send(rank, index),
-            Some(limits) => Outgoing::now(Source::Parcel(self.moving.parcels[lane].next_part(rank, limits))),
+        let (payload, bytes) = match self.plan.way() {
+            Way::Frames(frames) => {
+                let frame = frames.send(rank, index);
+                let bytes = frame.source.wire_bytes(self.plan.dtype());
+                (Payload::Operation { op: self.id, source: frame.source, after: frame.gate }, bytes)
+            }
+            Way::Parcels(limits) => {
+                let part = self.moving.parcels[lane].next_part(rank, limits);
+                (Payload::Parcel { op: self.id, part }, part.len)
+            }
         };
         state.polled += 1;
         state.pending = false;
         let last = state.polled == state.sends;
         let header = Header {
             frame: FrameKind::Data,
-            payload: frame.source.wire_bytes(self.plan.dtype()) as u32,
+            payload: bytes as u32,
             comm: self.plan.comm(),
             epoch,
             seq: self.seq,
@@ -224,12 +232,11 @@ impl Op {
             fingerprint: self.plan.fingerprint_for(rank),
         };
         self.line_up(lane, queues, credit);
-        let payload = Payload::Operation { op: self.id, source: frame.source, after: frame.gate };
         Transmit { to: self.peer_of(lane), header, payload, last, lane }
     }
 
     pub(super) fn sent(&mut self, lane: usize, queues: &mut Queues, credit: NonZeroU32) {
-        let downstream = self.plan.downstream() == Some(self.rank_of(lane));
+        let downstream = self.plan.frames().and_then(Frames::downstream) == Some(self.rank_of(lane));
         let state = &mut self.moving.lanes[lane];
         state.sent += 1;
         self.moving.unfinished -= usize::from(state.is_done());
@@ -257,12 +264,14 @@ impl Op {
             return Err(Breach::Frame);
         }
         let payload = header.payload as usize;
-        if let Some(limits) = self.plan.parcels() {
-            let part = self.moving.parcels[lane].expect(from, payload, limits).ok_or(Breach::Frame)?;
-            state.taking = true;
-            return Ok(Verdict::Take(Take { op: self.id, action: Action::Collect(part), lane }));
-        }
-        let frame = self.plan.recv(from, state.taken);
+        let frame = match self.plan.way() {
+            Way::Frames(frames) => frames.recv(from, state.taken),
+            Way::Parcels(limits) => {
+                let part = self.moving.parcels[lane].expect(from, payload, limits).ok_or(Breach::Frame)?;
+                state.taking = true;
+                return Ok(Verdict::Take(Take { op: self.id, effect: Effect::Collect(part), lane }));
+            }
+        };
         if payload != frame.action.wire_bytes(self.plan.dtype()) {
             return Err(Breach::Frame);
         }
@@ -274,7 +283,7 @@ impl Op {
             return Ok(Verdict::Later);
         }
         self.moving.lanes[lane].taking = true;
-        Ok(Verdict::Take(Take { op: self.id, action: frame.action, lane }))
+        Ok(Verdict::Take(Take { op: self.id, effect: Effect::Apply(frame.action), lane }))
     }
 
     /// A round of parcels that has come from everyone, each once and in order.
@@ -286,12 +295,12 @@ impl Op {
         })
     }
 
-    pub(super) fn taken(&mut self, lane: usize, action: &Action, queues: &mut Queues, credit: NonZeroU32) {
-        let upstream = self.plan.upstream() == Some(self.rank_of(lane));
+    pub(super) fn taken(&mut self, lane: usize, effect: &Effect, queues: &mut Queues, credit: NonZeroU32) {
+        let upstream = self.plan.frames().and_then(Frames::upstream) == Some(self.rank_of(lane));
         let state = &mut self.moving.lanes[lane];
         state.taking = false;
         state.taken += 1;
-        if let (Action::Collect(part), Some(limits)) = (action, self.plan.parcels())
+        if let (Effect::Collect(part), Way::Parcels(limits)) = (effect, self.plan.way())
             && self.moving.parcels[lane].collected(part)
         {
             if part.round + 1 == limits.recvs {
@@ -307,7 +316,7 @@ impl Op {
             queues.resumed.push_back(self.incoming_lane(lane));
         }
         self.moving.progress.received += usize::from(upstream);
-        self.moving.progress.folded += usize::from(matches!(action, Action::Fold(_)));
+        self.moving.progress.folded += usize::from(matches!(effect, Effect::Apply(Action::Fold(_))));
         self.wake(queues, credit);
     }
 

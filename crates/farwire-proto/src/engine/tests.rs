@@ -4,7 +4,9 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::dtype::{DType, ReduceOp};
+use crate::fingerprint::Fingerprint;
 use crate::header::tests::any_header;
+use crate::ids::Tag;
 
 fn busy_engine() -> Engine {
     let config = Config { credit: NonZeroU32::new(2).unwrap(), ..Config::default() };
@@ -51,7 +53,8 @@ fn awaited_header() -> impl Strategy<Value = Header> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2048))]
 
-    /// Whatever headers peers, members or not, send: no panic, no frame taken twice, and after a fault nothing more.
+    /// Whatever headers peers, members or not, send: no panic, no frame taken twice, and after a
+    /// fault nothing more.
     #[test]
     fn hostile_headers_are_harmless(
         frames in prop::collection::vec(
@@ -214,7 +217,8 @@ fn early_frames_from_strangers_are_dropped_and_a_peer_beyond_the_limit_is_lost()
     assert!(engine.lost.contains(&Peer(3)) && engine.early.is_empty());
 }
 
-/// A driver may apply a payload on another thread, and be offered the next frame of the lane meanwhile.
+/// A driver may apply a payload on another thread, and be offered the next frame of the lane
+/// meanwhile.
 #[test]
 fn a_frame_offered_while_another_is_being_taken_is_resumed() {
     let mut engine = Engine::new(Peer(1), WorldSize::new(2).unwrap(), Config::default());
@@ -423,8 +427,9 @@ fn finished_operations_leave_their_allocations_to_the_next() {
     assert_eq!(engine.spare.len(), 1);
 }
 
-/// A world of engines whose network is a queue per lane, in which rank r's parcel to rank t in round k is `parcel(k, r, t)`, supplied once round k − 1 has come.
-/// Returns what each rank collected, by sender and round.
+/// A world of engines whose network is a queue per lane, in which rank r's parcel to rank t in
+/// round k is `parcel(k, r, t)`, supplied once round k − 1 has come. Returns what each rank
+/// collected, by sender and round.
 fn exchange(
     ranks: u32,
     rounds: u32,
@@ -437,11 +442,11 @@ fn exchange(
     let options = Options { segment: std::num::NonZeroUsize::new(segment), ..Options::default() };
     let mut engines: Vec<_> =
         world.ranks().map(|r| Engine::new(Peer(r.0), world, Config::default())).collect();
-    let mut parcels: Vec<_> = world.ranks().map(|_| crate::Parcels::default()).collect();
+    let mut parcels: Vec<_> = world.ranks().map(|_| crate::parcels::Parcels::default()).collect();
     let mut came = vec![HashMap::default(); ranks as usize];
     let mut done = 0;
     let mut streams: HashMap<_, VecDeque<(Header, Vec<u8>)>> = HashMap::default();
-    let supply = |engine: &mut Engine, store: &mut crate::Parcels, op, round| {
+    let supply = |engine: &mut Engine, store: &mut crate::parcels::Parcels, op, round| {
         let me = engine.me().0;
         for to in world.others(Rank(me)) {
             let bytes = parcel(round, me, to.0);
@@ -459,9 +464,7 @@ fn exchange(
         for (engine, store) in engines.iter_mut().zip(&mut parcels) {
             let me = engine.me();
             while let Some(frame) = engine.poll_transmit() {
-                let Payload::Operation { source: Source::Parcel(part), .. } = &frame.payload else {
-                    panic!()
-                };
+                let Payload::Parcel { part, .. } = &frame.payload else { panic!() };
                 let bytes = store.payload(part).to_vec();
                 assert_eq!(frame.header.payload as usize, bytes.len());
                 assert_eq!(frame.last, part.last && part.round + 1 == rounds);
@@ -479,7 +482,7 @@ fn exchange(
                 let Verdict::Take(take) = engine.handle_frame(lane.from, &header) else {
                     panic!("nothing waits")
                 };
-                let Action::Collect(part) = take.action else { panic!() };
+                let Effect::Collect(part) = take.effect else { panic!() };
                 store.collect(&part, &bytes);
                 engine.handle_taken(take);
             }
@@ -582,7 +585,8 @@ fn calls_that_no_codec_can_serve_are_refused() {
     }
 }
 
-/// A closed communicator is gone once nothing is in flight on it, and late frames for it clog nothing.
+/// A closed communicator is gone once nothing is in flight on it, and late frames for it clog
+/// nothing.
 #[test]
 fn a_closed_communicator_is_forgotten() {
     let mut engine = busy_engine();

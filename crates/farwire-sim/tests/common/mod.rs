@@ -45,7 +45,8 @@ pub(crate) struct Case {
 }
 
 impl Case {
-    /// `kind` over `n` ranks, on vectors of about `len` elements of random values; differing lengths per rank where the kind allows.
+    /// `kind` over `n` ranks, on vectors of about `len` elements of random values; differing
+    /// lengths per rank where the kind allows.
     pub(crate) fn new(
         (kind, algorithm): (Kind, Algorithm),
         n: u32,
@@ -155,7 +156,8 @@ impl Case {
     }
 }
 
-/// Random elements: integers of all values; floats of many magnitudes, so that every order of addition rounds differently.
+/// Random elements: integers of all values; floats of many magnitudes, so that every order of
+/// addition rounds differently.
 pub(crate) fn random_elements(dtype: DType, bytes: usize, rng: &mut ChaCha8Rng) -> Vec<u8> {
     let mut result = Vec::with_capacity(bytes);
     while result.len() < bytes {

@@ -13,7 +13,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use farwire_proto::{CommId, Epoch, Fingerprint, OpError, OpId, OpSeq, Peer, Wait, WorldSize};
+use farwire_proto::{CommId, Epoch, Failure, Fingerprint, OpId, OpSeq, Peer, Wait, WorldSize};
 use serde::{Deserialize, Serialize};
 
 use super::folder::Folder;
@@ -169,7 +169,7 @@ pub(super) struct Record {
     ended: Option<Duration>,
     pub(super) sent: u64,
     pub(super) received: u64,
-    pub(super) failure: Option<(Box<OpError>, Vec<Peer>)>,
+    pub(super) failure: Option<Failure>,
     /// When the recorder was started, since 1970.
     origin: Duration,
 }
@@ -254,11 +254,7 @@ impl Recorder {
         }
     }
 
-    pub(super) fn ended(
-        &mut self,
-        ticket: Ticket,
-        failure: Option<&(Box<OpError>, Vec<Peer>)>,
-    ) -> Option<&Record> {
+    pub(super) fn ended(&mut self, ticket: Ticket, failure: Option<&Failure>) -> Option<&Record> {
         let now = self.started.elapsed();
         let record = self.record(ticket)?;
         record.ended = Some(now);
@@ -289,7 +285,7 @@ impl Recorder {
     fn operation(&self, record: &Record, waits: &[Wait]) -> Operation {
         let waits_on = || waits.iter().find(|wait| wait.op == record.op).map(|wait| wait.on.as_slice());
         let (state, waiting_for) = match (&record.failure, record.ended) {
-            (Some((_, waited_for)), _) => (State::Failed, waited_for.as_slice()),
+            (Some(failure), _) => (State::Failed, failure.waited_for.as_slice()),
             (None, Some(_)) => (State::Done, [].as_slice()),
             (None, None) => (State::Waiting, waits_on().unwrap_or_default()),
         };
@@ -308,7 +304,7 @@ impl Recorder {
             took_us: micros(record.took().unwrap_or_else(so_far)),
             sent_bytes: record.sent,
             received_bytes: record.received,
-            error: record.failure.as_ref().map(|(error, _)| error.to_string()),
+            error: record.failure.as_ref().map(|failure| failure.error.to_string()),
         }
     }
 }

@@ -2,16 +2,16 @@
 
 pub mod flight;
 mod folder;
-pub(crate) mod metrics;
+pub(crate) mod tally;
 mod trace;
 
 use std::path::Path;
 
-use farwire_proto::{CommId, Epoch, Fault, Fingerprint, OpError, OpId, OpSeq, Peer, WorldSize};
+use farwire_proto::{CommId, Epoch, Failure, Fault, Fingerprint, OpId, OpSeq, Peer, WorldSize};
 
 use crate::error::Error;
 use flight::{Recorder, Records, Ticket};
-use metrics::Tally;
+use tally::Tally;
 use trace::Trace;
 
 /// Everything that watches one driver.
@@ -62,18 +62,12 @@ impl Observer {
         span
     }
 
-    pub(crate) fn ended(
-        &mut self,
-        ticket: Ticket,
-        span: &tracing::Span,
-        ended: &Result<(), (Box<OpError>, Vec<Peer>)>,
-    ) {
-        let failed = ended.as_ref().err();
-        match failed {
+    pub(crate) fn ended(&mut self, ticket: Ticket, span: &tracing::Span, failure: Option<&Failure>) {
+        match failure {
             None => tracing::debug!(parent: span, "done"),
-            Some((error, _)) => tracing::debug!(parent: span, %error, "failed"),
+            Some(Failure { error, .. }) => tracing::debug!(parent: span, %error, "failed"),
         }
-        let Some(record) = self.recorder.ended(ticket, failed) else { return };
+        let Some(record) = self.recorder.ended(ticket, failure) else { return };
         self.tally.ended(record);
         if let Some(trace) = &mut self.trace {
             trace.operation(record);

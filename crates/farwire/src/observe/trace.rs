@@ -45,7 +45,7 @@ impl Trace {
                 "communicator": format!("{:016x}", record.comm.0),
                 "sent": record.sent,
                 "received": record.received,
-                "error": record.failure.as_ref().map(|(error, _)| error.to_string()),
+                "error": record.failure.as_ref().map(|failure| failure.error.to_string()),
             },
         });
         let end = serde_json::json!({

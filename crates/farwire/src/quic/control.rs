@@ -12,6 +12,7 @@ use quinn::{Connection, RecvStream, SendStream};
 use tokio::sync::{Notify, mpsc};
 use tokio::time::{Instant, MissedTickBehavior, interval};
 
+use crate::link::Liveness;
 use crate::shm::bell::Bell;
 
 /// How often to look at the clock, and how long to wait for an answer.
@@ -76,6 +77,17 @@ impl Health {
     /// Until the goodbye has been said.
     pub(crate) async fn left(&self) {
         self.left.notified().await;
+    }
+}
+
+/// Of a peer whose data goes through shared memory: no streams are opened for it.
+impl Liveness for Health {
+    fn loss(&self) -> Option<String> {
+        self.loss()
+    }
+
+    fn leave(&self) {
+        self.leave(0);
     }
 }
 

@@ -6,8 +6,7 @@ use farwire_proto::{Header, Lane};
 
 use super::bell::Bell;
 use super::ring::{Receiver, Sender};
-use crate::link::{Arrival, Broken, Link};
-use crate::quic::control::Health;
+use crate::link::{Arrival, Broken, Link, Liveness};
 
 /// Two rings, one each way, and the peer's bell.
 #[derive(Debug)]
@@ -16,13 +15,18 @@ pub(crate) struct SharedLink {
     receiver: Receiver,
     bell: Bell,
     /// Of a peer that is another process.
-    health: Option<Arc<Health>>,
+    health: Option<Arc<dyn Liveness>>,
     /// The peer has said goodbye, so its end is no loss.
     closed: bool,
 }
 
 impl SharedLink {
-    pub(crate) fn new(sender: Sender, receiver: Receiver, bell: Bell, health: Option<Arc<Health>>) -> Self {
+    pub(crate) fn new(
+        sender: Sender,
+        receiver: Receiver,
+        bell: Bell,
+        health: Option<Arc<dyn Liveness>>,
+    ) -> Self {
         Self { sender, receiver, bell, health, closed: false }
     }
 }
@@ -77,7 +81,7 @@ impl Link for SharedLink {
     fn close(&mut self) {
         self.sender.close();
         if let Some(health) = &self.health {
-            health.leave(0);
+            health.leave();
         }
     }
 }

@@ -1,21 +1,24 @@
 //! Parcels: bytes whose length only their sender knows.
 //!
-//! Where the length of what is sent depends on the data (a coded gradient, a request), frames cannot be laid out beforehand. A lane then carries a fixed number of
-//! *parcels* instead, one after the other. A parcel travels as frames of one segment each and ends with the first shorter one, which is empty if nothing is left:
+//! Where the length of what is sent depends on the data (a coded gradient, a request), frames
+//! cannot be laid out beforehand. A lane then carries a fixed number of *parcels* instead, one
+//! after the other. A parcel travels as frames of one segment each and ends with the first shorter
+//! one, which is empty if nothing is left:
 //!
 //! ```text
 //! segment = 4      parcel of 9 bytes: ████ ████ █      of 8: ████ ████ ·      of none: ·
 //! ```
 //!
-//! The sender supplies a parcel when it has it ([`Engine::supply`](crate::Engine::supply)). The receiver knows how long one can be at most, and a longer one is a breach.
+//! The sender supplies a parcel when it has it ([`Engine::supply`](crate::Engine::supply)). The
+//! receiver knows how long one can be at most, and a longer one is a breach.
 
+use std::collections::VecDeque;
 use std::num::NonZeroUsize;
 
 use bytes::Bytes;
 use rustc_hash::FxHashMap as HashMap;
 
 use crate::ids::Rank;
-use crate::schedule::{Incoming, Outcome, Outgoing, ParcelPart, Schedule};
 
 /// What is known of a lane's parcels before they are.
 #[derive(Clone, Copy, Debug)]
@@ -35,49 +38,34 @@ impl Limits {
     pub(crate) fn frames(&self, len: usize) -> usize {
         len / self.segment + 1
     }
+
+    /// Whether the frames of a lane can be counted in the 32 bits of a header.
+    pub(crate) fn is_countable(&self) -> bool {
+        let most = self.sends.max(self.recvs) as usize;
+        u32::try_from(most.saturating_mul(self.frames(self.max))).is_ok()
+    }
 }
 
-/// The schedule of an operation that travels in parcels: how many frames there will be at most. Which they are, the engine finds out as it goes.
-#[derive(Clone, Debug)]
-pub(crate) struct Exchange {
-    pub(crate) limits: Limits,
-}
-
-impl Schedule for Exchange {
-    fn input_len(&self) -> usize {
-        0
-    }
-
-    fn output_len(&self) -> usize {
-        0
-    }
-
-    fn outcome(&self) -> Outcome {
-        Outcome::Nothing
-    }
-
-    fn sends(&self, _to: Rank) -> usize {
-        (self.limits.sends as usize).saturating_mul(self.limits.frames(self.limits.max))
-    }
-
-    fn send(&self, _to: Rank, _i: usize) -> Outgoing {
-        unreachable!("the engine cuts parcels itself")
-    }
-
-    fn recvs(&self, _from: Rank) -> usize {
-        (self.limits.recvs as usize).saturating_mul(self.limits.frames(self.limits.max))
-    }
-
-    fn recv(&self, _from: Rank, _i: usize) -> Incoming {
-        unreachable!("the engine cuts parcels itself")
-    }
+/// What one frame carries of a parcel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ParcelPart {
+    /// The rank at the other end.
+    pub with: Rank,
+    /// Which of the parcels between the two, from zero.
+    pub round: u32,
+    /// Bytes of the parcel before these.
+    pub at: usize,
+    /// How many bytes.
+    pub len: usize,
+    /// Whether they are its last.
+    pub last: bool,
 }
 
 /// How far the parcels of one lane are.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Progress {
     /// Lengths of the parcels that were supplied and have not been handed out whole.
-    waiting: std::collections::VecDeque<usize>,
+    waiting: VecDeque<usize>,
     supplied: u32,
     /// The parcel on its way out, and how much of it is gone.
     out: (u32, usize),
@@ -115,7 +103,8 @@ impl Progress {
         part
     }
 
-    /// What a frame of `len` bytes is of the parcel on its way in; `None` if it cannot be part of it.
+    /// What a frame of `len` bytes is of the parcel on its way in; `None` if it cannot be part of
+    /// it.
     pub(crate) fn expect(&self, with: Rank, len: usize, limits: &Limits) -> Option<ParcelPart> {
         let (_, at) = self.into;
         (len <= limits.segment.get() && at + len <= limits.max).then(|| part(with, self.into, len, limits))
@@ -135,14 +124,14 @@ fn part(with: Rank, (round, at): (u32, usize), left: usize, limits: &Limits) -> 
 
 /// The parcels of one operation on one rank: those on their way out, and those that have come.
 #[derive(Debug, Default)]
-pub struct Parcels {
+pub(crate) struct Parcels {
     out: HashMap<(Rank, u32), Bytes>,
     into: HashMap<(Rank, u32), Vec<u8>>,
 }
 
 impl Parcels {
     /// A parcel to send. One that goes to several ranks is shared between them.
-    pub fn put(&mut self, to: Rank, round: u32, parcel: Bytes) {
+    pub(crate) fn put(&mut self, to: Rank, round: u32, parcel: Bytes) {
         self.out.insert((to, round), parcel);
     }
 
@@ -150,25 +139,26 @@ impl Parcels {
     ///
     /// # Panics
     ///
-    /// If the parcel was not [`put`](Self::put) before it was supplied to the engine, or is shorter.
-    pub fn payload(&self, part: &ParcelPart) -> &[u8] {
+    /// If the parcel was not [`put`](Self::put) before it was supplied to the engine, or is
+    /// shorter.
+    pub(crate) fn payload(&self, part: &ParcelPart) -> &[u8] {
         &self.out[&(part.with, part.round)][part.at..part.at + part.len]
     }
 
     /// Nobody asks for these bytes again: those of a frame that was sent.
-    pub fn sent(&mut self, part: &ParcelPart) {
+    pub(crate) fn sent(&mut self, part: &ParcelPart) {
         if part.last {
             self.out.remove(&(part.with, part.round));
         }
     }
 
     /// Puts what has come to the rest of its parcel.
-    pub fn collect(&mut self, part: &ParcelPart, payload: &[u8]) {
+    pub(crate) fn collect(&mut self, part: &ParcelPart, payload: &[u8]) {
         self.into.entry((part.with, part.round)).or_default().extend_from_slice(payload);
     }
 
     /// A parcel that has come whole. Empty if it was taken before.
-    pub fn take(&mut self, from: Rank, round: u32) -> Vec<u8> {
+    pub(crate) fn take(&mut self, from: Rank, round: u32) -> Vec<u8> {
         self.into.remove(&(from, round)).unwrap_or_default()
     }
 }

@@ -1,8 +1,9 @@
 //! Counters for Prometheus, in its text format, over HTTP.
 //!
-//! `FARWIRE_METRICS=addr:port` asks for it. Several ranks on one host share the setting: each takes the
-//! first free port from there on, among 64 or as many as there are ranks, and every line carries the rank.
-//! `/flight` gives the flight record. Whoever can reach the port can read; bind it to loopback or a private address.
+//! `FARWIRE_METRICS=addr:port` asks for it. Several ranks on one host share the setting: each takes
+//! the first free port from there on, among 64 or as many as there are ranks, and every line
+//! carries the rank. `/flight` gives the flight record. Whoever can reach the port can read; bind
+//! it to loopback or a private address.
 
 use std::fmt::Write as _;
 use std::net::SocketAddr;
@@ -14,44 +15,9 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
 
-use super::flight::Record;
 use crate::driver::Driver;
 use crate::node::Node;
-
-/// Upper bounds of the histogram's buckets, in seconds.
-const BUCKETS: [f64; 8] = [1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0];
-
-/// What ended, by kind.
-#[derive(Debug, Default)]
-pub(crate) struct Tally {
-    kinds: [PerKind; Kind::ALL.len()],
-}
-
-#[derive(Debug, Default)]
-struct PerKind {
-    failed: u64,
-    done: u64,
-    seconds: f64,
-    /// How many took no longer than each bound, and longer than the one before.
-    within: [u64; BUCKETS.len()],
-}
-
-impl Tally {
-    pub(super) fn ended(&mut self, record: &Record) {
-        let kind = Kind::ALL.iter().position(|kind| *kind == record.call.kind).expect("all are there");
-        let tally = &mut self.kinds[kind];
-        if record.failure.is_some() {
-            tally.failed += 1;
-            return;
-        }
-        let seconds = record.took().unwrap_or_default().as_secs_f64();
-        tally.done += 1;
-        tally.seconds += seconds;
-        if let Some(bucket) = BUCKETS.iter().position(|bound| seconds <= *bound) {
-            tally.within[bucket] += 1;
-        }
-    }
-}
+use crate::observe::tally::BUCKETS;
 
 /// All counters of a driver, as Prometheus reads them.
 pub(crate) fn render(driver: &Driver, rank: u32) -> String {

@@ -1,0 +1,118 @@
+//! Where the result of an operation is left, and what it pays for earlier ones.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::task::Waker;
+
+use farwire_codec::Transaction;
+use farwire_proto::DType;
+use half::{bf16, f16};
+
+use crate::error::Error;
+use crate::memory::Buffer;
+
+/// Where a driver leaves the result for whoever waits.
+#[derive(Debug, Default)]
+pub(crate) struct Completion {
+    done: AtomicBool,
+    shared: Mutex<Shared>,
+}
+
+#[derive(Debug, Default)]
+struct Shared {
+    result: Option<Result<Buffer, Error>>,
+    waker: Option<Waker>,
+    /// What the operation pays for earlier ones, until it has ended.
+    debt: Option<Debt>,
+}
+
+impl Completion {
+    /// Of an operation that pays a debt.
+    pub(crate) fn paying(debt: Option<Debt>) -> Self {
+        Self { shared: Mutex::new(Shared { debt, ..Shared::default() }), ..Self::default() }
+    }
+
+    pub(crate) fn is_done(&self) -> bool {
+        self.done.load(Ordering::Acquire)
+    }
+
+    /// Leaves the result. Whoever is to be woken must be woken without holding a lock: it may do
+    /// anything.
+    #[must_use]
+    pub(crate) fn complete(&self, result: Result<Buffer, Error>) -> Option<Waker> {
+        let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        shared.result = Some(match shared.debt.take() {
+            None => result,
+            Some(debt) => debt.settle(result),
+        });
+        self.done.store(true, Ordering::Release);
+        shared.waker.take()
+    }
+
+    /// Has `waker` woken once the result is there; at once if it is.
+    pub(crate) fn wake(&self, waker: Waker) {
+        let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        if shared.result.is_some() {
+            drop(shared);
+            waker.wake();
+        } else {
+            shared.waker = Some(waker);
+        }
+    }
+
+    pub(crate) fn take(&self) -> Option<Result<Buffer, Error>> {
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner).result.take()
+    }
+
+    /// The result, if it is there; else has `waker` woken once it is.
+    pub(crate) fn take_or_wake(&self, waker: &Waker) -> Option<Result<Buffer, Error>> {
+        let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        let result = shared.result.take();
+        if result.is_none() {
+            shared.waker = Some(waker.clone());
+        }
+        result
+    }
+}
+
+/// What a call without a codec takes along of what calls through one have left out.
+#[derive(Debug)]
+pub(crate) struct Debt {
+    /// Owes nothing any more, once it is committed.
+    pub(crate) paid: Transaction,
+    /// What the caller gave, without the debt.
+    pub(crate) input: Buffer,
+}
+
+impl Debt {
+    /// The call has ended. A result that is not finite will not be used, so what is owed is still
+    /// owed then. All ranks have the same result and decide alike; after a reduce-scatter each
+    /// knows of its own block only, and one that sees no NaN has paid.
+    pub(crate) fn settle(self, result: Result<Buffer, Error>) -> Result<Buffer, Error> {
+        match result {
+            Ok(result) => {
+                if is_finite(&result) {
+                    self.paid.commit();
+                }
+                Ok(result)
+            }
+            Err(mut error) => {
+                error.put_input(self.input);
+                Err(error)
+            }
+        }
+    }
+}
+
+fn is_finite(buffer: &Buffer) -> bool {
+    fn all<T: bytemuck::AnyBitPattern>(buffer: &Buffer, finite: impl Fn(&T) -> bool) -> bool {
+        bytemuck::cast_slice::<u8, T>(buffer.bytes()).iter().all(finite)
+    }
+    match buffer.dtype() {
+        DType::F32 => all(buffer, |x: &f32| x.is_finite()),
+        DType::F64 => all(buffer, |x: &f64| x.is_finite()),
+        DType::F16 => all(buffer, |x: &f16| x.is_finite()),
+        DType::Bf16 => all(buffer, |x: &bf16| x.is_finite()),
+        _ => true,
+    }
+}
