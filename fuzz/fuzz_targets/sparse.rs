@@ -1,13 +1,13 @@
 //! Any bytes as a top-k message: an error, or a vector that, encoded again, decodes to the same.
 #![no_main]
 
-use farwire_codec::{CodecSpec, Context, Encoded, Job, Place, Plan, Residual};
+use farwire_codec::{CodecSpec, CodedPlace, Context, Encoded, Job, Residual};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|bytes: &[u8]| {
     let spec: CodecSpec = "topk:1,values=f32,mode=union".parse().expect("a codec");
-    let Plan::Partitioned(codec) = spec.plan() else { unreachable!("top-k travels in messages") };
-    let place = Place::whole(Context::default(), 1 << 16);
+    let codec = spec.messages().expect("top-k travels in messages");
+    let place = CodedPlace::whole(Context::default(), 1 << 16);
     let mut acc = vec![0.0; 1 << 16];
     if codec.add_decoded_into(bytes, &place, &mut acc).is_ok() {
         let mut out = Encoded::default();

@@ -3,7 +3,7 @@
 use candle_core::backprop::GradStore;
 use candle_core::{Device, Tensor, Var};
 use farwire::{CodecChoice, Communicator};
-use farwire_train::{Entry, PhaseIn, Plan, Replicas, Summary, TrainError};
+use farwire_train::{Entry, ParameterList, PhaseIn, Replicas, Summary, TrainError};
 
 use crate::params::{set, values};
 
@@ -29,7 +29,7 @@ impl DataParallel {
     ) -> Result<Self, TrainError> {
         let mut vars: Vec<(String, Var)> = vars.into_iter().collect();
         vars.sort_by(|(a, _), (b, _)| a.cmp(b));
-        let plan = Plan::new(vars.iter().map(|(name, var)| Entry {
+        let plan = ParameterList::new(vars.iter().map(|(name, var)| Entry {
             name: name.clone(),
             shape: var.dims().to_vec(),
             dtype: var.dtype().as_str().to_owned(),

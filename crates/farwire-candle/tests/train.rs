@@ -11,8 +11,8 @@ use farwire::CodecChoice;
 use farwire::Communicator;
 use farwire_candle::{Candle, DataParallel, Params, Segment, Stage};
 use farwire_train::{
-    Batch, Group, Init, Input, OnNan, Pipeline, PlanError, Schedule, Settings, StepReport, TrainError,
-    Trainer, gpt,
+    Batch, Group, Init, Input, OnNan, ParameterListError, Pipeline, Schedule, Settings, StepReport,
+    TrainError, Trainer, gpt,
 };
 
 fn settings() -> Settings {
@@ -213,7 +213,7 @@ fn replicas_of_a_plain_model_start_and_stay_the_same() {
         // Ranks with different models.
         let odd = if comm.rank() == 1 { "c" } else { "b" };
         let error = DataParallel::new(&comm, vec![var(odd, 1.0)], CodecChoice::default()).unwrap_err();
-        assert!(matches!(error, TrainError::Plan(PlanError::Differ { .. })), "{error}");
+        assert!(matches!(error, TrainError::ParameterList(ParameterListError::Differ { .. })), "{error}");
     });
 }
 

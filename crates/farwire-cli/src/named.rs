@@ -1,4 +1,4 @@
-//! Flags whose values are a closed set of names.
+//! Flags whose values have names, which `--help` then lists.
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 
@@ -8,4 +8,14 @@ where
     T: std::str::FromStr<Err: std::error::Error + Send + Sync + 'static> + Clone + Send + Sync + 'static,
 {
     PossibleValuesParser::new(names).try_map(|name| name.parse())
+}
+
+/// The long help of `--codec`. The codecs are those of the registry.
+pub(crate) fn codec_help(more: &str) -> String {
+    format!(
+        "How gradients are compressed on the wire, with error feedback. {more}\n\n\
+         `auto` measures first, for a second, and takes bf16 or int8 for vectors for which that is \
+         faster than none; `auto:topk:0.01` does so with that codec.\n\n{}",
+        farwire::CodecSpec::help()
+    )
 }

@@ -1,32 +1,35 @@
 //! A codec of your own.
 //!
-//! Write how a vector becomes bytes and how bytes are added to a vector. The rest is done for you: error feedback (what a codec has
-//! not transmitted is its input minus what it decodes from its own message) and checks for NaN. In an allreduce every rank sends its
-//! message to every other, and all of them add the messages in rank order.
+//! Write how a vector becomes bytes and how bytes are added to a vector. The rest is done for you:
+//! error feedback (what was not sent is the input minus what the codec decodes from its own
+//! message) and checks for NaN. In an all-reduce every rank sends its message to every other, and
+//! all of them add the messages in rank order.
+//!
+//! That is the short way. A codec that is to travel in shards, like those that have names, or that
+//! has a faster way to its residual, implements [`Codec`] and [`MessageCodec`] itself, and goes
+//! wherever they go by [`CodecSpec::new`].
 //!
 //! ```
-//! use std::sync::Arc;
-//!
 //! use farwire_codec::*;
 //!
 //! /// Sends every third element, another third each step.
 //! #[derive(Debug)]
 //! struct Thirds;
 //!
-//! fn third(place: &Place) -> impl Iterator<Item = usize> {
+//! fn third(place: &CodedPlace) -> impl Iterator<Item = usize> {
 //!     (place.context.step as usize % 3..place.range.len()).step_by(3)
 //! }
 //!
-//! impl Codec for Thirds {
+//! impl VectorCodec for Thirds {
 //!     fn name(&self) -> String {
 //!         "thirds".into()
 //!     }
 //!
-//!     fn encode(&self, values: &[f32], place: &Place, out: &mut Vec<u8>) {
+//!     fn encode(&self, values: &[f32], place: &CodedPlace, out: &mut Vec<u8>) {
 //!         third(place).for_each(|i| out.extend(values[i].to_le_bytes()));
 //!     }
 //!
-//!     fn add_decoded_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
+//!     fn add_decoded_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
 //!         let need = 4 * third(place).count();
 //!         if bytes.len() != need {
 //!             return Err(DecodeError::Length { need, given: bytes.len() });
@@ -42,10 +45,11 @@
 //!     }
 //! }
 //!
-//! let codec = Opaque(Arc::new(Thirds));
-//! let place = Place::whole(Context::default(), 5);
+//! let codec = CodecSpec::custom(Thirds).messages().unwrap();
+//! let place = CodedPlace::whole(Context::default(), 5);
 //! let mut out = Encoded::default();
-//! codec.encode(&Job::worker(&[1.0f32, 2.0, 3.0, 4.0, 5.0], Residual::Zero, &place, &[0..5]), &mut out).unwrap();
+//! let gradient = [1.0f32, 2.0, 3.0, 4.0, 5.0];
+//! codec.encode(&Job::worker(&gradient, Residual::Zero, &place, &[0..5]), &mut out).unwrap();
 //! assert_eq!(out.residual, [0.0, 2.0, 3.0, 0.0, 5.0]);
 //! let mut acc = [0.0; 5];
 //! codec.add_decoded_into(&out.messages[0], &place, &mut acc).unwrap();
@@ -55,37 +59,52 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
+use crate::codec::{Codec, MessageCodec, Travel};
 use crate::error::{DecodeError, EncodeError};
-use crate::job::{Encoded, Fused, Job, Partitioned, Place};
+use crate::job::{CodedPlace, Encoded, Fused, Job};
 use crate::simd::{self, Level};
+use crate::spec::CodecSpec;
 
 /// What a codec of your own implements; see the [module](self) for an example.
-pub trait Codec: std::fmt::Debug + Send + Sync {
-    /// A name that says everything ranks must agree on. They compare it before they exchange messages.
+pub trait VectorCodec: std::fmt::Debug + Send + Sync + 'static {
+    /// A name that says everything ranks must agree on. They compare it before they exchange
+    /// messages.
     fn name(&self) -> String;
 
-    /// Appends the message for these finite values to `out`. What it depends on must be in the values and the place.
-    fn encode(&self, values: &[f32], place: &Place, out: &mut Vec<u8>);
+    /// Appends the message for these finite values to `out`. What it depends on must be in the
+    /// values and the place.
+    fn encode(&self, values: &[f32], place: &CodedPlace, out: &mut Vec<u8>);
 
-    /// Adds a message to `acc`, or refuses it. The bytes come from the network: check before you index or allocate.
-    fn add_decoded_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError>;
+    /// Adds a message to `acc`, or refuses it. The bytes come from the network: check before you
+    /// index or allocate.
+    fn add_decoded_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError>;
 
-    /// The most bytes [`encode`](Self::encode) appends for this many elements. A longer message is not read from the network.
+    /// The most bytes [`encode`](Self::encode) appends for this many elements. Peers refuse longer
+    /// messages.
     fn max_message_len(&self, elements: usize) -> usize;
 }
 
-/// A codec of your own, with error feedback.
-#[derive(Clone, Debug)]
-pub struct Opaque(pub Arc<dyn Codec>);
-
-impl Opaque {
-    /// 32 bits by which ranks compare their codecs.
-    pub fn id(&self) -> u32 {
-        crate::spec::digest(&self.0.name())
+impl CodecSpec {
+    /// A codec of your own, with error feedback; see [`custom`](crate::custom).
+    pub fn custom(codec: impl VectorCodec) -> Self {
+        Self::new(Custom(codec))
     }
 }
 
-impl Partitioned for Opaque {
+#[derive(Debug)]
+struct Custom<C>(C);
+
+impl<C: VectorCodec> Codec for Custom<C> {
+    fn name(&self) -> String {
+        self.0.name()
+    }
+
+    fn travels(self: Arc<Self>) -> Travel {
+        Travel::Whole(self)
+    }
+}
+
+impl<C: VectorCodec> MessageCodec for Custom<C> {
     fn encode(&self, job: &Job<'_>, out: &mut Encoded) -> Result<(), EncodeError> {
         job.check();
         out.resize(job.shards.len(), job.place.range.len());
@@ -117,7 +136,7 @@ impl Partitioned for Opaque {
         Ok(())
     }
 
-    fn add_decoded_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
+    fn add_decoded_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
         guarded(|| self.0.add_decoded_into(bytes, place, acc))
     }
 

@@ -1,5 +1,6 @@
-//! What all codecs that send something for each element have in common: the vector is cut into *tiles*, each coded on its own, and a
-//! message is one coded tile after the other. Lengths follow from the number of elements, so there is no header.
+//! What all codecs that send something for each element have in common: the vector is cut into
+//! *tiles*, each coded on its own, and a message is one coded tile after the other. Lengths follow
+//! from the number of elements, so there is no header.
 //!
 //! ```text
 //!  shard    ├──────────────── elements ────────────────┤
@@ -7,19 +8,20 @@
 //!  message  ├─ coded ─┼─ coded ─┼ coded ┤
 //! ```
 //!
-//! A tile fits the first-level cache. Values and residual are read from memory once, added, coded, and the new residual written:
-//! one pass.
+//! A tile fits the first-level cache. Values and residual are read from memory once, added, coded,
+//! and the new residual written: one pass.
 
 use std::ops::Range;
 
+use crate::codec::MessageCodec;
 use crate::error::{DecodeError, EncodeError};
-use crate::job::{Encoded, Fused, Job, Place, Role};
+use crate::job::{CodedPlace, Encoded, Fused, Job, Role};
 use crate::rng::{Counter, Purpose};
 use crate::simd::{Level, Stream};
 use crate::threads;
 
 /// A codec for one tile.
-pub(crate) trait Tiles: Send + Sync {
+pub(crate) trait Tiles: std::fmt::Debug + Send + Sync {
     /// Elements of a tile.
     fn tile(&self) -> usize;
 
@@ -27,23 +29,19 @@ pub(crate) trait Tiles: Send + Sync {
     fn coded_len(&self, elements: usize) -> usize;
 
     /// Codes a tile. Leaves in `values` what was not coded.
-    fn encode(&self, level: Level, noise: &Noise, values: &mut [f32], out: &mut [u8]);
+    fn encode_tile(&self, level: Level, noise: &Noise, values: &mut [f32], out: &mut [u8]);
 
     /// Adds a coded tile, whose length is right.
-    fn add_decoded(
-        &self,
-        level: Level,
-        noise: &Noise,
-        bytes: &[u8],
-        acc: &mut [f32],
-    ) -> Result<(), DecodeError>;
+    fn add_tile(&self, level: Level, noise: &Noise, bytes: &[u8], acc: &mut [f32])
+    -> Result<(), DecodeError>;
 }
 
 /// The random numbers of one tile.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Noise {
-    /// For rounding: different on each rank, and in each of its two roles. An owner rounds a sum that holds its own rounded values; with the same
-    /// numbers the second error would follow the first.
+    /// For rounding: different on each rank, and in each of its two roles. An owner rounds a sum
+    /// that holds its own rounded values; with the same numbers the second error would follow the
+    /// first.
     pub(crate) rounding: Counter,
     /// For rotation: the same on each rank.
     pub(crate) rotation: Counter,
@@ -52,7 +50,7 @@ pub(crate) struct Noise {
 }
 
 impl Noise {
-    fn new(place: &Place, role: Role, rank: u32, start: usize) -> Self {
+    fn new(place: &CodedPlace, role: Role, rank: u32, start: usize) -> Self {
         let stream = u64::from(rank) << 1 | u64::from(role == Role::Owner);
         Self {
             rounding: Counter::new(place.context, Purpose::Rounding).split(stream),
@@ -62,8 +60,31 @@ impl Noise {
     }
 }
 
+impl<T: Tiles> MessageCodec for T {
+    fn encode(&self, job: &Job<'_>, out: &mut Encoded) -> Result<(), EncodeError> {
+        encode(self, job, out)
+    }
+
+    fn add_decoded_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
+        add_to(self, bytes, place, acc, |_| ())
+    }
+
+    fn decode_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
+        // The zeros never leave the first-level cache.
+        add_to(self, bytes, place, acc, |tile| tile.fill(0.0))
+    }
+
+    fn max_message_len(&self, elements: usize) -> usize {
+        self.coded_len(elements)
+    }
+
+    fn is_local(&self) -> bool {
+        true
+    }
+}
+
 /// Encodes a job tile by tile.
-pub(crate) fn encode(codec: &impl Tiles, job: &Job<'_>, out: &mut Encoded) -> Result<(), EncodeError> {
+fn encode(codec: &impl Tiles, job: &Job<'_>, out: &mut Encoded) -> Result<(), EncodeError> {
     job.check();
     out.resize(job.shards.len(), job.place.range.len());
     let first = job.place.range.start;
@@ -91,7 +112,7 @@ pub(crate) fn encode(codec: &impl Tiles, job: &Job<'_>, out: &mut Encoded) -> Re
             bytes = rest;
             stream.write(own, |values| {
                 fused.read(start - first, values)?;
-                codec.encode(level, &Noise::new(&job.place, job.role, job.rank, start), values, coded);
+                codec.encode_tile(level, &Noise::new(&job.place, job.role, job.rank, start), values, coded);
                 Ok(())
             })?;
         }
@@ -102,31 +123,11 @@ pub(crate) fn encode(codec: &impl Tiles, job: &Job<'_>, out: &mut Encoded) -> Re
     Ok(())
 }
 
-/// Adds a message tile by tile.
-pub(crate) fn add_decoded(
-    codec: &impl Tiles,
-    bytes: &[u8],
-    place: &Place,
-    acc: &mut [f32],
-) -> Result<(), DecodeError> {
-    add_to(codec, bytes, place, acc, |_| ())
-}
-
-/// The same to zeros, which never leave the first-level cache.
-pub(crate) fn decode(
-    codec: &impl Tiles,
-    bytes: &[u8],
-    place: &Place,
-    acc: &mut [f32],
-) -> Result<(), DecodeError> {
-    add_to(codec, bytes, place, acc, |tile| tile.fill(0.0))
-}
-
 /// Adds a message to tiles that are prepared first.
 fn add_to(
     codec: &impl Tiles,
     mut bytes: &[u8],
-    place: &Place,
+    place: &CodedPlace,
     acc: &mut [f32],
     prepare: impl Fn(&mut [f32]),
 ) -> Result<(), DecodeError> {
@@ -139,7 +140,7 @@ fn add_to(
         prepare(acc);
         // Decoding rounds nothing, so it does not matter whose message this is.
         let noise = Noise::new(place, Role::Worker, 0, place.range.start + k * codec.tile());
-        codec.add_decoded(level, &noise, coded, acc)?;
+        codec.add_tile(level, &noise, coded, acc)?;
     }
     Ok(())
 }

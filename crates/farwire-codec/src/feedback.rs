@@ -12,17 +12,19 @@
 //!                                └────────▶ the state as it was, to the bit
 //! ```
 //!
-//! What is owed is owed whatever codec comes next, or none: see [`Transaction::own`] and [`Transaction::pay`].
+//! What is owed is owed whatever codec comes next, or none: see [`Transaction::own`] and
+//! [`Transaction::pay`].
 //!
-//! An operation takes a [`Transaction`] with it. Only [`commit`](Transaction::commit) changes anything, so an operation that fails, or a
-//! step that is skipped, loses no gradient. Residuals are f32: smaller types would lose what is smallest.
+//! An operation takes a [`Transaction`] with it. Only [`commit`](Transaction::commit) changes
+//! anything, so an operation that fails, or a step that is skipped, loses no gradient. Residuals
+//! are f32: smaller types would lose what is smallest.
 //!
 //! ```
 //! use farwire_codec::*;
 //!
 //! let feedback = ErrorFeedback::new();
-//! let Plan::Partitioned(codec) = "topk:count=1".parse::<CodecSpec>().unwrap().plan() else { unreachable!() };
-//! let place = Place::whole(Context::default(), 3);
+//! let codec = "topk:count=1".parse::<CodecSpec>().unwrap().messages().unwrap();
+//! let place = CodedPlace::whole(Context::default(), 3);
 //! let mut out = Encoded::default();
 //! for step in 0..2 {
 //!     let mut transaction = feedback.begin("w").unwrap();
@@ -39,16 +41,16 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use safetensors::tensor::TensorView;
-use safetensors::{Dtype, SafeTensors};
-
-use crate::exchange::Floats;
+use crate::collective::Floats;
 use crate::job::Residual;
 
+mod file;
+mod pieces;
 mod savepoint;
+
+use pieces::Pieces;
 pub use savepoint::Savepoint;
 
 /// The residuals of all tensors of one rank.
@@ -74,7 +76,8 @@ struct State {
 }
 
 impl State {
-    /// Moves the owner residual of all elements outside `ranges`, which ascend, into the worker residual.
+    /// Moves the owner residual of all elements outside `ranges`, which ascend, into the worker
+    /// residual.
     fn own(&mut self, ranges: &[Range<usize>]) {
         for (start, owed) in self.owner.clone().0 {
             let end = start + owed.len();
@@ -112,7 +115,8 @@ impl ErrorFeedback {
         Self::default()
     }
 
-    /// Takes a tensor's residuals into an operation. One at a time: the next step needs what this one leaves.
+    /// Takes a tensor's residuals into an operation. One at a time: the next step needs what this
+    /// one leaves.
     pub fn begin(&self, tensor: &str) -> Result<Transaction, FeedbackError> {
         let mut tensors = lock(&self.tensors);
         let entry = tensors.entry(tensor.into()).or_default();
@@ -144,11 +148,13 @@ impl ErrorFeedback {
         Some(Norms { worker: state.worker.norm(), owner: state.owner.norm() })
     }
 
-    /// Moves every owner residual into the worker residual of the same elements. Call it on every rank when the set of ranks changes.
+    /// Moves every owner residual into the worker residual of the same elements. Call it on every
+    /// rank when the set of ranks changes.
     ///
-    /// After a change others own these elements, and an owner residual is only ever sent by the owner. As part of a worker residual it goes to
-    /// whoever owns them now, with this rank's next gradient, and nothing is lost. PowerSGD starts afresh, since a rank that joins
-    /// does not know where the others were.
+    /// After a change others own these elements, and an owner residual is only ever sent by the
+    /// owner. As part of a worker residual it goes to whoever owns them now, with this rank's next
+    /// gradient, and nothing is lost. PowerSGD starts afresh, since a rank that joins does not know
+    /// where the others were.
     pub fn reshard(&self) -> Result<(), FeedbackError> {
         let mut tensors = lock(&self.tensors);
         if let Some((tensor, _)) = tensors.iter().find(|(_, entry)| entry.open) {
@@ -169,100 +175,6 @@ impl ErrorFeedback {
         }
         tensors.remove(tensor);
         Ok(())
-    }
-
-    /// What is committed, as a safetensors file. Each piece is a tensor named `worker:START:NAME`, `owner:START:NAME` or `warm:0:NAME`.
-    pub fn to_bytes(&self) -> Vec<u8> {
-        let tensors = lock(&self.tensors);
-        let pieces = tensors.iter().flat_map(|(name, Entry { state, .. })| {
-            let kind = |kind: &'static str, pieces: &'_ Pieces| {
-                let pieces = pieces
-                    .0
-                    .iter()
-                    .map(move |(start, values)| (format!("{kind}:{start}:{name}"), values.clone()));
-                pieces.collect::<Vec<_>>()
-            };
-            let warm = state.warm.iter().map(|values| (format!("warm:0:{name}"), values.clone()));
-            kind("worker", &state.worker)
-                .into_iter()
-                .chain(kind("owner", &state.owner))
-                .chain(warm)
-                .collect::<Vec<_>>()
-        });
-        let pieces: Vec<_> = pieces.collect();
-        let views = pieces.iter().map(|(key, values)| {
-            let view = TensorView::new(Dtype::F32, vec![values.len()], bytemuck::cast_slice(values));
-            (key.as_str(), view.expect("four bytes for each element"))
-        });
-        safetensors::serialize(views, None).expect("a header of names and lengths")
-    }
-
-    /// What [`to_bytes`](Self::to_bytes) wrote.
-    pub fn from_bytes(bytes: &[u8]) -> Result<Self, FeedbackError> {
-        let file = SafeTensors::deserialize(bytes)?;
-        let mut tensors = BTreeMap::<String, Entry>::new();
-        for (key, view) in file.iter() {
-            let refuse = |why| FeedbackError::Content { key: key.into(), why };
-            let mut parts = key.splitn(3, ':');
-            let (Some(kind), Some(start), Some(name)) = (parts.next(), parts.next(), parts.next()) else {
-                return Err(refuse("its name is not KIND:START:NAME"));
-            };
-            let start: usize = start.parse().map_err(|_| refuse("START is not a number"))?;
-            if view.dtype() != Dtype::F32 || view.shape().len() != 1 {
-                return Err(refuse("it is not a vector of f32"));
-            }
-            let values: Vec<f32> = bytemuck::pod_collect_to_vec(view.data());
-            if values.iter().any(|value| !value.is_finite()) {
-                return Err(refuse("it holds a NaN or an infinity"));
-            }
-            if start.checked_add(values.len()).is_none() {
-                return Err(refuse("START is too large"));
-            }
-            let state = &mut tensors.entry(name.into()).or_default().state;
-            let pieces = match kind {
-                "worker" => &mut state.worker,
-                "owner" => &mut state.owner,
-                "warm" => {
-                    state.warm = Some(Arc::new(values));
-                    continue;
-                }
-                _ => return Err(refuse("KIND is none of worker, owner, warm")),
-            };
-            if values.is_empty() {
-                return Err(refuse("it has no elements"));
-            }
-            if pieces.overlaps(&(start..start + values.len())) {
-                return Err(refuse("it overlaps another piece"));
-            }
-            pieces.0.insert(start, Arc::new(values));
-        }
-        Ok(Self { tensors: Arc::new(Mutex::new(tensors)) })
-    }
-
-    /// Writes [`to_bytes`](Self::to_bytes) to a file, which is replaced as a whole or not at all.
-    pub fn save(&self, path: &Path) -> Result<(), FeedbackError> {
-        use std::io::Write;
-
-        let wrong = |error| FeedbackError::File { path: path.into(), error };
-        let mut beside = path.as_os_str().to_owned();
-        beside.push(format!(".{}.partial", std::process::id()));
-        let write = || {
-            let mut file = std::fs::File::create(&beside)?;
-            file.write_all(&self.to_bytes())?;
-            // The new name must not reach the disk before the content does.
-            file.sync_all()?;
-            std::fs::rename(&beside, path)
-        };
-        write().map_err(|error| {
-            let _ = std::fs::remove_file(&beside);
-            wrong(error)
-        })
-    }
-
-    /// Reads what [`save`](Self::save) wrote.
-    pub fn load(path: &Path) -> Result<Self, FeedbackError> {
-        let bytes = std::fs::read(path).map_err(|error| FeedbackError::File { path: path.into(), error })?;
-        Self::from_bytes(&bytes)
     }
 }
 
@@ -287,7 +199,8 @@ impl Transaction {
 
     /// What the worker owed for these elements before this transaction.
     ///
-    /// Free if the last operation set a piece of the same elements; otherwise pieces are put together.
+    /// Free if the last operation set a piece of the same elements; otherwise pieces are put
+    /// together.
     pub fn worker(&self, range: Range<usize>) -> Owed {
         Owed(self.old.worker.get(range))
     }
@@ -302,20 +215,23 @@ impl Transaction {
         self.old.warm.as_deref().map(Vec::as_slice)
     }
 
-    /// In this transaction the rank sends on the sums of these elements, in ascending ranges, and of no others: what it owes as the owner of others
-    /// becomes part of what it owes as a worker, and goes to whoever owns them now. Call it first.
+    /// In this transaction the rank sends on the sums of these elements, in ascending ranges, and
+    /// of no others: what it owes as the owner of others becomes part of what it owes as a worker,
+    /// and goes to whoever owns them now. Call it first.
     ///
-    /// Codecs differ in who owns what: some cut a long vector in chunks first, some have no owners at all.
+    /// Codecs differ in who owns what: some cut a long vector in chunks first, some have no owners
+    /// at all.
     pub fn own(&mut self, ranges: &[Range<usize>]) {
         self.old.own(ranges);
         self.new = self.old.clone();
     }
 
-    /// Adds all that is owed to a vector that will travel as it is, without a codec; what does not fit its element type stays owed. `false`, and nothing is
-    /// changed, if that gives a NaN or an infinity.
+    /// Adds all that is owed to a vector that will travel as it is, without a codec; what does not
+    /// fit its element type stays owed. `false`, and nothing is changed, if that gives a NaN or an
+    /// infinity.
     ///
-    /// In a sum, whoever owns an element does not matter; a vector of which ranks keep their own copies has no owners, and only what the worker owes is
-    /// paid.
+    /// In a sum, whoever owns an element does not matter; a vector of which ranks keep their own
+    /// copies has no owners, and only what the worker owes is paid.
     pub fn pay(&mut self, vector: &mut Floats, sum: bool) -> bool {
         let mut state = self.old.clone();
         if sum {
@@ -348,7 +264,8 @@ impl Transaction {
         self.new.warm = Some(Arc::new(warm));
     }
 
-    /// An old buffer to write `len` elements to, if there is one: content and length mean nothing. The smallest that is long enough, so that a loop touches no fresh memory.
+    /// An old buffer to write `len` elements to, if there is one: content and length mean nothing.
+    /// The smallest that is long enough, so that a loop touches no fresh memory.
     pub fn buffer(&mut self, len: usize) -> Vec<f32> {
         let fits = |(_, spare): &(usize, &Vec<f32>)| spare.capacity() >= len;
         let best = self.spare.iter().enumerate().filter(fits).min_by_key(|(_, spare)| spare.capacity());
@@ -400,75 +317,6 @@ impl Owed {
     }
 }
 
-/// Residuals of some elements of a tensor: disjoint runs by their first element. What is not covered is zero.
-#[derive(Clone, Debug, Default)]
-struct Pieces(BTreeMap<usize, Arc<Vec<f32>>>);
-
-impl Pieces {
-    fn overlaps(&self, range: &Range<usize>) -> bool {
-        self.overlapping(range).next().is_some()
-    }
-
-    /// The pieces that share an element with `range`.
-    fn overlapping(&self, range: &Range<usize>) -> impl Iterator<Item = (usize, &Arc<Vec<f32>>)> {
-        let end = if range.is_empty() { 0 } else { range.end };
-        let from = range.start;
-        self.0
-            .range(..end)
-            .rev()
-            .map(|(start, values)| (*start, values))
-            .take_while(move |(start, values)| start + values.len() > from)
-    }
-
-    /// The residual of `range`, or nothing if all of it is zero.
-    fn get(&self, range: Range<usize>) -> Option<Arc<Vec<f32>>> {
-        if let Some(values) = self.0.get(&range.start)
-            && values.len() == range.len()
-        {
-            return Some(values.clone());
-        }
-        if !self.overlaps(&range) {
-            return None;
-        }
-        let mut whole = vec![0.0; range.len()];
-        for (start, values) in self.overlapping(&range) {
-            let shared = start.max(range.start)..(start + values.len()).min(range.end);
-            let from = shared.start - start..shared.end - start;
-            whole[shared.start - range.start..shared.end - range.start].copy_from_slice(&values[from]);
-        }
-        Some(Arc::new(whole))
-    }
-
-    /// Replaces the residual of `start..start + values.len()` and of nothing else.
-    fn set(&mut self, start: usize, values: Vec<f32>) {
-        self.cut(&(start..start + values.len()));
-        if !values.is_empty() {
-            self.0.insert(start, Arc::new(values));
-        }
-    }
-
-    /// Forgets the residual of `range`.
-    fn cut(&mut self, range: &Range<usize>) {
-        let overlapping: Vec<_> =
-            self.overlapping(range).map(|(start, values)| (start, values.clone())).collect();
-        for (at, old) in overlapping {
-            self.0.remove(&at);
-            let end = at + old.len();
-            if at < range.start {
-                self.0.insert(at, Arc::new(old[..range.start - at].to_vec()));
-            }
-            if end > range.end {
-                self.0.insert(range.end, Arc::new(old[range.end - at..].to_vec()));
-            }
-        }
-    }
-
-    fn norm(&self) -> f64 {
-        let squares = self.0.values().flat_map(|values| values.iter()).map(|value| f64::from(*value).powi(2));
-        squares.sum::<f64>().sqrt()
-    }
-}
-
 /// Why residuals could not be taken, saved or restored.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -505,12 +353,6 @@ pub enum FeedbackError {
     },
 }
 
-impl From<safetensors::SafeTensorError> for FeedbackError {
-    fn from(error: safetensors::SafeTensorError) -> Self {
-        Self::Format(error)
-    }
-}
-
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // Nothing that can panic runs under the lock half way through a change.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -518,15 +360,13 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
-    use proptest::prelude::*;
-
     use super::*;
 
     fn state(feedback: &ErrorFeedback) -> Vec<u8> {
         feedback.to_bytes()
     }
 
-    fn with(worker: &[f32], owner: &[f32]) -> ErrorFeedback {
+    pub(super) fn with(worker: &[f32], owner: &[f32]) -> ErrorFeedback {
         let feedback = ErrorFeedback::new();
         let mut transaction = feedback.begin("w").unwrap();
         transaction.set_worker(0, worker.to_vec());
@@ -652,69 +492,6 @@ mod tests {
             transaction.commit();
             assert_eq!(state(&feedback), before);
             assert!(matches!(vector, Floats::F32(values) if values[0] == 0.5));
-        }
-    }
-
-    #[test]
-    fn what_is_saved_is_restored() {
-        let feedback = with(&[1.0, -2.5, 1e-40], &[4.0]);
-        let mut transaction = feedback.begin("a:b/c").unwrap();
-        transaction.set_worker(5, vec![3.0]);
-        transaction.commit();
-        let folder = std::env::temp_dir().join(format!("farwire-feedback-{}", std::process::id()));
-        std::fs::create_dir_all(&folder).unwrap();
-        let path = folder.join("feedback.safetensors");
-        feedback.save(&path).unwrap();
-        let back = ErrorFeedback::load(&path).unwrap();
-        assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 1, "no other file is left");
-        std::fs::remove_dir_all(&folder).unwrap();
-        assert_eq!(back.names(), ["a:b/c", "w"]);
-        assert_eq!(back.norms("w"), feedback.norms("w"));
-        assert_eq!(state(&back), state(&feedback));
-        assert!(ErrorFeedback::load(&path).unwrap_err().to_string().contains("feedback.safetensors"));
-    }
-
-    #[test]
-    fn files_with_other_content_are_refused() {
-        let file = |key: &str, dtype, shape: Vec<usize>, values: &[f32]| {
-            let view = TensorView::new(dtype, shape, bytemuck::cast_slice(values)).unwrap();
-            safetensors::serialize([(key, view)], None).unwrap()
-        };
-        for bytes in [
-            b"nonsense".to_vec(),
-            file("w", Dtype::F32, vec![1], &[1.0]),
-            file("worker:x:w", Dtype::F32, vec![1], &[1.0]),
-            file("other:0:w", Dtype::F32, vec![1], &[1.0]),
-            file("worker:0:w", Dtype::F32, vec![1], &[f32::NAN]),
-            file("worker:0:w", Dtype::F32, vec![1, 1], &[1.0]),
-            file("worker:0:w", Dtype::I32, vec![1], &[1.0]),
-            file("worker:18446744073709551615:w", Dtype::F32, vec![1], &[1.0]),
-            file("owner:3:w", Dtype::F32, vec![0], &[]),
-            file("warm:0:w", Dtype::F32, vec![1], &[f32::INFINITY]),
-        ] {
-            ErrorFeedback::from_bytes(&bytes).unwrap_err();
-        }
-    }
-
-    proptest! {
-        /// Pieces set in any order and layout read as a plain vector written the same way.
-        #[test]
-        fn pieces_are_a_vector(
-            writes in prop::collection::vec((0usize..50, 0usize..50), 0..20),
-            reads in prop::collection::vec((0usize..80, 0usize..80), 1..20),
-        ) {
-            let (mut pieces, mut plain) = (Pieces::default(), vec![0.0f32; 200]);
-            for (k, (start, len)) in writes.into_iter().enumerate() {
-                pieces.set(start, vec![k as f32 + 1.0; len]);
-                plain[start..start + len].fill(k as f32 + 1.0);
-            }
-            for (start, len) in reads {
-                let want = &plain[start..start + len];
-                match pieces.get(start..start + len) {
-                    Some(values) => prop_assert_eq!(&values[..], want),
-                    None => prop_assert!(want.iter().all(|value| *value == 0.0)),
-                }
-            }
         }
     }
 }

@@ -6,9 +6,11 @@
 //!  u8 low │ low bits of each gap, `low` bits each │ gap >> low of each, in unary: that many zeros and a one
 //! ```
 //!
-//! both parts filled up to a byte with zeros. Bits go from the least significant up. `low` is what makes this block shortest; kept
-//! apart, the parts decode a word at a time. Two special cases come for free: `low` = 0 is a bitmap, and [`RUN`] in its
-//! place, with nothing after it, a block without gaps. So the cost never exceeds one bit per element passed, and all elements cost nothing.
+//! both parts filled up to a byte with zeros. Bits go from the least significant up. `low` is what
+//! makes this block shortest; kept apart, the parts decode a word at a time. Two special cases come
+//! for free: `low` = 0 is a bitmap, and [`RUN`] in its place, with nothing after it, a block
+//! without gaps. So the cost never exceeds one bit per element passed, and all elements cost
+//! nothing.
 //!
 //! At 1 % kept: 8.15 bits per index; entropy 8.08.
 
@@ -27,6 +29,15 @@ const MAX_LOW: u32 = 23;
 /// The most bytes the blocks of any ascending indices below `elements` take.
 pub(crate) fn max_len(elements: usize) -> usize {
     elements / 8 + 2 * elements.div_ceil(BLOCK)
+}
+
+/// Bytes that the blocks of so many indices below `elements` take if these are drawn at random.
+pub(crate) fn expected_len(indices: usize, elements: usize) -> usize {
+    let density = indices as f64 / elements.max(1) as f64;
+    let entropy = |p: f64| if p > 0.0 { -p * p.log2() } else { 0.0 };
+    let bits = elements as f64 * (entropy(density) + entropy(1.0 - density));
+    // What this coding takes above the entropy, and a byte for each block.
+    (1.01 * bits / 8.0) as usize + indices.div_ceil(BLOCK)
 }
 
 /// Appends a block of at most [`BLOCK`] ascending indices, the first at least `next`.
@@ -84,7 +95,8 @@ fn best_low(gaps: &[u32], passed: u64) -> u32 {
         .expect("there are four")
 }
 
-/// Decodes a block of `count` indices from the front of `bytes`, the first at least `next`, all below `range`.
+/// Decodes a block of `count` indices from the front of `bytes`, the first at least `next`, all
+/// below `range`.
 ///
 /// Returns the bytes used. For `meanwhile` see [`simd::decode_gaps`].
 pub(crate) fn decode(

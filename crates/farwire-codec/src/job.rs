@@ -5,34 +5,8 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use crate::error::{DecodeError, EncodeError};
+use crate::error::EncodeError;
 use crate::simd::Level;
-
-/// A codec that travels in two rounds of messages: each rank encodes the shards for their owners, each owner encodes the sum.
-///
-/// Made by [`CodecSpec::plan`](crate::CodecSpec::plan). The same on every rank, and without state: what a codec owes lies in the
-/// residual that its caller keeps (see [`ErrorFeedback`](crate::ErrorFeedback)).
-pub trait Partitioned: std::fmt::Debug + Send + Sync {
-    /// Encodes each shard of `job` to a message of its own, and leaves in `out` what was not transmitted:
-    /// `residual = values + old residual − decoded`, exactly as f32 arithmetic gives it.
-    ///
-    /// `out` is reused: give the same one again and nothing is allocated. On an error its content means nothing.
-    fn encode(&self, job: &Job<'_>, out: &mut Encoded) -> Result<(), EncodeError>;
-
-    /// Adds the message for `place` to `acc`, which has one element for each of `place.range`.
-    ///
-    /// The message must be whole and nothing more. Every length, count and index is checked before it is used.
-    fn add_decoded_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError>;
-
-    /// The same where all of `acc` is to be taken for zero, whatever it holds.
-    fn decode_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
-        acc.fill(0.0);
-        self.add_decoded_into(bytes, place, acc)
-    }
-
-    /// The most bytes a message for a range of this many elements can have.
-    fn max_message_len(&self, elements: usize) -> usize;
-}
 
 /// One vector to encode.
 #[derive(Clone, Debug)]
@@ -42,10 +16,11 @@ pub struct Job<'a> {
     /// What error feedback still owes, to be sent along.
     pub residual: Residual<'a>,
     /// Where the values stand.
-    pub place: Place,
+    pub place: CodedPlace,
     /// Which of the two rounds this is.
     pub role: Role,
-    /// This rank's number. Stochastic rounding draws other numbers on each rank, so that errors average out.
+    /// This rank's number. Stochastic rounding draws other numbers on each rank, so that errors
+    /// average out.
     pub rank: u32,
     /// The ranges to encode, in order and without a gap over all of `place.range`.
     pub shards: &'a [Range<usize>],
@@ -58,7 +33,7 @@ impl<'a> Job<'a> {
     pub fn worker<T>(
         values: &'a [T],
         residual: Residual<'a>,
-        place: &Place,
+        place: &CodedPlace,
         shards: &'a [Range<usize>],
     ) -> Self
     where
@@ -69,7 +44,7 @@ impl<'a> Job<'a> {
     }
 
     /// An owner's job on one thread, as rank 0: its sum is encoded to a single message.
-    pub fn owner(sum: &'a [f32], residual: Residual<'a>, place: &'a Place) -> Self {
+    pub fn owner(sum: &'a [f32], residual: Residual<'a>, place: &'a CodedPlace) -> Self {
         let (values, shards) = (sum.into(), std::slice::from_ref(&place.range));
         Self {
             values,
@@ -172,7 +147,8 @@ impl Encoded {
 /// Whether there is error feedback, and what it owes.
 #[derive(Clone, Copy, Debug)]
 pub enum Residual<'a> {
-    /// No error feedback: what is not transmitted is lost, and random-k scales what it sends to make up for it.
+    /// No error feedback: what is not transmitted is lost, and random-k scales what it sends to
+    /// make up for it.
     Off,
     /// Error feedback that owes nothing yet.
     Zero,
@@ -191,7 +167,7 @@ pub enum Role {
 
 /// Where some elements stand: what sender and receiver both know without sending it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct CodedPlace {
     /// When and in which tensor.
     pub context: Context,
     /// Elements of the whole vector, the one that is cut into shards.
@@ -200,7 +176,7 @@ pub struct Place {
     pub range: Range<usize>,
 }
 
-impl Place {
+impl CodedPlace {
     /// All of a vector.
     pub fn whole(context: Context, elements: usize) -> Self {
         Self { context, whole: elements, range: 0..elements }
@@ -230,7 +206,8 @@ impl Context {
             .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
     }
 
-    /// The context for the `n`-th chunk of a tensor that is handed over in chunks, each a vector of its own.
+    /// The context for the `n`-th chunk of a tensor that is handed over in chunks, each a vector of
+    /// its own.
     pub fn chunk(self, n: u64) -> Self {
         let tensor = self.tensor ^ n.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32);
         Self { tensor, ..self }
@@ -314,8 +291,8 @@ impl<'a> Fused<'a> {
         Self { level, values: job.values, residual: job.residual, scratch: Vec::new() }
     }
 
-    /// Writes elements `start..start + out.len()`, counted from the first of the job, to `out`. An error names the first element
-    /// that is not finite.
+    /// Writes elements `start..start + out.len()`, counted from the first of the job, to `out`. An
+    /// error names the first element that is not finite.
     pub(crate) fn read(&mut self, start: usize, out: &mut [f32]) -> Result<(), EncodeError> {
         let range = start..start + out.len();
         let values = self.values.read(range.clone(), &mut self.scratch);
@@ -331,7 +308,8 @@ impl<'a> Fused<'a> {
         Err(EncodeError::NotFinite { index: start + index })
     }
 
-    /// What [`read`](Self::read) will read from element `start` on, where it lies in memory as it is.
+    /// What [`read`](Self::read) will read from element `start` on, where it lies in memory as it
+    /// is.
     pub(crate) fn soon(&self, start: usize) -> [&'a [f32]; 2] {
         let values = if let Values::F32(values) = self.values { values } else { &[] };
         let owed = if let Residual::Owed(owed) = self.residual { owed } else { &[] };

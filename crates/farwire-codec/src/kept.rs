@@ -6,7 +6,7 @@
 //! | bf16 | 2 each |
 //! | int8 | f32 scale, then 1 each: largest magnitude / 127 times −127..=127 |
 
-use crate::block;
+use crate::codecs::block;
 use crate::error::DecodeError;
 use crate::index::BLOCK;
 use crate::simd::{self, Level};

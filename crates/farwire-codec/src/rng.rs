@@ -1,7 +1,8 @@
 //! Random numbers as a function of where they are used, so that every rank can draw the same ones.
 //!
-//! There is no state to keep in step: the number at `index` depends on the [`Context`], the purpose and the index alone
-//! (SplitMix64 with the key as its start; a 32-bit mixer where eight or sixteen lanes draw at once).
+//! There is no state to keep in step: the number at `index` depends on the [`Context`], the purpose
+//! and the index alone (SplitMix64 with the key as its start; a 32-bit mixer where eight or sixteen
+//! lanes draw at once).
 
 use crate::job::Context;
 
@@ -46,7 +47,8 @@ impl Counter {
         ((u128::from(self.at(index)) * u128::from(bound)) >> 64) as u64
     }
 
-    /// A sample of the standard normal distribution, to the accuracy of a sum of twelve uniform ones.
+    /// A sample of the standard normal distribution, to the accuracy of a sum of twelve uniform
+    /// ones.
     pub(crate) fn normal(self, index: u64) -> f32 {
         let uniform = |k: u64| (self.at(index * 3 + k / 4) >> (16 * (k % 4)) & 0xffff) as f32 / 65536.0;
         (0..12).map(uniform).sum::<f32>() - 6.0

@@ -2,7 +2,8 @@
 
 use std::num::NonZeroUsize;
 
-/// Does all `items`, contiguous groups of them on each thread, and gives the results in the order of the items.
+/// Does all `items`, contiguous groups of them on each thread, and gives the results in the order
+/// of the items.
 pub(crate) fn in_order<T: Send, R: Send>(
     threads: NonZeroUsize,
     items: Vec<T>,

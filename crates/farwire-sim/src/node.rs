@@ -3,7 +3,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::ops::Range;
 
-use farwire_codec::exchange::Exchange;
+use farwire_codec::collective::CodedCollective;
 use farwire_proto::{
     Buffers, CallError, Config, DType, Engine, Frames, Gate, Lane, Machine, Outcome, Peer, Plan, Rank, Time,
     WorldSize,
@@ -13,7 +13,7 @@ use crate::report::JobId;
 
 #[derive(Debug)]
 pub(crate) struct Node {
-    pub(crate) machine: Machine<Vectors, Exchange, Job>,
+    pub(crate) machine: Machine<Vectors, CodedCollective, Job>,
     pub(crate) alive: bool,
     /// Steps taken, for [`Trouble::Crash`](crate::Trouble::Crash).
     pub(crate) steps: u64,

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use farwire_codec::exchange::ExchangeError;
+use farwire_codec::collective::CodingError;
 use farwire_proto::{CallError, OpError, Peer, Time, Wait};
 
 /// Names a job: one call on one process.
@@ -126,7 +126,7 @@ pub enum JobEnd {
     /// All data moved, and could not be encoded: somebody's input was not finite.
     NotEncodable {
         /// Why.
-        error: ExchangeError,
+        error: CodingError,
         /// As it was submitted.
         input: Vec<u8>,
     },

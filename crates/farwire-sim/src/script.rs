@@ -9,7 +9,7 @@ use std::num::{NonZeroU32, NonZeroUsize};
 
 use bytes::Bytes;
 use farwire_codec::Context;
-use farwire_codec::exchange::{Collective, Exchange, Floats, Order, Through};
+use farwire_codec::collective::{CodedCollective, Collective, Floats, Order};
 use farwire_proto::{
     Call, Coding, CommId, Config, DType, Engine, FAULT_LEN, HEADER_LEN, Header, Input, Lane, Machine,
     MachineEvent, Nonsense, OpId, Options, Peer, Rank, ReduceOp, Tag, Time, Transmit, Verdict, WorldSize,
@@ -57,7 +57,7 @@ struct Coder {
     rank: u32,
     op: OpId,
     made: VecDeque<(u32, Vec<Bytes>)>,
-    exchange: Box<Exchange>,
+    exchange: Box<CodedCollective>,
     nonsense: Option<Nonsense>,
 }
 
@@ -65,10 +65,10 @@ struct Coder {
 type Stream = VecDeque<(Header, Vec<u8>)>;
 
 /// A call, and what it works on.
-type Operation = (Option<Call>, Input<Vec<u8>, Exchange>);
+type Operation = (Option<Call>, Input<Vec<u8>, CodedCollective>);
 
 struct World {
-    machines: Vec<Machine<Vectors, Exchange, usize>>,
+    machines: Vec<Machine<Vectors, CodedCollective, usize>>,
     /// Frames on their way, by receiver and lane.
     streams: BTreeMap<(Peer, Lane), Stream>,
     /// Notices on their way: receiver, sender, and what it is.
@@ -320,9 +320,9 @@ fn operations(rank: u32, codec: usize) -> Vec<Operation> {
     let buffer = || Input::Buffer(bytemuck::cast_slice(&values).to_vec());
     let sum = Call::AllReduce { count: COUNT, dtype: DType::F32, op: ReduceOp::Sum };
     let coded = |codec: usize, step| {
-        let exchange = Exchange::new(Order {
+        let exchange = CodedCollective::new(Order {
             collective: Collective::AllReduce(ReduceOp::Sum),
-            through: Through::Spec(CODECS[codec % CODECS.len()].parse().expect("a codec")),
+            codec: CODECS[codec % CODECS.len()].parse().expect("a codec"),
             rank: Rank(rank),
             world: WorldSize::new(RANKS).expect("three is not zero"),
             input: Floats::F32(values.clone()),

@@ -7,7 +7,7 @@ use std::collections::{BinaryHeap, HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
 use bytes::Bytes;
-use farwire_codec::exchange::Exchange;
+use farwire_codec::collective::CodedCollective;
 use farwire_proto::{
     Action, Call, Coding, CommId, Config, Effect, Input, Lane, MachineEvent, Nonsense, OpId, OpenError,
     Options, Peer, Refusal, Refused, Time, Verdict,
@@ -41,7 +41,7 @@ pub struct Submission {
 #[derive(Debug)]
 pub enum Coded {
     /// Real ones.
-    Exchange(Box<Exchange>),
+    Collective(Box<CodedCollective>),
     /// Only their lengths, by round and by the rank they go to: for vectors that would not fit in
     /// memory.
     Lengths(Vec<Vec<usize>>),
@@ -49,9 +49,9 @@ pub enum Coded {
 
 impl Submission {
     /// A coded call on the world communicator, at the beginning. Its result is in f32.
-    pub fn coded(exchange: Exchange) -> Self {
+    pub fn coded(exchange: CodedCollective) -> Self {
         let call = exchange.call().clone();
-        Self { coded: Some(Coded::Exchange(Box::new(exchange))), ..Self::new(call, Vec::new()) }
+        Self { coded: Some(Coded::Collective(Box::new(exchange))), ..Self::new(call, Vec::new()) }
     }
 
     /// A call on the world communicator, at the beginning.
@@ -159,7 +159,7 @@ enum Happening {
     /// It has made a round of parcels.
     Made(Peer, OpId, u32, Vec<Bytes>),
     /// It is done for now.
-    Coded(Peer, OpId, Box<Exchange>, Option<Nonsense>),
+    Coded(Peer, OpId, Box<CodedCollective>, Option<Nonsense>),
 }
 
 impl Happening {
@@ -383,7 +383,7 @@ impl Sim {
             Err(error) => return self.end(id, JobEnd::Refused(error)),
         };
         let input = match (coded, &call) {
-            (Some(Coded::Exchange(exchange)), _) => Input::Rounds(exchange),
+            (Some(Coded::Collective(exchange)), _) => Input::Rounds(exchange),
             (Some(Coded::Lengths(lengths)), _) => Input::Lengths(lengths.into()),
             (None, Call::Coded { .. }) => panic!("a coded call comes with what makes its parcels"),
             (None, Call::SendParcel { .. }) => Input::Parcel(input.into()),
@@ -501,7 +501,7 @@ impl Sim {
         }
     }
 
-    fn happened(&mut self, peer: Peer, event: MachineEvent<Vec<u8>, Exchange, Job>) {
+    fn happened(&mut self, peer: Peer, event: MachineEvent<Vec<u8>, CodedCollective, Job>) {
         match event {
             MachineEvent::CommFailed { .. } => {}
             MachineEvent::WantsCoding(op) => {
@@ -593,7 +593,7 @@ impl Sim {
 }
 
 /// The input of an operation that has failed; what is left of it, if that was in place.
-fn given_back(input: Input<Vec<u8>, Exchange>) -> Vec<u8> {
+fn given_back(input: Input<Vec<u8>, CodedCollective>) -> Vec<u8> {
     match input {
         Input::Buffer(memory) => memory,
         Input::Rounds(exchange) => exchange.abandon().into_bytes(),

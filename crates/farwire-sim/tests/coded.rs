@@ -7,33 +7,15 @@ use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::time::Duration;
 
-use farwire_codec::exchange::{Collective, Exchange, ExchangeError, Floats, Order, Through};
+use farwire_codec::collective::{CodedCollective, CodingError, Collective, Floats, Order};
 use farwire_codec::{
-    CodecSpec, Context, Encoded, ErrorFeedback, Job, Partitioned, Place, Plan, PowerP, PowerQ, Residual,
-    Shape, Transaction,
+    Codec, CodecSpec, CodedPlace, Context, Encoded, ErrorFeedback, Job, MessageCodec, PowerP, PowerQ,
+    Residual, Shape, Transaction, Travel, VectorCodec, samples, typical,
 };
 use farwire_proto::{Call, Counts, Fault, Options, Peer, Rank, ReduceOp, Time, WorldSize};
 use farwire_sim::{Coded, JobEnd, Link, Network, Report, Sim, Submission, Trouble};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
-
-const CODECS: [&str; 15] = [
-    "none",
-    "bf16",
-    "f16",
-    "topk:0.05",
-    "topk:0.05,values=f32",
-    "topk:0.05,values=int8,mode=union",
-    "topk:4/64",
-    "randk:0.1",
-    "int8",
-    "int4,rotate=on",
-    "fp8",
-    "int8,rounding=stochastic",
-    "sign",
-    "powersgd:2",
-    "topk:1.0,values=f32",
-];
 
 fn world(n: usize) -> WorldSize {
     WorldSize::new(n as u32).unwrap()
@@ -51,7 +33,7 @@ fn gradients(seed: u64, ranks: usize, len: usize) -> Vec<Vec<f32>> {
 /// One rank's order: its error feedback holds the tensor `w`.
 fn order(
     collective: Collective,
-    through: Through,
+    codec: CodecSpec,
     rank: usize,
     ranks: usize,
     input: Vec<f32>,
@@ -59,7 +41,7 @@ fn order(
 ) -> Order {
     Order {
         collective,
-        through,
+        codec,
         rank: Rank(rank as u32),
         world: world(ranks),
         input: Floats::F32(input),
@@ -72,8 +54,8 @@ fn order(
     }
 }
 
-fn spec(name: &str) -> Through {
-    Through::Spec(name.parse().unwrap())
+fn spec(name: &str) -> CodecSpec {
+    name.parse().unwrap()
 }
 
 /// A network whose frames arrive in another order with every seed, while coding takes more or less
@@ -90,7 +72,7 @@ fn simulate(orders: Vec<Order>, segment: usize, network: Network) -> Report {
     for order in orders {
         let peer = Peer(order.rank.0);
         let options = Options { segment: NonZeroUsize::new(segment), ..Options::default() };
-        let submission = Submission::coded(Exchange::new(order).unwrap());
+        let submission = Submission::coded(CodedCollective::new(order).unwrap());
         sim.submit(peer, Submission { options, ..submission });
     }
     sim.run().unwrap()
@@ -121,9 +103,11 @@ impl Reference {
     fn all_reduce(&self, gradients: &[Vec<f32>], step: u64) -> Vec<f32> {
         let context = Context { seed: 5, step, tensor: Context::tensor_id("w") };
         let mut transactions: Vec<_> = self.feedback.iter().map(|rank| rank.begin("w").unwrap()).collect();
-        let sum = match self.codec.plan() {
-            Plan::Partitioned(codec) => two_phase(&*codec, gradients, context, &mut transactions),
-            Plan::LowRank(codec) => {
+        let sum = match self.codec.travels() {
+            Travel::Shards(codec) | Travel::Whole(codec) => {
+                two_phase(&*codec, gradients, context, &mut transactions)
+            }
+            Travel::Factors(codec) => {
                 let n = gradients[0].len();
                 let add = |parts: Vec<&[f32]>| {
                     let mut sum = vec![0.0; parts[0].len()];
@@ -169,13 +153,13 @@ fn cut(len: usize, ranks: usize) -> Vec<Range<usize>> {
 }
 
 fn two_phase(
-    codec: &dyn Partitioned,
+    codec: &dyn MessageCodec,
     gradients: &[Vec<f32>],
     context: Context,
     transactions: &mut [Transaction],
 ) -> Vec<f32> {
     let (n, shards) = (gradients[0].len(), cut(gradients[0].len(), gradients.len()));
-    let place = Place::whole(context, n);
+    let place = CodedPlace::whole(context, n);
     let mut scattered = Vec::new();
     for (rank, (gradient, transaction)) in gradients.iter().zip(&mut *transactions).enumerate() {
         let (owed, mut out) = (transaction.worker(0..n), Encoded::default());
@@ -204,7 +188,8 @@ fn two_phase(
 #[test]
 fn every_codec_equals_its_reference_on_every_world() {
     for ranks in [1, 2, 3, 4, 7, 16, 64] {
-        for codec in CODECS {
+        // Many ranks find nothing in a codec's corners that a few do not.
+        for codec in samples().filter(|codec| ranks < 16 || typical().any(|typical| typical == *codec)) {
             let reference = Reference::new(codec, ranks);
             let feedback: Vec<_> = (0..ranks).map(|_| ErrorFeedback::new()).collect();
             for (step, len) in [(0, 700), (1, 700), (2, 700)] {
@@ -239,7 +224,7 @@ fn every_codec_equals_its_reference_on_every_world() {
 fn awkward_lengths_work_through_every_codec() {
     for ranks in [1, 2, 3, 5] {
         for len in [0, 1, ranks - 1, ranks, ranks + 1] {
-            for codec in CODECS {
+            for codec in samples() {
                 let gradients = gradients(1, ranks, len);
                 let expected = Reference::new(codec, ranks).all_reduce(&gradients, 0);
                 let feedback = ErrorFeedback::new();
@@ -276,7 +261,7 @@ fn long_vectors_travel_in_chunks() {
                 order(Collective::AllReduce(ReduceOp::Mean), spec(codec), rank, ranks, gradient.clone(), 0)
             })
             .collect();
-        let rounds = Exchange::new(order(
+        let rounds = CodedCollective::new(order(
             Collective::AllReduce(ReduceOp::Mean),
             spec(codec),
             0,
@@ -304,7 +289,7 @@ fn reduce_scatter_and_all_gather_go_through_codecs_too() {
     for ranks in [1, 2, 3, 7] {
         let (len, shards) = (500, cut(500, ranks));
         let gradients = gradients(9, ranks, len);
-        for codec in CODECS {
+        for codec in samples() {
             let through = || spec(codec);
             let orders = |collective: &dyn Fn(usize) -> Collective, input: &dyn Fn(usize) -> Vec<f32>| {
                 (0..ranks)
@@ -312,7 +297,7 @@ fn reduce_scatter_and_all_gather_go_through_codecs_too() {
                     .collect::<Vec<_>>()
             };
             let sum = |i: usize| gradients.iter().map(|gradient| gradient[i]).sum::<f32>();
-            let exact = ["none", "topk:1.0,values=f32"].contains(&codec);
+            let exact = ["none", "topk:1,values=f32"].contains(&codec);
 
             let scattered =
                 orders(&|_| Collective::ReduceScatter(ReduceOp::Sum), &|rank| gradients[rank].clone());
@@ -325,10 +310,10 @@ fn reduce_scatter_and_all_gather_go_through_codecs_too() {
                 );
             }
 
-            if codec.starts_with("powersgd") {
+            if through().messages().is_none() {
                 let order =
                     order(Collective::AllGather(Counts::Each(3)), through(), 0, ranks, vec![0.0; 3], 0);
-                assert!(Exchange::new(order).unwrap_err().0.to_string().contains("cannot gather"));
+                assert!(CodedCollective::new(order).unwrap_err().0.to_string().contains("cannot gather"));
                 continue;
             }
             let counts =
@@ -350,19 +335,19 @@ fn reduce_scatter_and_all_gather_go_through_codecs_too() {
 #[derive(Debug)]
 struct Halves;
 
-impl farwire_codec::Codec for Halves {
+impl VectorCodec for Halves {
     fn name(&self) -> String {
         "halves".into()
     }
 
-    fn encode(&self, values: &[f32], _: &Place, out: &mut Vec<u8>) {
+    fn encode(&self, values: &[f32], _: &CodedPlace, out: &mut Vec<u8>) {
         values.iter().for_each(|value| out.extend(&value.to_le_bytes()[2..]));
     }
 
     fn add_decoded_into(
         &self,
         bytes: &[u8],
-        _: &Place,
+        _: &CodedPlace,
         acc: &mut [f32],
     ) -> Result<(), farwire_codec::DecodeError> {
         if bytes.len() != 2 * acc.len() {
@@ -379,11 +364,39 @@ impl farwire_codec::Codec for Halves {
     }
 }
 
+/// A codec of another crate, with the whole trait. Its name is taken, which must not matter.
+#[derive(Debug)]
+struct Relabelled;
+
+impl Codec for Relabelled {
+    fn name(&self) -> String {
+        "none".into()
+    }
+
+    fn travels(self: std::sync::Arc<Self>) -> Travel {
+        spec("int8").travels()
+    }
+}
+
+#[test]
+fn a_codec_of_another_crate_travels_like_those_that_have_names() {
+    let gradients = gradients(9, 3, 1000);
+    let sum = |codec: CodecSpec| {
+        let orders = gradients.iter().enumerate().map(|(rank, gradient)| {
+            order(Collective::AllReduce(ReduceOp::Sum), codec.clone(), rank, 3, gradient.clone(), 0)
+        });
+        results(&simulate(orders.collect(), 64, network(3, 1))).swap_remove(0)
+    };
+    let own = CodecSpec::new(Relabelled);
+    assert!(!own.is_none() && own != CodecSpec::none());
+    assert_eq!(bits(&sum(own)), bits(&sum(spec("int8"))));
+}
+
 #[test]
 fn a_codec_of_ones_own_adds_in_rank_order() {
     for ranks in [1, 2, 3, 7] {
         let gradients = gradients(9, ranks, 100);
-        let through = || Through::Own(std::sync::Arc::new(Halves));
+        let through = || CodecSpec::custom(Halves);
         let orders = (0..ranks).map(|rank| {
             order(Collective::AllReduce(ReduceOp::Sum), through(), rank, ranks, gradients[rank].clone(), 0)
         });
@@ -400,7 +413,7 @@ fn a_codec_of_ones_own_adds_in_rank_order() {
 /// as they were.
 #[test]
 fn a_nan_anywhere_is_the_same_error_everywhere() {
-    for codec in CODECS {
+    for codec in samples() {
         for (ranks, bad) in [(1, vec![0]), (3, vec![1]), (4, vec![3, 2])] {
             let feedback: Vec<_> = (0..ranks).map(|_| ErrorFeedback::new()).collect();
             let mut before = Vec::new();
@@ -429,7 +442,7 @@ fn a_nan_anywhere_is_the_same_error_everywhere() {
                     continue;
                 }
                 let rank = *bad.iter().min().unwrap();
-                let expected = ExchangeError::NotFinite { rank, tensor: "w".into(), element: 17 };
+                let expected = CodingError::NotFinite { rank, tensor: "w".into(), element: 17 };
                 for (job, gradient) in report.jobs().iter().zip(&gradients) {
                     let JobEnd::NotEncodable { error, input } = &job.end else {
                         panic!("{codec}: {:?}", job.end)
@@ -468,7 +481,7 @@ fn a_sum_that_does_not_fit_is_the_same_error_everywhere() {
 #[test]
 fn nothing_is_lost_when_ranks_die_half_way() {
     let (ranks, len, steps) = (3, 400, 100);
-    for codec in CODECS.into_iter().filter(|codec| !["none"].contains(codec)) {
+    for codec in samples().filter(|codec| *codec != "none") {
         let feedback: Vec<_> = (0..ranks).map(|_| ErrorFeedback::new()).collect();
         let mut balance = vec![0f64; len];
         let mut scale = 0f64;
@@ -617,12 +630,11 @@ fn volumes_are_those_of_the_formulas() {
     let gradient = &gradients(1, 1, len)[0];
     let mut bytes_by_codec = Vec::new();
     for (codec, bits) in cases {
-        let parsed: CodecSpec = codec.parse().unwrap();
-        let Plan::Partitioned(encoder) = parsed.plan() else { unreachable!("these are all partitioned") };
+        let encoder = spec(codec).messages().unwrap();
         let mut by_world = Vec::new();
         for ranks in [2, 4, 16, 64, 256] {
             let shards = cut(len, ranks);
-            let place = Place::whole(Context::default(), len);
+            let place = CodedPlace::whole(Context::default(), len);
             let mut out = Encoded::default();
             encoder.encode(&Job::worker(gradient, Residual::Off, &place, &shards), &mut out).unwrap();
             let scatter: Vec<usize> = out.messages.iter().map(|message| message.len() + 1).collect();

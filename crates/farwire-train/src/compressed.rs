@@ -3,8 +3,8 @@
 use farwire::{CodecPolicy, CodecSpec, Communicator, Compressor, DType, ErrorFeedback, Pending, ReduceOp};
 
 use crate::exchange::{Bucket, DENSE, Reducer};
+use crate::parameter_list::{Entry, ParameterList};
 use crate::phase_in::PhaseIn;
-use crate::plan::{Entry, Plan};
 use crate::rules::Rules;
 
 /// Tensors of fewer elements travel as they are: a codec would cost them more time than it saves.
@@ -37,7 +37,7 @@ impl Compressed {
     /// What a bucket goes through in this step.
     fn codec(&self, bucket: &Bucket) -> CodecSpec {
         if bucket.group == DENSE || bucket.len() < DENSE_BELOW {
-            return CodecSpec::None;
+            return CodecSpec::none();
         }
         let codec = self.policy.codec_for(bucket.len(), DType::F32);
         self.phase_in.codec_at(self.step, codec, bucket.len())
@@ -79,11 +79,11 @@ impl Reducer for Compressed {
 
 /// Biases and norms are few and matter much: they travel as they are. So do parameters too small
 /// for a codec, which can then share buckets.
-pub(crate) fn groups(plan: &Plan, codec: &CodecPolicy) -> Rules<String> {
+pub(crate) fn groups(plan: &ParameterList, codec: &CodecPolicy) -> Rules<String> {
     let dense = || DENSE.to_owned();
     let is_small = |entry: &&Entry| {
         let elements = entry.shape.iter().product();
-        elements < DENSE_BELOW || codec.codec_for(elements, DType::F32) == CodecSpec::None
+        elements < DENSE_BELOW || codec.codec_for(elements, DType::F32).is_none()
     };
     let rules = Rules::new(codec.to_string()).on("*.bias", dense()).on("*norm*", dense());
     plan.entries().iter().filter(is_small).fold(rules, |rules, entry| rules.on(&entry.name[..], dense()))

@@ -29,7 +29,7 @@ pub fn embedded() -> Vec<u8> {
         include_str!("param.rs"),
         include_str!("phase_in.rs"),
         include_str!("pipeline.rs"),
-        include_str!("plan.rs"),
+        include_str!("parameter_list.rs"),
         include_str!("replicas.rs"),
         include_str!("report.rs"),
         include_str!("rules.rs"),

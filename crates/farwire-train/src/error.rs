@@ -4,7 +4,7 @@ use crate::exchange::ExchangeError;
 use crate::finite::NotFinite;
 use crate::library::LibraryError;
 use crate::mesh::MeshError;
-use crate::plan::PlanError;
+use crate::parameter_list::ParameterListError;
 use crate::schedule::ScheduleError;
 
 /// Before what rank 0 has told the others.
@@ -25,7 +25,7 @@ pub enum TrainError {
     Schedule(#[from] ScheduleError),
     /// Ranks have different models.
     #[error(transparent)]
-    Plan(#[from] PlanError),
+    ParameterList(#[from] ParameterListError),
     /// Gradients were not exchanged.
     #[error(transparent)]
     Exchange(#[from] ExchangeError),

@@ -23,12 +23,10 @@ use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
-use farwire::{
-    Communicator, Error, ErrorFeedback, ExchangeError as CodecError, Pending, ReduceOp, Savepoint,
-};
+use farwire::{CodingError, Communicator, Error, ErrorFeedback, Pending, ReduceOp, Savepoint};
 
-use crate::finite::{self, Cause, Element, NotFinite};
-use crate::plan::Plan;
+use crate::finite::{self, BadElement, Cause, NotFinite};
+use crate::parameter_list::ParameterList;
 use crate::rules::Rules;
 
 /// How a bucket becomes its mean over all replicas: the one place where compression comes in.
@@ -144,7 +142,7 @@ impl Bucket {
 pub struct Exchange<R> {
     reducer: R,
     buckets: Vec<Bucket>,
-    places: HashMap<String, Place>,
+    places: HashMap<String, Slot>,
     /// What each bucket holds: sums before it is sent, means after.
     data: Vec<Vec<f32>>,
     /// Gradients that each bucket still waits for.
@@ -164,7 +162,7 @@ pub struct Exchange<R> {
 }
 
 #[derive(Debug)]
-struct Place {
+struct Slot {
     bucket: usize,
     part: usize,
     come: usize,
@@ -271,12 +269,12 @@ impl Summary {
 impl<R: Reducer> Exchange<R> {
     /// An exchange of the plan's parameters, which must be in backward order, in buckets of about `bucket_bytes`. Parameters for which `groups` differ do not share a bucket, and only those of the group [`DENSE`] share
     /// one at all.
-    pub fn new(reducer: R, plan: &Plan, bucket_bytes: usize, groups: &Rules<String>) -> Self {
+    pub fn new(reducer: R, plan: &ParameterList, bucket_bytes: usize, groups: &Rules<String>) -> Self {
         let buckets = lay_out(plan, bucket_bytes / size_of::<f32>(), groups);
         let mut places = HashMap::new();
         for (bucket, Bucket { parts, .. }) in buckets.iter().enumerate() {
             for (part, Part { name, .. }) in parts.iter().enumerate() {
-                places.insert(name.clone(), Place { bucket, part, come: 0 });
+                places.insert(name.clone(), Slot { bucket, part, come: 0 });
             }
         }
         let data = buckets.iter().map(|bucket| vec![0.0; bucket.len()]).collect();
@@ -344,7 +342,7 @@ impl<R: Reducer> Exchange<R> {
         place.come += 1;
         let sum = &mut self.data[place.bucket][range.clone()];
         if !finite::add(sum, gradient) && self.cause.is_none() {
-            self.cause = Element::first(name, sum).map(Cause::Gradient);
+            self.cause = BadElement::first(name, sum).map(Cause::Gradient);
         }
         self.missing[place.bucket] -= 1;
         self.send_full_ones();
@@ -406,7 +404,7 @@ impl<R: Reducer> Exchange<R> {
         }
         self.is_finite = self.data.iter().all(|mean| finite::is_finite(mean));
         if !self.is_finite && self.cause.is_none() {
-            let first = self.gradients().find_map(|(name, mean)| Element::first(name, mean));
+            let first = self.gradients().find_map(|(name, mean)| BadElement::first(name, mean));
             self.cause = first.map(Cause::Mean);
         }
         (summary.handing_over, summary.waiting) = (self.handing_over, waited.elapsed());
@@ -438,20 +436,20 @@ impl<R: Reducer> Exchange<R> {
     /// What a codec refused because it is not finite; none if it failed for another reason.
     fn not_finite(&self, error: &Error) -> Option<Cause> {
         let Error::NotEncodable { error: source, .. } = error else { return None };
-        let element = |parameter: &str, index: u64| Element {
+        let element = |parameter: &str, index: u64| BadElement {
             parameter: parameter.to_owned(),
             index,
             value: f32::INFINITY,
         };
         match source {
             // Its own gradient was found to be finite: with what it owed, it is not.
-            CodecError::NotFinite { rank, tensor, element: index }
+            CodingError::NotFinite { rank, tensor, element: index }
                 if *rank == self.reducer.group().rank() =>
             {
                 Some(Cause::Gradient(element(tensor, *index)))
             }
-            CodecError::NotFinite { tensor, element: index, .. }
-            | CodecError::Overflow { tensor, element: index, .. } => {
+            CodingError::NotFinite { tensor, element: index, .. }
+            | CodingError::Overflow { tensor, element: index, .. } => {
                 Some(Cause::Mean(element(tensor, *index)))
             }
             _ => None,
@@ -488,7 +486,7 @@ impl<R: Reducer> Exchange<R> {
 }
 
 /// Fills one open bucket per group, and closes it when it is full.
-fn lay_out(plan: &Plan, limit: usize, groups: &Rules<String>) -> Vec<Bucket> {
+fn lay_out(plan: &ParameterList, limit: usize, groups: &Rules<String>) -> Vec<Bucket> {
     let mut open: Vec<Bucket> = Vec::new();
     let mut closed = Vec::new();
     for entry in plan.entries() {
@@ -557,17 +555,17 @@ impl Running {
 mod tests {
     use super::*;
     use crate::compressed::Compressed;
-    use crate::plan::Entry;
+    use crate::parameter_list::Entry;
     use farwire::CodecSpec;
     use proptest::prelude::*;
 
-    fn plan(sizes: &[(&str, usize)]) -> Plan {
+    fn plan(sizes: &[(&str, usize)]) -> ParameterList {
         let entry = |(name, size): &(&str, usize)| Entry {
             name: (*name).to_owned(),
             shape: vec![*size],
             dtype: "f32".to_owned(),
         };
-        Plan::new(sizes.iter().map(entry)).unwrap()
+        ParameterList::new(sizes.iter().map(entry)).unwrap()
     }
 
     fn everywhere() -> Rules<String> {

@@ -23,9 +23,9 @@ pub struct NotFinite {
 #[derive(Clone, Debug, PartialEq)]
 pub enum Cause {
     /// The gradient that this rank has computed.
-    Gradient(Element),
+    Gradient(BadElement),
     /// The mean over replicas, whose own gradients may all be finite: their sum can overflow.
-    Mean(Element),
+    Mean(BadElement),
     /// The loss, while gradients are finite.
     Loss(f32),
     /// Nobody has said.
@@ -34,7 +34,7 @@ pub enum Cause {
 
 /// An element of a parameter's gradient.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Element {
+pub struct BadElement {
     /// The parameter.
     pub parameter: String,
     /// Which element.
@@ -65,10 +65,10 @@ impl fmt::Display for NotFinite {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { cause, rank, more } = self;
         match cause {
-            Cause::Gradient(Element { parameter, index, value }) => {
+            Cause::Gradient(BadElement { parameter, index, value }) => {
                 write!(f, "the gradient of `{parameter}` on rank {rank} is {value} at element {index}")?;
             }
-            Cause::Mean(Element { parameter, index, value }) => {
+            Cause::Mean(BadElement { parameter, index, value }) => {
                 return write!(
                     f,
                     "the mean gradient of `{parameter}` is {value} at element {index} (seen on rank \
@@ -98,7 +98,7 @@ impl Cause {
     }
 }
 
-impl Element {
+impl BadElement {
     /// The first of `data` that is not finite.
     pub(crate) fn first(parameter: &str, data: &[f32]) -> Option<Self> {
         let index = data.iter().position(|x| !x.is_finite())?;
@@ -133,7 +133,7 @@ fn decode(record: &[u8]) -> Option<Cause> {
     let (value, index) = (record[1..5].try_into().ok()?, record[5..NAME].try_into().ok()?);
     let value = f32::from_le_bytes(value);
     let name = record[NAME..].split(|byte| *byte == 0).next().unwrap_or_default();
-    let element = || Element {
+    let element = || BadElement {
         parameter: String::from_utf8_lossy(name).into_owned(),
         index: u64::from_le_bytes(index),
         value,
@@ -180,7 +180,7 @@ mod tests {
                 for at in [0, len / 2, len - 1] {
                     data[at] = value;
                     assert!(!is_finite(&data) && !add(&mut vec![0.0; len], &data));
-                    assert_eq!(Element::first("w", &data).unwrap().index, at as u64);
+                    assert_eq!(BadElement::first("w", &data).unwrap().index, at as u64);
                     data[at] = -0.0;
                 }
             }
@@ -194,8 +194,8 @@ mod tests {
     fn ranks_agree_on_one_cause_and_a_gradient_goes_before_what_follows_from_it() {
         let long = "wörter.".repeat(100);
         let gradient =
-            |name: &str, value| Cause::Gradient(Element { parameter: name.to_owned(), index: 7, value });
-        let mean = Cause::Mean(Element { parameter: "m".to_owned(), index: 1, value: f32::INFINITY });
+            |name: &str, value| Cause::Gradient(BadElement { parameter: name.to_owned(), index: 7, value });
+        let mean = Cause::Mean(BadElement { parameter: "m".to_owned(), index: 1, value: f32::INFINITY });
         let (infinite, long) = (gradient("w", f32::INFINITY), gradient(&long, f32::NEG_INFINITY));
         std::thread::scope(|scope| {
             for comm in farwire::local(3).unwrap() {

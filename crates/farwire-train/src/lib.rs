@@ -4,7 +4,7 @@
 //! replicas. Read it in this order:
 //!
 //! - [`Mesh`]: named axes over a communicator, such as `dp` × `tp` × `pp`.
-//! - [`Plan`]: which parameters there are, compared between ranks at the start.
+//! - [`ParameterList`]: which parameters there are, compared between ranks at the start.
 //! - [`Exchange`]: gradients become buckets, and buckets are reduced while backward still runs.
 //!   [`Reducer`] is the one place that knows how, [`Compressed`] does it through a codec, which
 //!   [`PhaseIn`] lets begin gently.
@@ -35,9 +35,9 @@ mod library;
 mod mesh;
 mod norm;
 mod param;
+mod parameter_list;
 mod phase_in;
 mod pipeline;
-mod plan;
 mod replicas;
 mod report;
 mod rules;
@@ -57,15 +57,15 @@ pub use compressed::{Compressed, DENSE_BELOW};
 pub use corpus::{Batch, Batches, embedded};
 pub use error::{SAID, TrainError};
 pub use exchange::{Bucket, DENSE, Dense, Exchange, ExchangeError, Part, Reducer, Span, Summary};
-pub use finite::{Cause, Element, NotFinite};
+pub use finite::{BadElement, Cause, NotFinite};
 pub use group::Group;
 pub use library::{Input, Library, LibraryError, LibraryResult, Sink, Stage, StageSpec};
 pub use mesh::{Mesh, MeshError};
 pub use norm::{Squares, global_norm};
 pub use param::{Array, Arrays, Cut, Init, Param, Start, read_safetensors, write_safetensors};
+pub use parameter_list::{Entry, ParameterList, ParameterListError};
 pub use phase_in::PhaseIn;
 pub use pipeline::{Flow, Pipeline};
-pub use plan::{Entry, Plan, PlanError};
 pub use replicas::Replicas;
 pub use report::{StepReport, Times};
 pub use rules::{Rules, matches};

@@ -6,8 +6,8 @@ use crate::compressed::{Compressed, groups};
 use crate::error::TrainError;
 use crate::exchange::{Exchange, ExchangeError, Reducer, Summary};
 use crate::library::LibraryResult;
+use crate::parameter_list::ParameterList;
 use crate::phase_in::PhaseIn;
-use crate::plan::Plan;
 
 /// Bytes of a bucket: enough to fill a network, and several of them to overlap.
 const BUCKET_BYTES: usize = 4 << 20;
@@ -24,7 +24,7 @@ impl Replicas {
     /// Checks that all ranks have the same parameters. Gradients of biases and norms travel as they
     /// are, the others through the codec, with error feedback. The codec `auto` is chosen by
     /// measuring, for about a second.
-    pub fn new(comm: &Communicator, plan: &Plan, codec: CodecChoice) -> Result<Self, TrainError> {
+    pub fn new(comm: &Communicator, plan: &ParameterList, codec: CodecChoice) -> Result<Self, TrainError> {
         plan.agree(comm)?;
         let codec = codec.settle(comm, comm)?;
         let groups = groups(plan, &codec);

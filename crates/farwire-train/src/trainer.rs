@@ -26,9 +26,9 @@ use crate::library::{Library, StageSpec};
 use crate::mesh::Mesh;
 use crate::norm::{Squares, global_norm};
 use crate::param::{Array, Arrays, Param, Start};
+use crate::parameter_list::{Entry, ParameterList};
 use crate::phase_in::PhaseIn;
 use crate::pipeline::{Flow, Pipeline};
-use crate::plan::{Entry, Plan};
 use crate::report::{StepReport, Times};
 use crate::rules::Rules;
 use crate::settings::{OnNan, Settings};
@@ -49,7 +49,7 @@ pub struct Trainer {
     mesh: Mesh,
     tensor: Group,
     pipeline: Pipeline,
-    plan: Plan,
+    plan: ParameterList,
     codec: CodecPolicy,
     exchange: Exchange<Compressed>,
     params: BTreeMap<String, Place>,
@@ -92,7 +92,7 @@ impl Trainer {
         let passed = sequences * settings.model.context * settings.model.width;
         let mut pipeline = Pipeline::new(&stages, settings.schedule, settings.micro_batches, chunks, passed)?;
 
-        let plan = Plan::new(pipeline.params().into_iter().map(|param| Entry {
+        let plan = ParameterList::new(pipeline.params().into_iter().map(|param| Entry {
             name: param.name,
             shape: param.shape,
             dtype: "f32".to_owned(),
@@ -603,7 +603,12 @@ struct Agreed {
 }
 
 /// An exchange over dp.
-fn exchange(settings: &Settings, mesh: &Mesh, plan: &Plan, codec: &CodecPolicy) -> Exchange<Compressed> {
+fn exchange(
+    settings: &Settings,
+    mesh: &Mesh,
+    plan: &ParameterList,
+    codec: &CodecPolicy,
+) -> Exchange<Compressed> {
     let replicas = mesh.axis("dp").expect("the mesh was made with these axes");
     let mut reducer = Compressed::new(replicas, codec.clone());
     reducer
@@ -618,7 +623,7 @@ fn owns(owners: &BTreeMap<String, usize>, mesh: &Mesh, name: &str) -> bool {
 
 /// Gives each parameter to the replica that has least so far: about equal shares, the same on all
 /// ranks.
-fn owners(plan: &Plan, replicas: usize) -> BTreeMap<String, usize> {
+fn owners(plan: &ParameterList, replicas: usize) -> BTreeMap<String, usize> {
     let mut loads = vec![0; replicas];
     let owner = |entry: &Entry| {
         let lightest = (0..replicas).min_by_key(|replica| loads[*replica]).unwrap_or(0);

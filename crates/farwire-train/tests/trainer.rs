@@ -91,7 +91,7 @@ fn a_run_goes_on_bit_for_bit_and_in_another_layout_too() {
             expected
         });
         on_threads(1, |comm| {
-            let codec = layout.codec;
+            let codec = layout.codec.clone();
             let mut alone = Trainer::new(&TOY, &comm, Settings { codec, ..settings() }, &text).unwrap();
             alone.resume(&dir).unwrap();
             // What was owed stays behind, and some of it shows.

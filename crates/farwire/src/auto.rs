@@ -46,13 +46,13 @@ impl CodecChoice {
     ///
     /// All ranks of the group must call it, while they have nothing else to do. `world` is who must choose alike: the group itself, or one that is made of several groups of the same size, as data-parallel
     /// groups of a mesh are. In a group of one rank, and in doubt, it is dense.
-    pub fn settle(self, group: &Communicator, world: &Communicator) -> Result<CodecPolicy, Error> {
+    pub fn settle(&self, group: &Communicator, world: &Communicator) -> Result<CodecPolicy, Error> {
         let candidates = match self {
-            Self::Given(codec) => return Ok(codec.into()),
+            Self::Given(codec) => return Ok(codec.clone().into()),
             Self::Auto => CANDIDATES.iter().map(|name| name.parse().expect("these are codecs")).collect(),
-            Self::WhereFaster(codec) => vec![codec],
+            Self::WhereFaster(codec) => vec![codec.clone()],
         };
-        if group.size() == 1 || candidates == [CodecSpec::None] {
+        if group.size() == 1 || candidates.iter().all(CodecSpec::is_none) {
             return Ok(CodecPolicy::default());
         }
         measure(group, world, &candidates)
@@ -65,8 +65,7 @@ fn measure(
     candidates: &[CodecSpec],
 ) -> Result<CodecPolicy, Error> {
     let begun = Instant::now();
-    let ways: Vec<_> =
-        [CodecSpec::None].iter().chain(candidates).map(|codec| Compressor::new(*codec)).collect();
+    let ways: Vec<_> = [CodecSpec::none()].iter().chain(candidates).cloned().map(Compressor::new).collect();
     let mut survey = Survey::default();
     let mut data = Vec::new();
     while let Some(elements) = survey.next() {
@@ -204,7 +203,7 @@ impl Survey {
     fn policy(&self, candidates: &[CodecSpec]) -> CodecPolicy {
         let step = |(length, candidate, gain): (&Length, usize, f64)| Step {
             from: length.elements,
-            codec: candidates[candidate],
+            codec: candidates[candidate].clone(),
             // As it is printed.
             gain: (gain * 100.0).floor() / 100.0,
         };
@@ -321,7 +320,7 @@ mod tests {
                     prop_assert!(length.gain(candidate) >= MARGIN, "{policy}: {length:?}");
                 }
             }
-            prop_assert_eq!(policy.codec_for(SHORTEST - 1, DType::F32), CodecSpec::None);
+            prop_assert!(policy.codec_for(SHORTEST - 1, DType::F32).is_none());
             prop_assert_eq!(&policy.to_string().parse::<CodecPolicy>().unwrap(), &policy);
             let per_length = |length: &Length| length.rounds <= ROUNDS && length.total < 1e9;
             prop_assert!(survey.lengths.iter().all(per_length));

@@ -1,6 +1,6 @@
 //! Element types, and a pool of buffers.
 
-use farwire_codec::exchange::Floats;
+use farwire_codec::collective::Floats;
 use farwire_proto::{Buffers, DType};
 use half::{bf16, f16};
 

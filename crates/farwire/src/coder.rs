@@ -4,7 +4,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use farwire_codec::exchange::{Exchange, Finished, Floats};
+use farwire_codec::collective::{CodedCollective, Finished, Floats};
 use farwire_proto::{Coding, Nonsense, OpId};
 use half::{bf16, f16};
 
@@ -47,7 +47,7 @@ pub(crate) fn work(driver: &SharedDriver, op: OpId) {
     }
 }
 
-fn finish(driver: &SharedDriver, exchange: Exchange, completion: &Arc<Completion>) {
+fn finish(driver: &SharedDriver, exchange: CodedCollective, completion: &Arc<Completion>) {
     let result = match exchange.finish() {
         Err((error, input)) => Err(Error::NotEncodable { error, input: Some(Box::new(input.into())) }),
         Ok(Finished { output, input }) => {

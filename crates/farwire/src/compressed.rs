@@ -3,8 +3,8 @@
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-use farwire_codec::exchange::{Collective, Exchange, Floats, Order, Through};
-use farwire_codec::{Codec, CodecSpec, Context, ErrorFeedback};
+use farwire_codec::collective::{CodedCollective, Collective, Floats, Order};
+use farwire_codec::{CodecSpec, Context, ErrorFeedback, Travel};
 use farwire_proto::{Call, Counts, DType, Rank, ReduceOp, WorldSize};
 use half::{bf16, f16};
 
@@ -58,7 +58,7 @@ fn floats<T: Float>(elements: Vec<T>) -> Floats {
 /// ```
 #[derive(Clone, Debug)]
 pub struct Compressor {
-    codec: Which,
+    policy: CodecPolicy,
     /// Below this many elements, the codec would cost more time than it saves.
     dense_below: usize,
     feedback: Option<Arc<ErrorFeedback>>,
@@ -67,28 +67,15 @@ pub struct Compressor {
     dimensions: Option<Vec<usize>>,
 }
 
-#[derive(Clone, Debug)]
-enum Which {
-    BySize(CodecPolicy),
-    Own(Arc<dyn Codec>),
-}
-
 impl Compressor {
-    /// A codec with error feedback.
+    /// A codec with error feedback: by name, or [your own](CodecSpec::custom).
     pub fn new(codec: CodecSpec) -> Self {
         Self::by_size(codec.into())
     }
 
     /// A codec for each length of vectors, with error feedback. The same on all ranks.
     pub fn by_size(policy: CodecPolicy) -> Self {
-        Self {
-            codec: Which::BySize(policy),
-            dense_below: 0,
-            feedback: Some(Arc::default()),
-            seed: 0,
-            step: None,
-            dimensions: None,
-        }
+        Self { policy, dense_below: 0, feedback: Some(Arc::default()), seed: 0, step: None, dimensions: None }
     }
 
     /// bf16 or int8 where that is faster than dense between these ranks, and dense elsewhere, with error feedback: measured here and now, for about a second. All ranks must call it, and all choose
@@ -110,11 +97,6 @@ impl Compressor {
     /// ```
     pub fn auto(group: &Communicator) -> Result<Self, Error> {
         CodecChoice::Auto.settle(group, group).map(Self::by_size)
-    }
-
-    /// A codec of your own, with error feedback. Every rank sends its message to every other, and all add them in rank order.
-    pub fn custom(codec: Arc<dyn Codec>) -> Self {
-        Self { codec: Which::Own(codec), ..Self::new(CodecSpec::None) }
     }
 
     /// The same without error feedback: what the codec leaves out is lost. Training with top-k or sign suffers badly; random-k makes up for it by scaling what it sends.
@@ -145,7 +127,7 @@ impl Compressor {
 
     /// The same state, for calls through another codec, or none: what was left out by one is made up for by the other. The same on all ranks.
     pub fn with_codec(&self, codec: CodecSpec) -> Self {
-        Self { codec: Which::BySize(codec.into()), ..self.clone() }
+        Self { policy: codec.into(), ..self.clone() }
     }
 
     /// The same state, for a tensor of these dimensions: PowerSGD sees it as a matrix of the first by the rest.
@@ -160,24 +142,13 @@ impl Compressor {
 
     /// The codec's name; where it depends on the length, a list of them.
     pub fn name(&self) -> String {
-        match &self.codec {
-            Which::BySize(policy) => policy.to_string(),
-            Which::Own(codec) => codec.name(),
-        }
+        self.policy.to_string()
     }
 
     /// What a rank's vector goes through, and none if it stays dense. The whole is longer than that only in an all-gather.
-    fn through<T: Float>(&self, elements: usize, whole: usize) -> Option<Through> {
-        if elements < self.dense_below {
-            return None;
-        }
-        match &self.codec {
-            Which::Own(codec) => Some(Through::Own(codec.clone())),
-            Which::BySize(policy) => match policy.codec_for(whole, T::DTYPE) {
-                CodecSpec::None => None,
-                codec => Some(Through::Spec(codec)),
-            },
-        }
+    fn codec<T: Float>(&self, elements: usize, whole: usize) -> Option<CodecSpec> {
+        let codec = (elements >= self.dense_below).then(|| self.policy.codec_for(whole, T::DTYPE));
+        codec.filter(|codec| !codec.is_none())
     }
 }
 
@@ -193,11 +164,11 @@ impl Communicator {
         op: ReduceOp,
         compressor: &Compressor,
     ) -> Pending<Vec<T>> {
-        let Some(through) = compressor.through::<T>(data.len(), data.len()) else {
+        let Some(codec) = compressor.codec::<T>(data.len(), data.len()) else {
             let call = Call::AllReduce { count: data.len(), dtype: T::DTYPE, op };
             return self.start_dense(tensor, data, call, compressor);
         };
-        self.start_coded(tensor, floats(data), Collective::AllReduce(op), through, compressor)
+        self.start_coded(tensor, floats(data), Collective::AllReduce(op), codec, compressor)
     }
 
     /// [`reduce_scatter`](Self::reduce_scatter) of a gradient through a codec: sum or mean only. See [`all_reduce_compressed`](Self::all_reduce_compressed).
@@ -208,11 +179,11 @@ impl Communicator {
         op: ReduceOp,
         compressor: &Compressor,
     ) -> Pending<Vec<T>> {
-        let Some(through) = compressor.through::<T>(data.len(), data.len()) else {
+        let Some(codec) = compressor.codec::<T>(data.len(), data.len()) else {
             let call = Call::ReduceScatter { count: data.len(), dtype: T::DTYPE, op };
             return self.start_dense(tensor, data, call, compressor);
         };
-        self.start_coded(tensor, floats(data), Collective::ReduceScatter(op), through, compressor)
+        self.start_coded(tensor, floats(data), Collective::ReduceScatter(op), codec, compressor)
     }
 
     /// [`all_gather`](Self::all_gather) through a codec: every rank, the sender included, gets what the codec makes of each vector. All must have the same length.
@@ -222,12 +193,12 @@ impl Communicator {
         data: Vec<T>,
         compressor: &Compressor,
     ) -> Pending<Vec<T>> {
-        let Some(through) = compressor.through::<T>(data.len(), data.len() * self.size()) else {
+        let Some(codec) = compressor.codec::<T>(data.len(), data.len() * self.size()) else {
             let call = Call::AllGather { counts: Counts::Each(data.len()), dtype: T::DTYPE };
             return self.start_dense(tensor, data, call, compressor);
         };
         let counts = Counts::Each(data.len());
-        self.start_coded(tensor, floats(data), Collective::AllGather(counts), through, compressor)
+        self.start_coded(tensor, floats(data), Collective::AllGather(counts), codec, compressor)
     }
 
     /// A call without a codec. What earlier calls through one have left out goes with it.
@@ -285,12 +256,12 @@ impl Communicator {
         tensor: &str,
         input: Floats,
         collective: Collective,
-        through: Through,
+        codec: CodecSpec,
         compressor: &Compressor,
     ) -> Pending<Vec<T>> {
         let completion = Arc::new(Completion::default());
         let long = input.len() * input.dtype().size() > OVERLAP_FROM;
-        match self.try_start_coded(tensor, input, collective, through, compressor, completion.clone()) {
+        match self.try_start_coded(tensor, input, collective, codec, compressor, completion.clone()) {
             Err(error) => Pending::ready(Err(error.in_group(&self.members()))),
             Ok(()) => {
                 let node = self.node();
@@ -310,14 +281,14 @@ impl Communicator {
         tensor: &str,
         input: Floats,
         collective: Collective,
-        through: Through,
+        codec: CodecSpec,
         compressor: &Compressor,
         completion: Arc<Completion>,
     ) -> Result<(), Error> {
         let node = self.node();
-        // A codec of the user's own may do anything, and take any time. Where no thread is to be had,
-        // whoever waits does the work.
-        let long = (input.len() > coder::SHORT || matches!(through, Through::Own(_)))
+        // A codec that sends whole vectors is a user's own: it may do anything, and take any time.
+        // Where no thread is to be had, whoever waits does the work.
+        let long = (input.len() > coder::SHORT || matches!(codec.travels(), Travel::Whole(_)))
             && node
                 .ensure_coder()
                 .inspect_err(|error| tracing::warn!(%error, "could not start the coding thread"))
@@ -334,9 +305,9 @@ impl Communicator {
             Collective::ReduceScatter(_) => input.len() / self.size(),
             Collective::AllGather(_) => input.len() * self.size(),
         });
-        let exchange = Exchange::new(Order {
+        let exchange = CodedCollective::new(Order {
             collective,
-            through,
+            codec,
             rank: Rank(self.rank() as u32),
             world: WorldSize::new(self.size() as u32).expect("this process is a member"),
             input,

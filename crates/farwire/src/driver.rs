@@ -9,7 +9,7 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use farwire_codec::exchange::Exchange;
+use farwire_codec::collective::CodedCollective;
 use farwire_proto::{
     Buffers, Call, Coding, CommId, DType, Engine, HEADER_LEN, Header, Input, Lane, Machine, MachineEvent,
     Nonsense, OpId, OpenError, Options, Peer, Plan, Rank, Refusal, Refused, Time, Transmit, Verdict,
@@ -31,7 +31,7 @@ const WIDEST: usize = 8;
 /// Everything that moves.
 #[derive(Debug)]
 pub(crate) struct Driver {
-    machine: Machine<Pool, Exchange, Job>,
+    machine: Machine<Pool, CodedCollective, Job>,
     /// By peer; none to oneself.
     links: Vec<Option<Box<dyn Link>>>,
     /// Peers that have said goodbye. What they sent is still being read.
@@ -276,7 +276,7 @@ impl Driver {
     pub(crate) fn submit_coded(
         &mut self,
         comm: CommId,
-        exchange: Exchange,
+        exchange: CodedCollective,
         long: bool,
         options: &Options,
         completion: Arc<Completion>,
@@ -292,7 +292,7 @@ impl Driver {
     fn start(
         &mut self,
         plan: Plan,
-        input: Input<Buffer, Exchange>,
+        input: Input<Buffer, CodedCollective>,
         completion: Arc<Completion>,
         long: bool,
     ) -> Result<(), Error> {
@@ -481,7 +481,7 @@ impl Driver {
         })
     }
 
-    fn happened(&mut self, event: MachineEvent<Buffer, Exchange, Job>) {
+    fn happened(&mut self, event: MachineEvent<Buffer, CodedCollective, Job>) {
         match event {
             MachineEvent::CommFailed { comm, fault, reporter } => {
                 tracing::warn!(?comm, %fault, %reporter, "a communicator has failed");
@@ -543,7 +543,7 @@ impl Driver {
     }
 
     /// What is to be coded for an operation, if anything is.
-    pub(crate) fn take_coding(&mut self, op: OpId) -> Option<Coding<Exchange, Job>> {
+    pub(crate) fn take_coding(&mut self, op: OpId) -> Option<Coding<CodedCollective, Job>> {
         let coding = self.machine.take_coding(op)?;
         if let Coding::Finish { tag, .. } = &coding {
             self.observer.ended(tag.ticket, &tag.span, None);
@@ -558,7 +558,12 @@ impl Driver {
     }
 
     /// Whoever coded is done for now.
-    pub(crate) fn give_coding_back(&mut self, op: OpId, exchange: Box<Exchange>, nonsense: Option<Nonsense>) {
+    pub(crate) fn give_coding_back(
+        &mut self,
+        op: OpId,
+        exchange: Box<CodedCollective>,
+        nonsense: Option<Nonsense>,
+    ) {
         if let Some(nonsense) = &nonsense {
             tracing::error!(%nonsense, "giving a communicator up");
         }
@@ -579,7 +584,7 @@ impl Driver {
 }
 
 /// What a caller gets back of what it gave, if that was a vector.
-fn given_back(input: Input<Buffer, Exchange>) -> Option<Box<Buffer>> {
+fn given_back(input: Input<Buffer, CodedCollective>) -> Option<Box<Buffer>> {
     match input {
         Input::Buffer(buffer) => Some(Box::new(buffer)),
         Input::Rounds(exchange) => Some(Box::new(exchange.abandon().into())),

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use farwire_codec::FeedbackError;
-use farwire_codec::exchange::{ExchangeError, OrderError};
+use farwire_codec::collective::{CodingError, OrderError};
 use farwire_proto::{CallError, Fault, OpError, OpenError, Peer};
 
 use crate::buffer::Element;
@@ -42,7 +42,7 @@ pub enum Error {
     #[error("{error}")]
     NotEncodable {
         /// Whose, and what.
-        error: ExchangeError,
+        error: CodingError,
         /// The input, as it was.
         input: Option<Box<Buffer>>,
     },

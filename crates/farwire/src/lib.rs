@@ -58,10 +58,10 @@ pub use compressed::{Compressor, Float};
 pub use driver::Traffic;
 pub use error::{Error, SubgroupError};
 pub use farwire_codec as codec;
-pub use farwire_codec::exchange::{ExchangeError, OrderError};
+pub use farwire_codec::collective::{CodingError, OrderError};
 pub use farwire_codec::{
-    Codec, CodecSpec, Context, DecodeError, ErrorFeedback, FeedbackError, Norms, Owed, Place as CodedPlace,
-    Savepoint, SpecError, Transaction,
+    Codec, CodecSpec, CodedPlace, Context, DecodeError, ErrorFeedback, FeedbackError, Norms, Owed, Savepoint,
+    SpecError, Transaction, VectorCodec,
 };
 pub use farwire_proto::{
     Algorithm, CallError, Called, CommId, Config, DType, Epoch, Fault, Fingerprint, Kind, OpError, OpSeq,

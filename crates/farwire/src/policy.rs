@@ -19,7 +19,7 @@ pub(crate) const MARGIN: f64 = 1.2;
 /// assert_eq!(sparse, CodecChoice::WhereFaster("topk:0.01".parse().unwrap()));
 /// assert_eq!("int8".parse::<CodecChoice>().unwrap(), CodecChoice::Given("int8".parse().unwrap()));
 /// ```
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub enum CodecChoice {
     /// `int8`: this one, for vectors of any length.
     Given(CodecSpec),
@@ -94,7 +94,7 @@ pub struct CodecPolicy {
 }
 
 /// A codec, and from where it is used.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Step {
     /// Elements of the shortest vector.
     pub(crate) from: usize,
@@ -115,8 +115,8 @@ impl CodecPolicy {
         // A dense vector with half the bytes takes at least half the time, while the codec sees as many elements.
         let share = (dtype.size() as f64 / size_of::<f32>() as f64).min(1.0);
         match self.steps.iter().rfind(|step| step.from <= elements) {
-            Some(step) if step.gain * share >= MARGIN => step.codec,
-            _ => CodecSpec::None,
+            Some(step) if step.gain * share >= MARGIN => step.codec.clone(),
+            _ => CodecSpec::none(),
         }
     }
 
@@ -128,10 +128,10 @@ impl CodecPolicy {
 
 impl From<CodecSpec> for CodecPolicy {
     fn from(codec: CodecSpec) -> Self {
-        match codec {
-            CodecSpec::None => Self::default(),
-            codec => Self::new(vec![Step { from: 0, codec, gain: f64::INFINITY }]),
+        if codec.is_none() {
+            return Self::default();
         }
+        Self::new(vec![Step { from: 0, codec, gain: f64::INFINITY }])
     }
 }
 
@@ -225,6 +225,6 @@ mod tests {
         for dtype in [DType::F64, DType::F32, DType::Bf16] {
             assert_eq!(policy.codec_for(0, dtype).to_string(), "int8");
         }
-        assert!(CodecPolicy::from(CodecSpec::None).is_dense());
+        assert!(CodecPolicy::from(CodecSpec::none()).is_dense());
     }
 }

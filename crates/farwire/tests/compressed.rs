@@ -7,8 +7,8 @@ mod common;
 use std::num::NonZeroUsize;
 
 use common::{assert_succeeds, on_processes, on_threads, start_processes};
-use farwire::{Communicator, Compressor, Error, ExchangeError, Fault, Peer, ReduceOp};
-use farwire_codec::exchange::{Collective, Exchange, Floats, Order, Through};
+use farwire::{CodecSpec, CodingError, Communicator, Compressor, Error, Fault, Peer, ReduceOp};
+use farwire_codec::collective::{CodedCollective, Collective, Floats, Order};
 use farwire_codec::{Context, ErrorFeedback, Residual};
 use farwire_proto::{Rank, WorldSize};
 use farwire_sim::{Network, Sim, Submission};
@@ -17,17 +17,10 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rustix::process::{Signal, getpid, kill_process};
 
-const CODECS: [&str; 9] = [
-    "bf16",
-    "topk:0.02",
-    "topk:8/512,values=int8",
-    "topk:0.02,mode=union",
-    "randk:0.05",
-    "int8",
-    "int4,rotate=on",
-    "sign",
-    "powersgd:2",
-];
+/// What people use, and what goes other ways between the ranks.
+fn codecs() -> impl Iterator<Item = &'static str> {
+    farwire_codec::typical().chain(["topk:0.02,mode=union", "powersgd:2"]).filter(|name| *name != "none")
+}
 
 fn gradient(rank: usize, step: u64, len: usize) -> Vec<f32> {
     let mut rng = ChaCha8Rng::seed_from_u64(rank as u64 * 1000 + step);
@@ -42,7 +35,7 @@ fn simulated(codec: &str, ranks: usize, len: usize, steps: u64) -> (Vec<Vec<f32>
         for (rank, feedback) in feedback.iter().enumerate() {
             let order = Order {
                 collective: Collective::AllReduce(ReduceOp::Mean),
-                through: Through::Spec(codec.parse().unwrap()),
+                codec: codec.parse().unwrap(),
                 rank: Rank(rank as u32),
                 world: WorldSize::new(ranks as u32).unwrap(),
                 input: Floats::F32(gradient(rank, step, len)),
@@ -53,7 +46,7 @@ fn simulated(codec: &str, ranks: usize, len: usize, steps: u64) -> (Vec<Vec<f32>
                 threads: NonZeroUsize::MIN,
                 output: Vec::new(),
             };
-            sim.submit(Peer(rank as u32), Submission::coded(Exchange::new(order).unwrap()));
+            sim.submit(Peer(rank as u32), Submission::coded(CodedCollective::new(order).unwrap()));
         }
         let report = sim.run().unwrap();
         bytemuck::pod_collect_to_vec(report.jobs()[0].result().unwrap())
@@ -63,7 +56,7 @@ fn simulated(codec: &str, ranks: usize, len: usize, steps: u64) -> (Vec<Vec<f32>
 }
 
 fn equals_the_simulation(comm: &Communicator, len: usize) {
-    for codec in CODECS {
+    for codec in codecs() {
         let steps = 3;
         let (expected, owed) = simulated(codec, comm.size(), len, steps);
         let compressor = Compressor::new(codec.parse().unwrap()).seed(7);
@@ -259,7 +252,7 @@ fn what_cannot_be_is_refused_with_a_reason() {
         }
         let mut error = comm.all_reduce_compressed("w", spoiled, ReduceOp::Sum, &top).wait().unwrap_err();
         let Error::NotEncodable { error: source, .. } = &error else { panic!("{error}") };
-        assert_eq!(*source, ExchangeError::NotFinite { rank: 1, tensor: "w".into(), element: 3 });
+        assert_eq!(*source, CodingError::NotFinite { rank: 1, tensor: "w".into(), element: 3 });
         assert_eq!(error.take_input::<f32>().unwrap().len(), 100);
         assert_eq!(top.feedback().unwrap().to_bytes(), before);
         call(ReduceOp::Sum).wait().unwrap();
@@ -314,7 +307,7 @@ enum Wrong {
     TooLong,
 }
 
-impl farwire::Codec for Wrong {
+impl farwire::VectorCodec for Wrong {
     fn name(&self) -> String {
         "wrong".into()
     }
@@ -360,7 +353,7 @@ fn a_codec_that_is_wrong_is_an_error_and_never_a_result_or_a_wait() {
                 2 => Wrong::PanicsInDecode,
                 _ => Wrong::TooLong,
             };
-            let compressor = Compressor::custom(std::sync::Arc::new(codec)).without_feedback();
+            let compressor = Compressor::new(CodecSpec::custom(codec)).without_feedback();
             let mine = vec![if on_0 { 1.0f32 } else { 2.0 }; 4];
             let error = comm.all_reduce_compressed("w", mine.clone(), ReduceOp::Sum, &compressor).wait();
             let mut error = error.expect_err("a wrong codec has no result");

@@ -1,4 +1,5 @@
-//! `farwire bench codec`: how fast a codec is by itself, against a `b += a` pass over the same memory in the same run.
+//! `farwire bench codec`: how fast a codec is by itself, against a `b += a` pass over the same
+//! memory in the same run.
 
 use std::fmt;
 use std::hint::black_box;
@@ -8,27 +9,12 @@ use std::time::Instant;
 
 use farwire::{CodecChoice, CodecSpec};
 use farwire_codec::{
-    Context, Encoded, Job, Keep, Partitioned, Place, Plan, PowerSgd, Residual, Shape, add_at,
+    CodedPlace, Context, Encoded, Job, MessageCodec, PowerSgd, Residual, Shape, Travel, add_at, typical,
 };
 use serde::Serialize;
 
 use super::{Args, BenchError};
 use crate::units::show_bytes;
-
-/// Codecs that are measured if none is named.
-const ALL: [&str; 11] = [
-    "bf16",
-    "topk:0.01",
-    "topk:0.01,values=int8",
-    "topk:64/4096,values=int8",
-    "randk:0.01",
-    "int8",
-    "int4",
-    "int4,rotate=on",
-    "fp8",
-    "sign",
-    "powersgd:4",
-];
 
 /// Elements of a shard whose accumulator stays in the second-level cache.
 const SHARD: usize = 1 << 18;
@@ -48,7 +34,8 @@ struct Row {
     /// Of elements that are sent, decoded and added to an accumulator out of cache, and in cache.
     kept_per_s: f64,
     kept_per_s_cached: f64,
-    /// The bare additions of the same elements, indices and values known: what memory allows. Of sparse codecs.
+    /// The bare additions of the same elements, indices and values known: what memory allows. Of
+    /// sparse codecs.
     scatter_per_s: Option<f64>,
     scatter_per_s_cached: Option<f64>,
     bits_per_kept: f64,
@@ -58,11 +45,11 @@ struct Row {
 /// Measures each codec at each size.
 pub(super) fn run(args: &Args) -> Result<(), BenchError> {
     let by_itself = |choice: &CodecChoice| match choice {
-        CodecChoice::Given(codec) => Ok(*codec),
-        other => Err(BenchError::NotByItself(*other)),
+        CodecChoice::Given(codec) => Ok(codec.clone()),
+        other => Err(BenchError::NotByItself(other.clone())),
     };
     let codecs: Vec<CodecSpec> = match &args.codec[..] {
-        [] => ALL.iter().map(|name| name.parse().expect("these are codecs")).collect(),
+        [] => typical().map(|name| name.parse().expect("these are codecs")).collect(),
         named => named.iter().map(by_itself).collect::<Result<_, _>>()?,
     };
     let mut out = std::io::stdout().lock();
@@ -93,9 +80,11 @@ pub(super) fn run(args: &Args) -> Result<(), BenchError> {
     for size in &args.size {
         let (gradient, owed) = (gaussian(size / 4, 1), gaussian(size / 4, 2));
         for codec in &codecs {
-            let row = match codec.plan() {
-                Plan::Partitioned(coder) => partitioned(args, codec, &*coder, &gradient, &owed),
-                Plan::LowRank(coder) => low_rank(args, codec, coder, &gradient, &owed),
+            let row = match codec.travels() {
+                Travel::Shards(coder) | Travel::Whole(coder) => {
+                    messages(args, codec, &*coder, &gradient, &owed)
+                }
+                Travel::Factors(coder) => factors(args, codec, coder, &gradient, &owed),
             };
             if args.json {
                 writeln!(out, "{}", serde_json::to_string(&row).expect("plain numbers and names serialise"))?;
@@ -123,27 +112,14 @@ impl Best {
     }
 }
 
-fn partitioned(
-    args: &Args,
-    spec: &CodecSpec,
-    coder: &dyn Partitioned,
-    gradient: &[f32],
-    owed: &[f32],
-) -> Row {
+fn messages(args: &Args, spec: &CodecSpec, coder: &dyn MessageCodec, gradient: &[f32], owed: &[f32]) -> Row {
     let n = gradient.len();
-    let place = Place::whole(Context { seed: 1, step: 2, tensor: 3 }, n);
+    let place = CodedPlace::whole(Context { seed: 1, step: 2, tensor: 3 }, n);
     let threads = NonZeroUsize::new(args.threads as usize).unwrap_or(NonZeroUsize::MIN);
     let whole = std::slice::from_ref(&place.range);
     let job = Job { threads, ..Job::worker(gradient, Residual::Owed(owed), &place, whole) };
     let (mut acc, mut out) = (vec![0.0; n], Encoded::default());
-    let kept = match spec {
-        CodecSpec::TopK(topk) => match topk.keep {
-            Keep::Whole(share) => share.of(n),
-            Keep::PerChunk { keep, chunk } => n / chunk * keep,
-        },
-        CodecSpec::RandomK(randk) => randk.keep.of(n),
-        _ => n,
-    };
+    let kept = (spec.density(n) * n as f64).round() as usize;
     let sparse = kept < n;
     let [mut add, mut encode, mut decode, mut scatter] = [f64::MAX; 4].map(Best);
     let [mut cached, mut cached_scatter] = [f64::MAX; 2].map(Best);
@@ -183,8 +159,9 @@ fn partitioned(
     row
 }
 
-/// PowerSGD on one rank: its encoding is the products with Q and P, its decoding the product of the sums.
-fn low_rank(args: &Args, spec: &CodecSpec, coder: PowerSgd, gradient: &[f32], owed: &[f32]) -> Row {
+/// PowerSGD on one rank: its encoding is the products with Q and P, its decoding the product of the
+/// sums.
+fn factors(args: &Args, spec: &CodecSpec, coder: PowerSgd, gradient: &[f32], owed: &[f32]) -> Row {
     let n = gradient.len();
     let shape = Shape::of(&[n]);
     let context = Context { seed: 1, step: 2, tensor: 3 };

@@ -15,14 +15,14 @@ use farwire::{
     LinkChoice, Options,
 };
 use farwire_codec::Context;
-use farwire_codec::exchange::{Collective, Exchange, Floats, Order, Through};
+use farwire_codec::collective::{CodedCollective, Collective, Floats, Order};
 use farwire_proto::{Algorithm, Counts, DType, Kind, Rank, ReduceOp, UnknownName, WorldSize};
 use half::{bf16, f16};
 use rustix::time::ClockId;
 use serde::Serialize;
 
 use crate::launch::{GRACE, Job, JobOutput, LaunchError, hold_port, random_name};
-use crate::named::named;
+use crate::named::{codec_help, named};
 use crate::units::{self, show_bytes};
 use pattern::Stretch;
 
@@ -56,9 +56,8 @@ pub(crate) struct Args {
     /// How elements are combined.
     #[arg(long, alias = "op", default_value = "sum", value_parser = named::<ReduceOp, _>(ReduceOp::ALL.map(ReduceOp::name)))]
     reduce: ReduceOp,
-    /// How gradients are compressed on the wire, with error feedback: none, topk:0.01, randk:0.01, int8, sign, powersgd:4, … For all_reduce, reduce_scatter, all_gather, and by itself
-    /// for `codec`, which takes several. `auto` measures first, for a second, and takes bf16 or int8 at sizes at which that is faster than none; `auto:topk:0.01` does so with that codec.
-    #[arg(long)]
+    /// How gradients are compressed on the wire, with error feedback; --help lists the codecs.
+    #[arg(long, long_help = codec_help("For all_reduce, reduce_scatter, all_gather, and by itself for `codec`, which takes several."))]
     codec: Vec<CodecChoice>,
     /// Threads that `codec` uses.
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..=256))]
@@ -385,7 +384,7 @@ struct Trial<'a, T> {
 
 impl Args {
     fn choice(&self) -> CodecChoice {
-        self.codec.first().copied().unwrap_or_default()
+        self.codec.first().cloned().unwrap_or_default()
     }
 
     fn tuned(&self, comm: &Communicator) -> Communicator {
@@ -460,7 +459,7 @@ fn measure<T: Element>(
     Ok(Row {
         op: kind.name(),
         codec: args.choice().to_string(),
-        chosen: codec.to_string(),
+        chosen: trial.codec.to_string(),
         link: links.name(),
         links,
         ranks,
@@ -481,7 +480,7 @@ impl<T: Element> Trial<'_, T> {
     fn turn(&mut self) -> Result<Duration, Error> {
         let length = self.data.len();
         // A codec's work depends on the data, and sums of sums would overflow: it gets the same gradient each time.
-        let same = (self.codec != CodecSpec::None).then(|| self.data.clone());
+        let same = (!self.codec.is_none()).then(|| self.data.clone());
         let start = Instant::now();
         let result = self.call()?;
         let took = start.elapsed();
@@ -560,7 +559,7 @@ impl<T: Element> Trial<'_, T> {
     /// A rank's input: a [`pattern`], or for a codec, a gradient.
     fn input(&self, rank: usize) -> Vec<T> {
         let length = self.input_len(rank);
-        if self.codec != CodecSpec::None {
+        if !self.codec.is_none() {
             return from_floats(codec::gaussian(length, rank as u64 + 1));
         }
         pattern::fill(&pattern::period(rank, self.op), length)
@@ -568,7 +567,7 @@ impl<T: Element> Trial<'_, T> {
 
     /// Elements of a result that are not what they should be.
     fn wrong(&self, result: &[T]) -> u64 {
-        if self.codec != CodecSpec::None {
+        if !self.codec.is_none() {
             let expected = self.expected_coded();
             return pattern::differences(result, &[Stretch::whole(expected)]);
         }
@@ -600,7 +599,7 @@ impl<T: Element> Trial<'_, T> {
                     Kind::AllGather => Collective::AllGather(Counts::Each(input.len())),
                     _ => Collective::AllReduce(self.op),
                 },
-                through: Through::Spec(self.codec),
+                codec: self.codec.clone(),
                 rank: Rank(rank as u32),
                 world,
                 input,
@@ -613,7 +612,7 @@ impl<T: Element> Trial<'_, T> {
             }
         };
         let mut all: Vec<_> =
-            (0..ranks).map(|rank| Exchange::new(order(rank)).expect("it was measured")).collect();
+            (0..ranks).map(|rank| CodedCollective::new(order(rank)).expect("it was measured")).collect();
         for round in 0..all[0].rounds() {
             // A rank may be a round ahead, so rounds are kept by number.
             let made: Vec<_> = all.iter_mut().map(|rank| rank.next_parcels().expect("its turn")).collect();

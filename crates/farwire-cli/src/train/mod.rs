@@ -20,6 +20,7 @@ use farwire_train::{
 };
 
 use crate::launch::{Job, JobOutput, LaunchError, Wishes, hold_port, random_name};
+use crate::named::codec_help;
 use crate::units;
 use files::Held;
 use view::{Run, View};
@@ -71,18 +72,14 @@ pub(crate) struct Args {
     /// How they pass through: gpipe, 1f1b, or interleaved:2 (with the number of chunks per rank).
     #[arg(long, default_value_t)]
     schedule: Schedule,
-    /// How gradients are compressed on the wire, with error feedback: none, int8, topk:0.01,
-    /// randk:0.01, sign, powersgd:4, … Biases and norms travel as they are. `auto` measures for a
-    /// second at the start and takes bf16 or int8 for tensors for which that is faster than none;
-    /// `auto:topk:0.01` does so with that codec.
-    #[arg(long, default_value = "int8")]
+    /// How gradients are compressed on the wire, with error feedback; --help lists the codecs.
+    #[arg(long, default_value = "int8", long_help = codec_help("Biases and norms travel as they are."))]
     codec: CodecChoice,
     /// Steps at the start in which they are not compressed. If not given: an eighth of the run for
-    /// codecs that leave much out (topk, randk, sign, powersgd), none for others. A resumed run
-    /// keeps what it began with.
+    /// codecs that leave much out, none for others. A resumed run keeps what it began with.
     #[arg(long, value_name = "STEPS", allow_negative_numbers = true)]
     dense_steps: Option<u32>,
-    /// Steps after those in which the share that topk and randk keep falls from a quarter to their
+    /// Steps after those in which the share that a sparse codec keeps falls from a quarter to its
     /// own; three quarters of the run if not given.
     #[arg(long, value_name = "STEPS", allow_negative_numbers = true)]
     falling_steps: Option<u32>,
@@ -229,7 +226,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, TrainCommandError> {
 impl Args {
     /// Fails if this machine cannot run so many ranks of the world with these flags.
     fn check(&self, world: u32, here: u32) -> Result<(), TrainCommandError> {
-        let settings = self.settings(world, self.codec)?;
+        let settings = self.settings(world, self.codec.clone())?;
         settings.check()?;
         let needed = settings.bytes_per_rank() * f64::from(here);
         match memory() {
@@ -254,7 +251,7 @@ impl Args {
             }
             None => (u64::from(ranks) / shared) as u32,
         };
-        let PhaseIn { dense, falling } = PhaseIn::over(codec, u64::from(self.steps));
+        let PhaseIn { dense, falling } = PhaseIn::over(codec.clone(), u64::from(self.steps));
         Ok(Settings {
             model: Config {
                 layers: self.layers as usize,
@@ -334,7 +331,7 @@ fn be_a_rank(args: &Args, comm: &Communicator) -> Result<ExitCode, TrainCommandE
     let is_first = comm.rank() == 0;
     tell(comm, if is_first { files::check_report(&args.report) } else { Ok(()) })?;
     let Some(text) = text(args, comm, &stop)? else { return stopped(comm, &stop) };
-    let Codecs(codecs) = args.compare.clone().unwrap_or_else(|| Codecs(vec![args.codec]));
+    let Codecs(codecs) = args.compare.clone().unwrap_or_else(|| Codecs(vec![args.codec.clone()]));
     let mut view = View::new(is_first, args.json);
     let mut runs = Vec::new();
     for codec in codecs {

@@ -1,11 +1,13 @@
-//! Loops over floats. Each is one body that the compiler vectorises for each level; all but one conversion is safe code.
+//! Loops over floats. Each is one body that the compiler vectorises for each level; all but one
+//! conversion is safe code.
 
 use super::kernel;
 use crate::rng::{mix32, unit32};
 
 const MAGNITUDE: u32 = 0x7fff_ffff;
 
-/// Adding and taking away 1.5·2²³ rounds a float below 2²² to the nearest integer, ties to even, in any instruction set.
+/// Adding and taking away 1.5·2²³ rounds a float below 2²² to the nearest integer, ties to even, in
+/// any instruction set.
 const ROUND: f32 = 12_582_912.0;
 
 kernel! {
@@ -146,7 +148,8 @@ kernel! {
     /// An integer next to `value · inverse` whose mean is that, as bytes.
     fn to_int8_stochastic(values: &[f32], inverse: f32, key: u32, start: u32, out: &mut [u8]) {
         for (i, (out, value)) in (0u32..).zip(out.iter_mut().zip(values)) {
-            // Rounding x + u − ½ to the nearest is rounding x + u down. The clamp is for products a hair past the range.
+            // Rounding x + u − ½ to the nearest is rounding x + u down. The clamp is for products a
+            // hair past the range.
             let noise = unit32(key, start.wrapping_add(i)) - 0.5;
             *out = ((value * inverse + noise).clamp(-127.0, 127.0) + ROUND).to_bits() as u8;
         }
@@ -163,7 +166,8 @@ kernel! {
 }
 
 kernel! {
-    /// Bytes of four bits each into half as many: byte `i` takes codes `2i` (low) and `2i + 1` (high, or zero if there is none).
+    /// Bytes of four bits each into half as many: byte `i` takes codes `2i` (low) and `2i + 1`
+    /// (high, or zero if there is none).
     fn pack_nibbles(codes: &[u8], out: &mut [u8]) {
         let (pairs, rest) = codes.as_chunks::<2>();
         for (out, [low, high]) in out.iter_mut().zip(pairs) {
@@ -189,7 +193,8 @@ kernel! {
 }
 
 kernel! {
-    /// Four-bit integers −7..=7, kept as 1..=15, as floats. (0 would be −8; encoders do not write it.)
+    /// Four-bit integers −7..=7, kept as 1..=15, as floats. (0 would be −8; encoders do not write
+    /// it.)
     fn from_int4(codes: &[u8], out: &mut [f32]) {
         for (out, code) in out.iter_mut().zip(codes) {
             *out = f32::from(*code as i8 - 8);
@@ -223,21 +228,24 @@ kernel! {
     }
 }
 
-/// The code of the magnitude of `x`, below 448, in e4m3, where `dither` (20 bits) is what is added before the bits below the mantissa are cut.
+/// The code of the magnitude of `x`, below 448, in e4m3, where `dither` (20 bits) is what is added
+/// before the bits below the mantissa are cut.
 #[inline(always)]
 fn e4m3(x: f32, dither: u32) -> u32 {
     let x = x.abs();
     let bits = x.to_bits();
     let normal = (bits.wrapping_add(dither) >> 20).wrapping_sub(120 << 3);
     // Below 2⁻⁶ the steps are 2⁻⁹, all equal. Scaled by 2⁹ and by 2²⁰, the same dither serves.
-    // SAFETY: the minimum of anything, NaN included, and 2⁻⁶ is at most that, and a magnitude is not negative: it fits.
+    // SAFETY: the minimum of anything, NaN included, and 2⁻⁶ is at most that, and a magnitude is
+    // not negative: it fits.
     let fixed = unsafe { (x.min(0.015625) * 536_870_912.0).to_int_unchecked::<i32>() } as u32;
     let small = fixed.wrapping_add(dither) >> 20;
     (if x < 0.015625 { small } else { normal }).min(0x7e)
 }
 
 kernel! {
-    /// `value · inverse` as e4m3 bytes, to the nearest (ties to even for normal numbers, away from zero below 2⁻⁶).
+    /// `value · inverse` as e4m3 bytes, to the nearest (ties to even for normal numbers, away from
+    /// zero below 2⁻⁶).
     fn to_e4m3(values: &[f32], inverse: f32, out: &mut [u8]) {
         for (out, value) in out.iter_mut().zip(values) {
             let x = (value * inverse).abs();
@@ -274,7 +282,8 @@ kernel! {
 }
 
 kernel! {
-    /// One bit per value, set where it is negative (−0 included). The last byte is filled up with zeros.
+    /// One bit per value, set where it is negative (−0 included). The last byte is filled up with
+    /// zeros.
     fn to_signs(values: &[f32], out: &mut [u8]) {
         let (rows, rest) = values.as_chunks::<8>();
         for (out, row) in out.iter_mut().zip(rows) {
@@ -401,9 +410,11 @@ fn butterfly<const HALF: usize>(row: [f32; 16]) -> [f32; 16] {
 }
 
 kernel! {
-    /// The Walsh–Hadamard transform without its factor 1/√len; len is a power of two. Twice is `values · len`.
+    /// The Walsh–Hadamard transform without its factor 1/√len; len is a power of two. Twice is
+    /// `values · len`.
     fn hadamard(values: &mut [f32]) {
-        // The first four rounds stay within sixteen neighbours. Written as permutations of a row, they are vectorised too.
+        // The first four rounds stay within sixteen neighbours. Written as permutations of a row,
+        // they are vectorised too.
         let mut half = 1;
         if values.len() >= 16 {
             for row in values.as_chunks_mut::<16>().0 {
@@ -475,7 +486,8 @@ mod tests {
             let codes = |f: &dyn Fn(Level, &mut [u8])| same(|level| { let mut out = vec![0; n]; f(level, &mut out); out });
             let int8 = codes(&|level, out| to_int8(level, &values, inverse, out));
             same(|level| {
-                // Within the range of codes, as encoders keep them, the same as the two steps apart.
+                // Within the range of codes, as encoders keep them, the same as the two steps
+                // apart.
                 let mut left: Vec<f32> = values.iter().map(|value| value.clamp(-1.0, 1.0)).collect();
                 let (mut want, mut codes, mut units) = (left.clone(), vec![0; n], vec![0.0; n]);
                 to_int8(level, &want, 127.0, &mut codes);

@@ -1,13 +1,16 @@
 //! Where the instruction set matters. This module and its files are the only ones with `unsafe`.
 //!
 //! Rules:
-//! 1. A [`Level`] above portable exists only where [`Level::detect`] found the instructions: nobody outside this module can make one. Calling a function
-//!    compiled for a level is `unsafe` for no other reason, so holding the level is what makes the call sound.
-//! 2. All levels give the same bits. Most kernels are one safe body compiled once per level, which settles it: Rust never
-//!    contracts or reorders float arithmetic. Those with a hand-written body have a portable twin and a test against it.
+//! 1. A [`Level`] above portable exists only where [`Level::detect`] found the instructions: nobody
+//!    outside this module can make one. Calling a function compiled for a level is `unsafe` for no
+//!    other reason, so holding the level is what makes the call sound.
+//! 2. All levels give the same bits. Most kernels are one safe body compiled once per level, which
+//!    settles it: Rust never contracts or reorders float arithmetic. Those with a hand-written body
+//!    have a portable twin and a test against it.
 //! 3. Sums have a fixed order: lane `i % 16`, then the lanes pairwise.
-//! 4. What keeps a load or store by pointer inside its slice or array is checked in the function that makes it, in release builds too:
-//!    by the type (`as_chunks`), or by an assertion once per tile or block, which costs nothing beside the work on that.
+//! 4. What keeps a load or store by pointer inside its slice or array is checked in the function
+//!    that makes it, in release builds too: by the type (`as_chunks`), or by an assertion once per
+//!    tile or block, which costs nothing beside the work on that.
 
 #![allow(unsafe_code)]
 
@@ -80,7 +83,8 @@ impl Level {
     }
 }
 
-/// Asks for the cache line of an element that will be used soon, from memory into the second-level cache.
+/// Asks for the cache line of an element that will be used soon, from memory into the second-level
+/// cache.
 #[inline(always)]
 pub(crate) fn prefetch(elements: &[f32], index: usize) {
     #[cfg(target_arch = "x86_64")]

@@ -4,16 +4,20 @@ use super::{Level, Set, kernel};
 use crate::error::DecodeError;
 use crate::index::BLOCK;
 
-/// Decodes `count` gaps of `low` low bits each (at most 23) into indices, the first of which is at least `next`.
+/// Decodes `count` gaps of `low` low bits each (at most 23) into indices, the first of which is at
+/// least `next`.
 ///
-/// Returns how many bytes that took, and the last index. Indices ascend; whoever finds the last below `range` has checked them
-/// all. Sound for any bytes, and quick to give up on a unary part that runs past `range`.
+/// Returns how many bytes that took, and the last index. Indices ascend; whoever finds the last
+/// below `range` has checked them all. Sound for any bytes, and quick to give up on a unary part
+/// that runs past `range`.
 ///
 /// # Panics
 ///
-/// If `low` is larger, or `count` is zero or larger than a block: the caller has checked what the message says.
+/// If `low` is larger, or `count` is zero or larger than a block: the caller has checked what the
+/// message says.
 ///
-/// This keeps a core busy and leaves its memory idle; `meanwhile` is called once for every sixteen gaps, or not at all, to make use of that.
+/// This keeps a core busy and leaves its memory idle; `meanwhile` is called once for every sixteen
+/// gaps, or not at all, to make use of that.
 #[allow(clippy::too_many_arguments, reason = "a kernel takes its state apart")]
 pub(crate) fn decode_gaps(
     level: Level,
@@ -120,7 +124,8 @@ fn avx512(
     // All that is loaded or stored below by pointer lies where it should because of these.
     assert!(low <= 17 && (1..=BLOCK).contains(&count));
     let low_len = (count * low as usize).div_ceil(8);
-    // Where the ones of the unary part are: sixteen bits at a time, the lanes whose bit is set pushed together.
+    // Where the ones of the unary part are: sixteen bits at a time, the lanes whose bit is set
+    // pushed together.
     let mut positions = [0u32; BLOCK + 64 + 16];
     let unary = &bytes[low_len..];
     let iota = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -134,7 +139,8 @@ fn avx512(
         let word = word(unary, at);
         for quarter in 0..4 {
             let mask = (word >> (16 * quarter)) as u16;
-            // SAFETY: `found` was below BLOCK before this word, which adds at most 64, so 16 places follow.
+            // SAFETY: `found` was below BLOCK before this word, which adds at most 64, so 16 places
+            // follow.
             unsafe {
                 let to = positions.as_mut_ptr().add(found);
                 _mm512_storeu_si512(to.cast(), _mm512_maskz_compress_epi32(mask, position));
@@ -145,8 +151,9 @@ fn avx512(
         at += 8;
     }
 
-    // index = next + sum of low parts so far + (zeros so far << low) + j, where the zeros before the j-th one are position − j.
-    // The low parts of sixteen gaps are 2·low bytes, so each row starts at a byte. Lane j takes the two 16-bit words that hold its bits.
+    // index = next + sum of low parts so far + (zeros so far << low) + j, where the zeros before
+    // the j-th one are position − j. The low parts of sixteen gaps are 2·low bytes, so each row
+    // starts at a byte. Lane j takes the two 16-bit words that hold its bits.
     let zero = _mm512_setzero_si512();
     let last_lane = _mm512_set1_epi32(15);
     let low_mask = _mm512_set1_epi32((1 << low) - 1);
@@ -162,8 +169,9 @@ fn avx512(
     for row in 0..count.div_ceil(16) {
         let lows = &bytes[2 * low as usize * row..low_len];
         let there = u64::MAX >> (64 - lows.len().clamp(1, 64));
-        // SAFETY: only the bytes of `lows` are loaded; where it is empty `low` is zero, and the byte loaded instead is the first
-        // of the unary part, which has one: it was looked through above, for at least one bit.
+        // SAFETY: only the bytes of `lows` are loaded; where it is empty `low` is zero, and the
+        // byte loaded instead is the first of the unary part, which has one: it was looked through
+        // above, for at least one bit.
         let words = unsafe { _mm512_maskz_loadu_epi8(there, lows.as_ptr().cast()) };
         let bits = _mm512_srlv_epi32(_mm512_permutexvar_epi16(words_of_lane, words), bit_of_word);
         // Lanes past the last element count as zero, whatever fills up the last byte.

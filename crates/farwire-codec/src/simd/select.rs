@@ -23,10 +23,11 @@ impl Found {
     }
 }
 
-/// Finds the elements of `values` (at most [`TILE`]) whose magnitude has bits of at least `floor`. Their indices count from `base`.
+/// Finds the elements of `values` (at most [`TILE`]) whose magnitude has bits of at least `floor`.
+/// Their indices count from `base`.
 ///
-/// Meanwhile it asks for the elements of `soon`, as many as of `values`, which will be read next: this works in the first-level cache and leaves the
-/// memory idle.
+/// Meanwhile it asks for the elements of `soon`, as many as of `values`, which will be read next:
+/// this works in the first-level cache and leaves the memory idle.
 pub(crate) fn compress(
     level: Level,
     values: &[f32],
@@ -78,7 +79,8 @@ fn avx512(values: &[f32], base: u32, floor: u32, soon: [&[f32]; 2], found: &mut 
         let lanes = unsafe { _mm512_loadu_si512(row.as_ptr().cast()) };
         let mask = _mm512_cmpge_epu32_mask(_mm512_and_si512(lanes, magnitude), floor_lanes);
         if mask != 0 {
-            // SAFETY: `count` grows by at most 16 with each row, and all rows together have at most TILE elements (checked above). Both arrays hold more.
+            // SAFETY: `count` grows by at most 16 with each row, and all rows together have at most
+            // TILE elements (checked above). Both arrays hold more.
             unsafe {
                 let indices = found.indices.as_mut_ptr().add(count);
                 _mm512_storeu_si512(indices.cast(), _mm512_maskz_compress_epi32(mask, index));
@@ -102,7 +104,8 @@ fn avx2(values: &[f32], base: u32, floor: u32, soon: [&[f32]; 2], found: &mut Fo
     found.count = 0;
     let (rows, rest) = values.as_chunks::<8>();
     let magnitude = _mm256_set1_epi32(0x7fff_ffff);
-    // Magnitudes and the floor have no sign bit, so the signed comparison serves; at least is more than one less.
+    // Magnitudes and the floor have no sign bit, so the signed comparison serves; at least is more
+    // than one less.
     let below = _mm256_set1_epi32(floor as i32 - 1);
     let step = _mm256_set1_epi32(8);
     let mut index =
@@ -117,11 +120,13 @@ fn avx2(values: &[f32], base: u32, floor: u32, soon: [&[f32]; 2], found: &mut Fo
         let above = _mm256_cmpgt_epi32(_mm256_and_si256(lanes, magnitude), below);
         let mask = _mm256_movemask_ps(_mm256_castsi256_ps(above)) as u32;
         if mask != 0 {
-            // The lanes to keep, three bits each, packed to the front; then spread out to a byte each.
+            // The lanes to keep, three bits each, packed to the front; then spread out to a byte
+            // each.
             let nibbles = _pdep_u64(u64::from(mask), 0x0101_0101_0101_0101) * 0xff;
             let order = _pext_u64(0x0706_0504_0302_0100, nibbles);
             let order = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(order as i64));
-            // SAFETY: `count` grows by at most 8 with each row, and all rows together have at most TILE elements (checked above). Both arrays hold more.
+            // SAFETY: `count` grows by at most 8 with each row, and all rows together have at most
+            // TILE elements (checked above). Both arrays hold more.
             unsafe {
                 let indices = found.indices.as_mut_ptr().add(count);
                 _mm256_storeu_si256(indices.cast(), _mm256_permutevar8x32_epi32(index, order));

@@ -1,8 +1,8 @@
 //! Writing a long result once, without reading what it replaces.
 //!
-//! A plain store of a line that is not in a cache first reads it: a pass that writes a new vector beside two that it reads moves a third more
-//! than it must. Streaming stores do without. They are only right for vectors so long that nothing of them will be in a cache when
-//! they are read next.
+//! A plain store of a line that is not in a cache first reads it: a pass that writes a new vector
+//! beside two that it reads moves a third more than it must. Streaming stores do without. They are
+//! only right for vectors so long that nothing of them will be in a cache when they are read next.
 
 use std::marker::PhantomData;
 
@@ -11,7 +11,8 @@ use super::{Level, Set};
 /// Vectors of more elements than this are streamed.
 const LONG: usize = 1 << 21;
 
-/// Writes the tiles of a vector. What it writes stays borrowed until it is dropped; by then all of it is there for every thread to see.
+/// Writes the tiles of a vector. What it writes stays borrowed until it is dropped; by then all of
+/// it is there for every thread to see.
 #[derive(Debug)]
 pub(crate) struct Stream<'a> {
     /// Where a tile is made before it is streamed, or nothing if it is made in place.
@@ -65,7 +66,8 @@ fn copy(values: &[f32], out: &mut [f32]) {
     let (lines, rest) = out.as_chunks_mut::<16>();
     let (values, values_rest) = values.as_chunks::<16>();
     for (line, values) in lines.iter_mut().zip(values) {
-        // SAFETY: both are 16 floats long, and `head` elements were left out so that each line starts at a multiple of 64 bytes.
+        // SAFETY: both are 16 floats long, and `head` elements were left out so that each line
+        // starts at a multiple of 64 bytes.
         unsafe {
             _mm256_stream_ps(line.as_mut_ptr(), _mm256_loadu_ps(values.as_ptr()));
             _mm256_stream_ps(line.as_mut_ptr().add(8), _mm256_loadu_ps(values.as_ptr().add(8)));

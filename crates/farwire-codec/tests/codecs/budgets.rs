@@ -2,13 +2,13 @@
 
 use farwire_codec::*;
 
-use crate::{Random, partitioned};
+use crate::{Random, all_messages, messages};
 
 fn encode(name: &str, values: &[f32]) -> Encoded {
-    let place = Place::whole(Context::default(), values.len());
+    let place = CodedPlace::whole(Context::default(), values.len());
     let mut out = Encoded::default();
     let job = Job::worker(values, Residual::Zero, &place, std::slice::from_ref(&place.range));
-    partitioned(name).unwrap().encode(&job, &mut out).unwrap();
+    messages(name).unwrap().encode(&job, &mut out).unwrap();
     out
 }
 
@@ -32,6 +32,19 @@ fn bits_per_kept_element() {
         let bits = 8.0 * encode(name, &values).messages[0].len() as f64 / kept;
         println!("{name}: {bits:.3} bits per element sent, at most {budget}");
         assert!(bits <= budget, "{name}: {bits}");
+    }
+}
+
+/// The registry's own promise, which `--help` prints.
+#[test]
+fn messages_are_as_long_as_expected() {
+    let n = 1 << 18;
+    let values = Random(1).normals(n);
+    for (name, codec) in all_messages() {
+        let (len, expected) = (encode(name, &values).messages[0].len(), codec.expected_len(n));
+        let close = 0.02 * expected as f64 + 32.0;
+        assert!((len as f64 - expected as f64).abs() <= close, "{name}: {len} bytes, expected {expected}");
+        assert!(expected <= codec.max_message_len(n), "{name}");
     }
 }
 

@@ -3,9 +3,10 @@
 use farwire_codec::*;
 
 use crate::world::{End, World};
-use crate::{ALL, Random, all_partitioned};
+use crate::{Random, all_messages};
 
-/// After `steps` steps, of which some are dropped: how far results plus residuals are from the inputs, relative to the inputs.
+/// After `steps` steps, of which some are dropped: how far results plus residuals are from the
+/// inputs, relative to the inputs.
 fn imbalance(spec: &str, ranks: usize, steps: usize, drop_every: usize) -> f64 {
     let n = 1000;
     let mut world = World::new(spec, ranks, n);
@@ -32,7 +33,7 @@ fn imbalance(spec: &str, ranks: usize, steps: usize, drop_every: usize) -> f64 {
 
 #[test]
 fn results_and_residuals_add_up_to_the_inputs() {
-    for spec in ALL {
+    for spec in samples() {
         for ranks in [1, 2, 3, 4, 7] {
             let imbalance = imbalance(spec, ranks, 100, usize::MAX);
             assert!(imbalance < 2f64.powi(-20), "{spec}, {ranks} ranks: {imbalance:e}");
@@ -42,7 +43,7 @@ fn results_and_residuals_add_up_to_the_inputs() {
 
 #[test]
 fn also_when_every_tenth_step_is_dropped() {
-    for spec in ALL {
+    for spec in samples() {
         for ranks in [1, 3, 4] {
             let imbalance = imbalance(spec, ranks, 100, 10);
             assert!(imbalance < 2f64.powi(-20), "{spec}, {ranks} ranks: {imbalance:e}");
@@ -53,7 +54,7 @@ fn also_when_every_tenth_step_is_dropped() {
 #[test]
 fn resharding_loses_nothing() {
     let n = 500;
-    for spec in ["topk:0.02", "int4", "sign"] {
+    for (spec, _) in all_messages() {
         let mut world = World::new(spec, 3, n);
         let mut random = Random(3);
         for _ in 0..10 {
@@ -71,7 +72,7 @@ fn resharding_loses_nothing() {
 
 #[test]
 fn fewer_elements_than_ranks() {
-    for spec in ALL {
+    for spec in samples() {
         for n in [0, 1, 2, 5] {
             let mut world = World::new(spec, 7, n);
             let gradients: Vec<_> = (0..7).map(|rank| vec![rank as f32; n]).collect();
@@ -83,14 +84,14 @@ fn fewer_elements_than_ranks() {
 #[test]
 fn a_gradient_with_a_nan_leaves_the_residual_as_it_was() {
     let n = 3000;
-    for (name, codec) in all_partitioned() {
+    for (name, codec) in all_messages() {
         let mut world = World::new(name, 1, n);
         world.all_reduce(&[Random(4).normals(n)], End::Commit);
         let before = world.feedback[0].to_bytes();
         let mut transaction = world.feedback[0].begin("w").unwrap();
         let mut gradient = vec![1.0; n];
         gradient[n - 1] = f32::NAN;
-        let (owed, place) = (transaction.worker(0..n), Place::whole(Context::default(), n));
+        let (owed, place) = (transaction.worker(0..n), CodedPlace::whole(Context::default(), n));
         let mut out = Encoded::default();
         out.residual = transaction.buffer(0);
         let job = Job::worker(&gradient, owed.residual(), &place, std::slice::from_ref(&place.range));

@@ -2,18 +2,18 @@
 
 use farwire_codec::*;
 
-use crate::{Random, all_partitioned};
+use crate::{Random, all_messages};
 
 #[test]
 fn mutated_messages_are_decoded_or_refused() {
     let asked = std::env::var("FARWIRE_MUTATIONS").ok().and_then(|count| count.parse().ok());
     let per_decoder = asked.unwrap_or(if crate::long() { 1_000_000 } else { 20_000 });
-    for (name, codec) in all_partitioned() {
+    for (name, codec) in all_messages() {
         let mut random = Random(13);
         let n = 2000;
         let values: Vec<f32> =
             random.normals(n).iter().map(|x| if x.abs() < 0.5 { 0.0 } else { *x }).collect();
-        let place = Place::whole(Context::default(), n);
+        let place = CodedPlace::whole(Context::default(), n);
         let shards = [0..n / 3, n / 3..n];
         let mut out = Encoded::default();
         let mut good = Vec::new();
@@ -68,8 +68,8 @@ fn mutate(message: &[u8], random: &mut Random) -> Vec<u8> {
 
 #[test]
 fn a_count_from_the_wire_allocates_nothing_and_is_checked_first() {
-    let codec = crate::partitioned("topk:0.01").unwrap();
-    let place = Place::whole(Context::default(), 10);
+    let codec = crate::messages("topk:0.01").unwrap();
+    let place = CodedPlace::whole(Context::default(), 10);
     let error = codec.add_decoded_into(&u32::MAX.to_le_bytes(), &place, &mut [0.0; 10]).unwrap_err();
     assert_eq!(error, DecodeError::Count { given: u32::MAX as usize, range: 10 });
 }

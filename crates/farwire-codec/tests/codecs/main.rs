@@ -1,55 +1,28 @@
-//! Every codec against plain references, in memory. `FARWIRE_LONG=1` runs the long forms, `FARWIRE_MUTATIONS=n`
-//! decodes so many mutated messages.
+//! Every codec against plain references, in memory. `FARWIRE_LONG=1` runs the long forms,
+//! `FARWIRE_MUTATIONS=n` decodes so many mutated messages.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 mod budgets;
 mod conservation;
 mod convergence;
+mod golden;
 mod hostile;
 mod noise;
 mod oracle;
 mod world;
 
+use std::sync::Arc;
+
 use farwire_codec::*;
 
-/// One of each kind, and of each option that changes the code that runs.
-pub(crate) const ALL: [&str; 24] = [
-    "none",
-    "bf16",
-    "f16",
-    "topk:0.01",
-    "topk:0.05,values=f32",
-    "topk:0.01,values=int8",
-    "topk:0.02,mode=union",
-    "topk:0.02,values=int8,mode=union",
-    "topk:count=3",
-    "topk:1",
-    "topk:2/64",
-    "topk:5/100,values=int8",
-    "randk:0.01",
-    "randk:0.1,values=f32,seed=9",
-    "int8",
-    "int8,block=16,rounding=stochastic",
-    "int8,rotate=on",
-    "int4",
-    "int4,rotate=on,block=64",
-    "int4,rotate=on,rounding=stochastic",
-    "fp8",
-    "fp8,rounding=stochastic,rotate=on",
-    "sign",
-    "powersgd:2",
-];
-
-pub(crate) fn partitioned(text: &str) -> Option<Box<dyn Partitioned>> {
-    match text.parse::<CodecSpec>().unwrap().plan() {
-        Plan::Partitioned(codec) => Some(codec),
-        Plan::LowRank(_) => None,
-    }
+/// What makes a codec's messages; none if it has none.
+pub(crate) fn messages(text: &str) -> Option<Arc<dyn MessageCodec>> {
+    text.parse::<CodecSpec>().unwrap().messages()
 }
 
-pub(crate) fn all_partitioned() -> impl Iterator<Item = (&'static str, Box<dyn Partitioned>)> {
-    ALL.into_iter().filter_map(|text| Some((text, partitioned(text)?)))
+pub(crate) fn all_messages() -> impl Iterator<Item = (&'static str, Arc<dyn MessageCodec>)> {
+    samples().filter_map(|text| Some((text, messages(text)?)))
 }
 
 pub(crate) fn long() -> bool {

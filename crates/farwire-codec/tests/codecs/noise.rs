@@ -2,11 +2,11 @@
 
 use farwire_codec::*;
 
-use crate::{Random, partitioned};
+use crate::{Random, messages};
 
 /// What rounding did to each element.
-fn errors(codec: &dyn Partitioned, values: &[f32], role: Role, rank: u32, step: u64) -> Vec<f32> {
-    let place = Place::whole(Context { seed: 5, step, tensor: 1 }, values.len());
+fn errors(codec: &dyn MessageCodec, values: &[f32], role: Role, rank: u32, step: u64) -> Vec<f32> {
+    let place = CodedPlace::whole(Context { seed: 5, step, tensor: 1 }, values.len());
     let shards = std::slice::from_ref(&place.range);
     let mut out = Encoded::default();
     let job = Job { role, rank, ..Job::worker(values, Residual::Zero, &place, shards) };
@@ -22,7 +22,7 @@ fn correlation(a: &[f32], b: &[f32]) -> f64 {
 #[test]
 fn an_owner_does_not_repeat_the_errors_it_made_as_a_worker() {
     for name in ["int8,rounding=stochastic", "int4,rounding=stochastic", "fp8,rounding=stochastic"] {
-        let codec = partitioned(name).unwrap();
+        let codec = messages(name).unwrap();
         let values = Random(11).normals(40_000);
         let draws = [
             (Role::Worker, 0, 0),

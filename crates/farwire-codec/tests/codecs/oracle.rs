@@ -6,7 +6,7 @@ use std::ops::Range;
 use farwire_codec::*;
 use proptest::prelude::*;
 
-use crate::{Random, all_partitioned, partitioned};
+use crate::{Random, all_messages, messages};
 
 /// What an encoder made of a job.
 struct Outcome {
@@ -15,7 +15,7 @@ struct Outcome {
     messages: Vec<Vec<u8>>,
 }
 
-fn run(codec: &dyn Partitioned, job: &Job<'_>) -> Outcome {
+fn run(codec: &dyn MessageCodec, job: &Job<'_>) -> Outcome {
     let mut out = Encoded::default();
     codec.encode(job, &mut out).unwrap();
     let mut decoded = vec![0.0; job.values.len()];
@@ -36,8 +36,8 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|value| value.to_bits()).collect()
 }
 
-fn place(n: usize) -> Place {
-    Place::whole(Context { seed: 1, step: 2, tensor: 3 }, n)
+fn place(n: usize) -> CodedPlace {
+    CodedPlace::whole(Context { seed: 1, step: 2, tensor: 3 }, n)
 }
 
 /// `0..n` cut into `parts`.
@@ -45,7 +45,8 @@ fn cut(n: usize, parts: usize) -> Vec<Range<usize>> {
     (0..parts).map(|part| n * part / parts..n * (part + 1) / parts).collect()
 }
 
-/// Indices of the `k` largest magnitudes, the lowest index first among equals, by sorting everything.
+/// Indices of the `k` largest magnitudes, the lowest index first among equals, by sorting
+/// everything.
 fn largest(values: &[f32], k: usize) -> Vec<usize> {
     let mut order: Vec<_> = (0..values.len()).collect();
     order.sort_by(|i, j| values[*j].abs().total_cmp(&values[*i].abs()).then(i.cmp(j)));
@@ -77,7 +78,7 @@ proptest! {
     #[test]
     fn top_k_is_a_full_sort(values in awkward(), k in 1usize..800, parts in 1usize..5, threads in 1usize..4) {
         let n = values.len();
-        let codec = partitioned(&format!("topk:count={k},values=f32")).unwrap();
+        let codec = messages(&format!("topk:count={k},values=f32")).unwrap();
         let (place, shards) = (place(n), cut(n, parts));
         let threads = NonZeroUsize::new(threads).unwrap();
         let Outcome { decoded, residual, messages } =
@@ -97,7 +98,7 @@ proptest! {
     #[test]
     fn top_k_per_chunk_is_a_full_sort_of_each(values in awkward(), keep in 1usize..8, more in 0usize..100, parts in 1usize..4, threads in 1usize..4) {
         let (n, chunk) = (values.len(), keep + more);
-        let codec = partitioned(&format!("topk:{keep}/{chunk},values=f32")).unwrap();
+        let codec = messages(&format!("topk:{keep}/{chunk},values=f32")).unwrap();
         let (place, shards) = (place(n), cut(n, parts));
         let threads = NonZeroUsize::new(threads).unwrap();
         let outcome = run(&*codec, &Job { threads, ..Job::worker(&values, Residual::Zero, &place, &shards) });
@@ -113,25 +114,25 @@ proptest! {
     #[test]
     fn owners_keep_their_share_or_everything(sums in awkward(), k in 1usize..300, before in 0usize..500, after in 0usize..500) {
         let (n, len) = (before + sums.len() + after, sums.len());
-        let place = Place { range: before..before + len, ..place(n) };
-        let global = partitioned(&format!("topk:count={k},values=f32")).unwrap();
+        let place = CodedPlace { range: before..before + len, ..place(n) };
+        let global = messages(&format!("topk:count={k},values=f32")).unwrap();
         let outcome = run(&*global, &Job::owner(&sums, Residual::Zero, &place));
         let share = (k.min(n) * len).div_ceil(n.max(1));
         let mut want = vec![0.0; len];
         largest(&sums, share).into_iter().for_each(|i| want[i] = sums[i] + 0.0);
         prop_assert_eq!(bits(&outcome.decoded), bits(&want));
-        let union = partitioned(&format!("topk:count={k},values=f32,mode=union")).unwrap();
+        let union = messages(&format!("topk:count={k},values=f32,mode=union")).unwrap();
         let outcome = run(&*union, &Job::owner(&sums, Residual::Zero, &place));
         prop_assert_eq!(&outcome.decoded, &sums);
     }
 
-    /// Everything that encodes: what is decoded and what is owed add up to what was given, and the bits depend on neither threads
-    /// nor on what was in the output before.
+    /// Everything that encodes: what is decoded and what is owed add up to what was given, and the
+    /// bits depend on neither threads nor on what was in the output before.
     #[test]
     fn decoded_plus_residual_is_the_input(values in awkward(), parts in 1usize..5, threads in 2usize..5) {
         let n = values.len();
         let (place, shards) = (place(n), cut(n, parts));
-        for (name, codec) in all_partitioned() {
+        for (name, codec) in all_messages() {
             let job = Job::worker(&values, Residual::Zero, &place, &shards);
             let outcome = run(&*codec, &job);
             for i in 0..n {
@@ -153,7 +154,7 @@ proptest! {
     #[test]
     fn int8_is_the_nearest_multiple_of_its_scale(values in prop::collection::vec(-3.0f32..3.0, 0..700)) {
         let (place, shards) = (place(values.len()), cut(values.len(), 1));
-        let outcome = run(&*partitioned("int8").unwrap(), &Job::worker(&values, Residual::Zero, &place, &shards));
+        let outcome = run(&*messages("int8").unwrap(), &Job::worker(&values, Residual::Zero, &place, &shards));
         for (values, decoded) in values.chunks(256).zip(outcome.decoded.chunks(256)) {
             let top = values.iter().fold(0.0f32, |m, x| m.max(x.abs()));
             for (value, decoded) in values.iter().zip(decoded) {
@@ -167,10 +168,10 @@ proptest! {
     fn casts_are_what_half_says(values in prop::collection::vec(-70000.0f32..70000.0, 0..100)) {
         let (place, shards) = (place(values.len()), cut(values.len(), 2));
         let job = Job::worker(&values, Residual::Zero, &place, &shards);
-        for (value, decoded) in values.iter().zip(run(&*partitioned("bf16").unwrap(), &job).decoded) {
+        for (value, decoded) in values.iter().zip(run(&*messages("bf16").unwrap(), &job).decoded) {
             prop_assert_eq!(decoded, half::bf16::from_f32(*value).to_f32());
         }
-        for (value, decoded) in values.iter().zip(run(&*partitioned("f16").unwrap(), &job).decoded) {
+        for (value, decoded) in values.iter().zip(run(&*messages("f16").unwrap(), &job).decoded) {
             prop_assert_eq!(decoded, half::f16::from_f32(value.clamp(-65504.0, 65504.0)).to_f32());
         }
     }
@@ -188,7 +189,7 @@ fn top_k_of_a_large_vector_is_a_full_sort_whatever_the_sample_says() {
     let steep: Vec<f32> = (0..n).map(|_| random.normal().powi(9)).collect();
     for values in [gaussian, hidden, few, steep, vec![0.25; n], vec![0.0; n]] {
         for k in [1, 200, 2000, 20_000, n - 1] {
-            let codec = partitioned(&format!("topk:count={k},values=f32")).unwrap();
+            let codec = messages(&format!("topk:count={k},values=f32")).unwrap();
             let (place, shards) = (place(n), cut(n, 3));
             let outcome = run(&*codec, &Job::worker(&values, Residual::Zero, &place, &shards));
             let mut want = vec![0.0; n];
@@ -205,21 +206,7 @@ fn long_vectors_come_out_the_same_for_any_number_of_threads() {
     let mut random = Random(23);
     let values: Vec<f32> = (0..n).map(|_| random.uniform() as f32 - 0.5).collect();
     let (place, shards) = (place(n), cut(n, 3));
-    for name in [
-        "none",
-        "f16",
-        "topk:0.01",
-        "topk:0.4,values=int8",
-        "topk:64/4096",
-        "topk:300/10000,values=int8",
-        "randk:0.01",
-        "randk:0.5,values=f32",
-        "int8",
-        "int4,block=8192,rotate=on",
-        "fp8,block=65536,rounding=stochastic",
-        "sign",
-    ] {
-        let codec = partitioned(name).unwrap();
+    for (name, codec) in all_messages() {
         let one = run(&*codec, &Job::worker(&values, Residual::Zero, &place, &shards));
         for ((value, decoded), left) in values.iter().zip(&one.decoded).zip(&one.residual) {
             assert_eq!((value - decoded) + 0.0, left + 0.0, "{name}");
@@ -239,11 +226,11 @@ fn long_vectors_come_out_the_same_for_any_number_of_threads() {
 #[test]
 fn random_k_sends_the_same_elements_on_every_rank_and_others_each_step() {
     let n = 10_000;
-    let codec = partitioned("randk:0.01,values=f32").unwrap();
+    let codec = messages("randk:0.01,values=f32").unwrap();
     let mut random = Random(5);
     let shards = cut(n, 7);
     let sent = |values: &[f32], step| {
-        let place = Place::whole(Context { seed: 1, step, tensor: 3 }, n);
+        let place = CodedPlace::whole(Context { seed: 1, step, tensor: 3 }, n);
         let outcome = run(&*codec, &Job::worker(values, Residual::Zero, &place, &shards));
         let sent: Vec<_> = (0..n).filter(|i| outcome.decoded[*i] != 0.0).collect();
         assert!(sent.iter().all(|i| outcome.decoded[*i] == values[*i] && outcome.residual[*i] == 0.0));
@@ -258,12 +245,12 @@ fn random_k_sends_the_same_elements_on_every_rank_and_others_each_step() {
 #[test]
 fn random_k_without_feedback_is_right_in_the_mean() {
     let n = 103;
-    let codec = partitioned("randk:count=10,values=f32").unwrap();
+    let codec = messages("randk:count=10,values=f32").unwrap();
     let values = Random(5).normals(n);
     let mut mean = vec![0.0f64; n];
     let steps = 20_000;
     for step in 0..steps {
-        let place = Place::whole(Context { seed: 1, step, tensor: 3 }, n);
+        let place = CodedPlace::whole(Context { seed: 1, step, tensor: 3 }, n);
         let outcome = run(&*codec, &Job::worker(&values, Residual::Off, &place, &cut(n, 2)));
         assert!(outcome.residual.is_empty());
         mean.iter_mut().zip(&outcome.decoded).for_each(|(mean, x)| *mean += f64::from(*x) / steps as f64);
@@ -285,11 +272,11 @@ fn stochastic_rounding_is_right_in_the_mean_and_differs_between_ranks() {
         "fp8,rounding=stochastic",
         "int4,rotate=on,rounding=stochastic",
     ] {
-        let codec = partitioned(name).unwrap();
+        let codec = messages(name).unwrap();
         let (steps, shards) = (3000, cut(512, 1));
         let mut mean = vec![0.0f64; 512];
         for step in 0..steps {
-            let place = Place::whole(Context { seed: 1, step, tensor: 3 }, 512);
+            let place = CodedPlace::whole(Context { seed: 1, step, tensor: 3 }, 512);
             let job = Job::worker(&values, Residual::Off, &place, &shards);
             let outcome = run(&*codec, &job);
             mean.iter_mut().zip(&outcome.decoded).for_each(|(mean, x)| *mean += f64::from(*x) / steps as f64);
@@ -297,7 +284,8 @@ fn stochastic_rounding_is_right_in_the_mean_and_differs_between_ranks() {
                 assert_ne!(outcome.messages, run(&*codec, &Job { rank: 1, ..job }).messages);
             }
         }
-        // Steps of int4 are about 3.5 / 7 = 0.5, so one sample is off by at most that and the mean by 0.25 / √3000.
+        // Steps of int4 are about 3.5 / 7 = 0.5, so one sample is off by at most that and the mean
+        // by 0.25 / √3000.
         let worst = mean
             .iter()
             .zip(&values)
@@ -311,7 +299,7 @@ fn stochastic_rounding_is_right_in_the_mean_and_differs_between_ranks() {
 fn nan_and_infinity_are_refused_and_named() {
     let shards = cut(5000, 3);
     let place = place(5000);
-    for (name, codec) in all_partitioned() {
+    for (name, codec) in all_messages() {
         for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             for index in [0, 1234, 4999] {
                 let mut values = vec![1.0; 5000];
@@ -340,7 +328,7 @@ fn other_float_types_are_converted() {
     let bf16: Vec<_> = values.iter().map(|x| half::bf16::from_f32(*x)).collect();
     let f64: Vec<_> = values.iter().map(|x| f64::from(*x)).collect();
     let (place, shards) = (place(n), cut(n, 2));
-    for (_, codec) in all_partitioned() {
+    for (_, codec) in all_messages() {
         let want = run(&*codec, &Job::worker(&values, Residual::Owed(&values), &place, &shards)).messages;
         assert_eq!(
             run(&*codec, &Job::worker(&bf16, Residual::Owed(&values), &place, &shards)).messages,
@@ -350,14 +338,14 @@ fn other_float_types_are_converted() {
     }
     let f16: Vec<_> = values.iter().map(|x| half::f16::from_f32(*x)).collect();
     let back: Vec<_> = f16.iter().map(|x| x.to_f32()).collect();
-    let codec = partitioned("int8").unwrap();
+    let codec = messages("int8").unwrap();
     let want = run(&*codec, &Job::worker(&back, Residual::Zero, &place, &shards)).messages;
     assert_eq!(run(&*codec, &Job::worker(&f16, Residual::Zero, &place, &shards)).messages, want);
 }
 
 #[test]
 fn huge_and_tiny_values_stay_finite() {
-    for (name, codec) in all_partitioned() {
+    for (name, codec) in all_messages() {
         for x in [f32::MAX, 1e35, 1e-38, 1e-44] {
             let values: Vec<f32> = (0..600).map(|i| if i % 3 == 0 { x } else { -x / 2.0 }).collect();
             let outcome = run(&*codec, &Job::worker(&values, Residual::Zero, &place(600), &cut(600, 1)));

@@ -1,4 +1,5 @@
-//! Ranks in memory: the two-phase allreduce that the codecs are made for, as plainly as it can be written.
+//! Ranks in memory: the two-phase allreduce that the codecs are made for, as plainly as it can be
+//! written.
 
 use std::ops::Range;
 
@@ -42,9 +43,11 @@ impl World {
         let mut transactions: Vec<_> =
             self.feedback.iter().map(|feedback| feedback.begin("w").unwrap()).collect();
         let context = Context { seed: 5, step: self.step, tensor: Context::tensor_id("w") };
-        let sum = match self.spec.plan() {
-            Plan::Partitioned(codec) => self.two_phase(&*codec, gradients, context, &mut transactions),
-            Plan::LowRank(codec) => low_rank(codec, gradients, context, &mut transactions),
+        let sum = match self.spec.travels() {
+            Travel::Factors(codec) => low_rank(codec, gradients, context, &mut transactions),
+            Travel::Shards(codec) | Travel::Whole(codec) => {
+                self.two_phase(&*codec, gradients, context, &mut transactions)
+            }
         };
         if end == End::Commit {
             transactions.into_iter().for_each(Transaction::commit);
@@ -54,13 +57,13 @@ impl World {
 
     fn two_phase(
         &self,
-        codec: &dyn Partitioned,
+        codec: &dyn MessageCodec,
         gradients: &[Vec<f32>],
         context: Context,
         transactions: &mut [Transaction],
     ) -> Vec<f32> {
         let n = gradients[0].len();
-        let place = Place::whole(context, n);
+        let place = CodedPlace::whole(context, n);
         let mut scattered = Vec::new();
         for (rank, (gradient, transaction)) in gradients.iter().zip(&mut *transactions).enumerate() {
             let owed = transaction.worker(0..n);

@@ -1,15 +1,18 @@
 //! Half the bytes: each element rounded to a 16-bit float, to the nearest, ties to even.
 //!
-//! Bytes: 2 per element. What is too large for the type becomes its largest finite number, and with error feedback the rest is sent
-//! later.
+//! Bytes: 2 per element. What is too large for the type becomes its largest finite number, and with
+//! error feedback the rest is sent later.
+
+use std::sync::Arc;
 
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 
-use crate::dense::{self, Noise, Tiles};
-use crate::error::{DecodeError, EncodeError};
-use crate::job::{Encoded, Job, Partitioned, Place};
+use crate::codec::{Codec, CodecFamily, Travel};
+use crate::dense::{Noise, Tiles};
+use crate::error::DecodeError;
 use crate::simd::{self, Level};
+use crate::spec::CodecSpec;
 
 /// A 16-bit float type to round to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -18,6 +21,32 @@ pub enum Cast {
     Bf16,
     /// IEEE binary16: 11 bits of precision, up to 65,504.
     F16,
+}
+
+pub(super) const FAMILY: CodecFamily = CodecFamily {
+    names: &["bf16", "f16"],
+    forms: "bf16, f16",
+    help: "each element rounded to a 16-bit float",
+    typical: &["bf16", "f16"],
+    corners: &[],
+    parse: |params| Ok(CodecSpec::new(if params.name == "bf16" { Cast::Bf16 } else { Cast::F16 })),
+};
+
+impl Codec for Cast {
+    fn name(&self) -> String {
+        match self {
+            Self::Bf16 => "bf16".into(),
+            Self::F16 => "f16".into(),
+        }
+    }
+
+    fn travels(self: Arc<Self>) -> Travel {
+        Travel::Shards(self)
+    }
+
+    fn trains_like_dense(&self) -> bool {
+        true
+    }
 }
 
 const TILE: usize = 2048;
@@ -31,7 +60,7 @@ impl Tiles for Cast {
         2 * elements
     }
 
-    fn encode(&self, level: Level, _: &Noise, values: &mut [f32], out: &mut [u8]) {
+    fn encode_tile(&self, level: Level, _: &Noise, values: &mut [f32], out: &mut [u8]) {
         match self {
             Self::Bf16 => simd::to_bf16(level, values, out),
             Self::F16 => {
@@ -48,7 +77,7 @@ impl Tiles for Cast {
         }
     }
 
-    fn add_decoded(&self, level: Level, _: &Noise, bytes: &[u8], acc: &mut [f32]) -> Result<(), DecodeError> {
+    fn add_tile(&self, level: Level, _: &Noise, bytes: &[u8], acc: &mut [f32]) -> Result<(), DecodeError> {
         let finite = match self {
             Self::Bf16 => simd::add_bf16(level, bytes, acc),
             Self::F16 => {
@@ -57,27 +86,11 @@ impl Tiles for Cast {
                 bytemuck::cast_slice_mut(halves).copy_from_slice(bytes);
                 halves.convert_to_f32_slice(floats);
                 simd::add_scaled(level, acc, floats, 1.0);
-                halves.iter().all(|half| half.is_finite())
+                // A maximum rather than a search, which the compiler would not vectorise.
+                let magnitude = |half: &f16| (half.to_bits() & 0x7fff) as i16;
+                halves.iter().map(magnitude).fold(0, i16::max) < magnitude(&f16::INFINITY)
             }
         };
         if finite { Ok(()) } else { Err(DecodeError::Field("value")) }
-    }
-}
-
-impl Partitioned for Cast {
-    fn encode(&self, job: &Job<'_>, out: &mut Encoded) -> Result<(), EncodeError> {
-        dense::encode(self, job, out)
-    }
-
-    fn add_decoded_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
-        dense::add_decoded(self, bytes, place, acc)
-    }
-
-    fn decode_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
-        dense::decode(self, bytes, place, acc)
-    }
-
-    fn max_message_len(&self, elements: usize) -> usize {
-        self.coded_len(elements)
     }
 }

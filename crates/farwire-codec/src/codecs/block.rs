@@ -1,11 +1,13 @@
 //! A few bits per element: blocks with a scale of their own, rounded to 8 or 4 bits.
 //!
 //! Steps, per block:
-//! 1. With `rotate=on`: flip signs at random and apply a Hadamard transform, which spreads outliers and makes any block look Gaussian.
-//! 2. scale = largest magnitude / largest code, and each element becomes code = round(x / scale), to the nearest or by chance so
-//!    that the mean is right. Rotated int4 uses the sixteen Lloyd–Max levels for a Gaussian instead, with
-//!    scale = root mean square: distortion 0.0095 where equal steps up to the largest magnitude leave 0.018. These levels are not
-//!    unbiased, so `rounding=stochastic` takes the equal steps.
+//! 1. With `rotate=on`: flip signs at random and apply a Hadamard transform, which spreads outliers
+//!    and makes any block look Gaussian.
+//! 2. scale = largest magnitude / largest code, and each element becomes code = round(x / scale),
+//!    to the nearest or by chance so that the mean is right. Rotated int4 uses the sixteen
+//!    Lloyd–Max levels for a Gaussian instead, with scale = root mean square: distortion 0.0095
+//!    where equal steps up to the largest magnitude leave 0.018. These levels are not unbiased, so
+//!    `rounding=stochastic` takes the equal steps.
 //!
 //! | format | codes | bytes of a block |
 //! |---|---|---|
@@ -13,13 +15,16 @@
 //! | int4 | −7..=7, plus 8; or sign and level | f32 scale, ½ per element |
 //! | fp8 | e4m3, up to 448 | f32 scale, 1 per element |
 //!
-//! Used exactly twice per allreduce, by worker and owner, each with error feedback. A block whose largest magnitude is not between
-//! 2⁻¹⁰⁰ and 2¹⁰⁰ is sent as zeros and stays in the residual.
+//! Used exactly twice per allreduce, by worker and owner, each with error feedback. A block whose
+//! largest magnitude is not between 2⁻¹⁰⁰ and 2¹⁰⁰ is sent as zeros and stays in the residual.
 
-use crate::dense::{self, Noise, Tiles};
-use crate::error::{DecodeError, EncodeError};
-use crate::job::{Encoded, Job, Partitioned, Place};
+use std::sync::Arc;
+
+use crate::codec::{Codec, CodecFamily, Travel};
+use crate::dense::{Noise, Tiles};
+use crate::error::DecodeError;
 use crate::simd::{self, Level};
+use crate::spec::{CodecSpec, Params, positive};
 
 /// Quantises by blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -53,6 +58,70 @@ pub enum Rounding {
     Nearest,
     /// To one of the two next codes, by chance, right in the mean.
     Stochastic,
+}
+
+pub(super) const FAMILY: CodecFamily = CodecFamily {
+    names: &["int8", "int4", "fp8"],
+    forms: "int8 | int4 | fp8 [,block=256] [,rounding=nearest|stochastic] [,rotate=on|off]",
+    help: "8 or 4 bits an element, in blocks with a scale each",
+    typical: &["int8", "int4", "int4,rotate=on", "fp8"],
+    corners: &[
+        "int8,block=16,rounding=stochastic",
+        "int8,rotate=on",
+        "int4,block=64,rotate=on",
+        "int4,block=8192,rotate=on",
+        "int4,rounding=stochastic,rotate=on",
+        "fp8,block=65536,rounding=stochastic",
+        "fp8,rounding=stochastic,rotate=on",
+    ],
+    parse,
+};
+
+fn parse(params: &mut Params<'_>) -> Result<CodecSpec, String> {
+    let mut block = BlockQuantiser::new(match params.name {
+        "int8" => Format::Int8,
+        "int4" => Format::Int4,
+        _ => Format::Fp8,
+    });
+    if let Some(given) = params.take("block") {
+        block.block = positive("block", given)?;
+        if !block.block.is_power_of_two() || !BlockQuantiser::BLOCKS.contains(&block.block) {
+            return Err(format!("block={given} is not a power of two from 16 to 65536"));
+        }
+    }
+    let roundings = [("nearest", Rounding::Nearest), ("stochastic", Rounding::Stochastic)];
+    block.rounding = params.one_of("rounding", &roundings)?.unwrap_or_default();
+    block.rotate = params.one_of("rotate", &[("on", true), ("off", false)])?.unwrap_or_default();
+    Ok(CodecSpec::new(block))
+}
+
+impl Codec for BlockQuantiser {
+    fn name(&self) -> String {
+        let mut name = match self.format {
+            Format::Int8 => "int8",
+            Format::Int4 => "int4",
+            Format::Fp8 => "fp8",
+        }
+        .to_owned();
+        if self.block != Self::new(self.format).block {
+            name += &format!(",block={}", self.block);
+        }
+        if self.rounding == Rounding::Stochastic {
+            name += ",rounding=stochastic";
+        }
+        if self.rotate {
+            name += ",rotate=on";
+        }
+        name
+    }
+
+    fn travels(self: Arc<Self>) -> Travel {
+        Travel::Shards(self)
+    }
+
+    fn trains_like_dense(&self) -> bool {
+        true
+    }
 }
 
 impl BlockQuantiser {
@@ -90,7 +159,8 @@ impl BlockQuantiser {
             Format::Fp8 => scale_for(largest, 448.0),
             Format::Int4 if !self.has_levels() => scale_for(largest, 7.0),
             Format::Int4 if is_sendable(largest) => {
-                // Squares of numbers near 2¹⁰⁰ would overflow, so the mean is taken of multiples of the largest.
+                // Squares of numbers near 2¹⁰⁰ would overflow, so the mean is taken of multiples of
+                // the largest.
                 let sum = simd::sum_squares(level, values, 1.0 / largest);
                 let scale = largest * (sum / values.len() as f32).sqrt();
                 (scale, 1.0 / scale)
@@ -164,9 +234,11 @@ impl BlockQuantiser {
         Ok(())
     }
 
-    /// Codes as multiples of the scale, turned back; and what to multiply them by for a scale of one.
+    /// Codes as multiples of the scale, turned back; and what to multiply them by for a scale of
+    /// one.
     ///
-    /// Encoder and decoder both come here, so that what one subtracts is what the other adds, to the bit.
+    /// Encoder and decoder both come here, so that what one subtracts is what the other adds, to
+    /// the bit.
     fn decoded_units(
         &self,
         level: Level,
@@ -223,8 +295,8 @@ impl BlockQuantiser {
 /// Elements that four-bit codes are unpacked for at a time.
 const PIECE: usize = 512;
 
-/// Rotates the values: a Hadamard transform of norm one over each power of two that their number is made of, largest first.
-/// Its own inverse.
+/// Rotates the values: a Hadamard transform of norm one over each power of two that their number is
+/// made of, largest first. Its own inverse.
 fn turn(level: Level, mut values: &mut [f32]) {
     while !values.is_empty() {
         let len = 1 << values.len().ilog2();
@@ -242,7 +314,8 @@ pub(crate) fn is_sendable(largest: f32) -> bool {
     (1.0 / TWO_100..=TWO_100).contains(&largest)
 }
 
-/// What a code of one is worth when `top` is to be `largest`, and the inverse; zeros if that cannot be.
+/// What a code of one is worth when `top` is to be `largest`, and the inverse; zeros if that cannot
+/// be.
 pub(crate) fn scale_for(largest: f32, top: f32) -> (f32, f32) {
     if is_sendable(largest) { (largest / top, top / largest) } else { (0.0, 0.0) }
 }
@@ -263,7 +336,7 @@ impl Tiles for BlockQuantiser {
         blocks * self.block_len(self.block) + if rest > 0 { self.block_len(rest) } else { 0 }
     }
 
-    fn encode(&self, level: Level, noise: &Noise, values: &mut [f32], out: &mut [u8]) {
+    fn encode_tile(&self, level: Level, noise: &Noise, values: &mut [f32], out: &mut [u8]) {
         let mut units = [0.0; 512];
         let mut large = Vec::new();
         let units = if self.block <= 512 {
@@ -280,7 +353,7 @@ impl Tiles for BlockQuantiser {
         }
     }
 
-    fn add_decoded(
+    fn add_tile(
         &self,
         level: Level,
         noise: &Noise,
@@ -305,23 +378,5 @@ impl Tiles for BlockQuantiser {
             simd::add_scaled(level, acc, units, scale);
         }
         Ok(())
-    }
-}
-
-impl Partitioned for BlockQuantiser {
-    fn encode(&self, job: &Job<'_>, out: &mut Encoded) -> Result<(), EncodeError> {
-        dense::encode(self, job, out)
-    }
-
-    fn add_decoded_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
-        dense::add_decoded(self, bytes, place, acc)
-    }
-
-    fn decode_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
-        dense::decode(self, bytes, place, acc)
-    }
-
-    fn max_message_len(&self, elements: usize) -> usize {
-        self.coded_len(elements)
     }
 }

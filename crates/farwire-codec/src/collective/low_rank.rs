@@ -1,4 +1,5 @@
-//! The sums that PowerSGD makes: P, then Q, each scattered to owners who add and gathered again, as plain f32.
+//! The sums that PowerSGD makes: P, then Q, each scattered to owners who add and gathered again, as
+//! plain f32.
 //!
 //! Bytes per rank: 2·(N−1)/N · 4·r·(m + n) for an m × n matrix and rank r.
 
@@ -7,8 +8,8 @@ use std::ops::Range;
 use farwire_proto::WorldSize;
 
 use super::{Common, Kind, Made, Nonsense, Trouble, even, residual, scale, seal};
+use crate::codecs::powersgd::{PowerP, PowerQ, PowerSgd, Shape};
 use crate::error::{DecodeError, EncodeError};
-use crate::powersgd::{PowerP, PowerQ, PowerSgd, Shape};
 
 pub(super) const ROUNDS: u32 = 4;
 
@@ -31,7 +32,7 @@ enum Step {
     P(PowerP, Summing),
     Q(PowerQ, Summing),
     /// P could not be made use of, which the others have to be told.
-    Stumbled(EncodeError),
+    Failed(EncodeError),
     End,
 }
 
@@ -68,14 +69,14 @@ impl LowRank {
             let values = common.input.values(0..common.input.len());
             let begun = self.codec.begin(values, residual(owed.as_ref()), warm, self.shape, common.context);
             match begun {
-                Err(error) => return Some(Err(common.stumbles(round, error, Kind::Input, 0))),
+                Err(error) => return Some(Err(common.fail_encode(round, error, Kind::Input, 0))),
                 Ok(p) => self.step = Step::P(p, Summing::default()),
             }
         }
         let (factor, summing, first) = match &self.step {
             Step::P(p, summing) => (p.p(), summing, 0),
             Step::Q(q, summing) => (q.q(), summing, 2),
-            Step::Stumbled(error) => return Some(Err(common.stumbles(round, *error, Kind::Sum, 0))),
+            Step::Failed(error) => return Some(Err(common.fail_encode(round, *error, Kind::Sum, 0))),
             Step::Begin | Step::End => return None,
         };
         if round == first {
@@ -102,7 +103,7 @@ impl LowRank {
         let (factor, summing) = match &mut self.step {
             Step::P(p, summing) => (p.p(), summing),
             Step::Q(q, summing) => (q.q(), summing),
-            Step::Begin | Step::Stumbled(_) | Step::End => return Ok(()),
+            Step::Begin | Step::Failed(_) | Step::End => return Ok(()),
         };
         if round.is_multiple_of(2) {
             let mine = shards[me.index()].clone();
@@ -131,7 +132,7 @@ impl LowRank {
         match std::mem::replace(&mut self.step, Step::End) {
             Step::P(p, _) => match p.with_sum(whole) {
                 Ok(q) => self.step = Step::Q(q, Summing::default()),
-                Err(error) => self.step = Step::Stumbled(error),
+                Err(error) => self.step = Step::Failed(error),
             },
             Step::Q(q, _) => {
                 common.clear_output(common.input.len());
@@ -149,12 +150,12 @@ impl LowRank {
                     }
                     Err(error) => {
                         // Everyone has the same sum, and finds the same.
-                        let trouble = common.stumbles(ROUNDS, error, Kind::Sum, 0);
+                        let trouble = common.fail_encode(ROUNDS, error, Kind::Sum, 0);
                         common.trouble = Some(Trouble { rank: farwire_proto::Rank(0), ..trouble });
                     }
                 }
             }
-            Step::Begin | Step::Stumbled(_) | Step::End => {}
+            Step::Begin | Step::Failed(_) | Step::End => {}
         }
         Ok(())
     }

@@ -1,10 +1,14 @@
-//! Shards to their owners, sums to everybody: the all-reduce of codecs that encode each shard by itself.
+//! Shards to their owners, sums to everybody: the all-reduce of codecs that encode each shard by
+//! itself.
 //!
-//! 1. *Scatter.* Every rank encodes its gradient plus residual, and sends each shard's message to the shard's owner.
+//! 1. *Scatter.* Every rank encodes its gradient plus residual, and sends each shard's message to
+//!    the shard's owner.
 //! 2. *Reduce.* The owner decodes and adds them in rank order, its own among them.
-//! 3. *Gather.* It encodes the sum plus its owner residual and sends the message to everyone. Everyone decodes it.
+//! 3. *Gather.* It encodes the sum plus its owner residual and sends the message to everyone.
+//!    Everyone decodes it.
 //!
-//! A codec that treats elements one by one, or in small blocks, works through a long vector in chunks, so that one is encoded while another travels and a third is added up:
+//! A codec that treats elements one by one, or in small blocks, works through a long vector in
+//! chunks, so that one is encoded while another travels and a third is added up:
 //!
 //! ```text
 //! round      0    1    2    3    4    5
@@ -16,19 +20,22 @@
 //! Bytes per rank: 2·(N−1)/N times the coded vector. Without step 3 this is a reduce-scatter.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use bytes::Bytes;
 use farwire_proto::{Rank, WorldSize};
 
 use super::{Common, Kind, Made, Nonsense, Trouble, even, residual, scale, seal, unseal};
-use crate::job::{Encoded, Job, Partitioned, Place, Role};
+use crate::codec::MessageCodec;
+use crate::job::{CodedPlace, Encoded, Job, Role};
 
-/// Elements of a chunk: long enough that its parcels fill frames, short enough that three of them overlap.
+/// Elements of a chunk: long enough that its parcels fill frames, short enough that three of them
+/// overlap.
 const CHUNK: usize = 1 << 22;
 
 #[derive(Debug)]
 pub(super) struct TwoPhase {
-    codec: Box<dyn Partitioned>,
+    codec: Arc<dyn MessageCodec>,
     /// Elements of the vector.
     count: usize,
     chunks: Vec<Chunk>,
@@ -58,15 +65,14 @@ enum Phase {
 
 impl TwoPhase {
     pub(super) fn new(
-        codec: Box<dyn Partitioned>,
+        codec: Arc<dyn MessageCodec>,
         count: usize,
         world: WorldSize,
         gather: bool,
-        chunked: bool,
         mean: bool,
     ) -> Self {
         // A reduce-scatter's shards are of the whole vector.
-        let chunks = if chunked && gather { count.div_ceil(CHUNK).max(1) } else { 1 };
+        let chunks = if codec.is_local() && gather { count.div_ceil(CHUNK).max(1) } else { 1 };
         let cut = |start: usize, len: usize| Chunk {
             range: start..start + len,
             shards: even(len, world)
@@ -102,7 +108,8 @@ impl TwoPhase {
         chunks.map(|chunk| chunk.shards[rank.index()].clone()).collect()
     }
 
-    /// s₀ s₁ g₀ s₂ g₁ … g₋₂ g₋₁: a chunk's sums are asked for one round after the next chunk was sent.
+    /// s₀ s₁ g₀ s₂ g₁ … g₋₂ g₋₁: a chunk's sums are asked for one round after the next chunk was
+    /// sent.
     fn phase(&self, round: u32) -> Phase {
         let (round, chunks) = (round as usize, self.chunks.len());
         match round {
@@ -142,7 +149,7 @@ impl TwoPhase {
         let job = Job {
             values: common.input.values(range.clone()),
             residual: residual(owed.as_ref()),
-            place: Place::whole(context, range.len()),
+            place: CodedPlace::whole(context, range.len()),
             role: Role::Worker,
             rank: common.rank.0,
             shards: &local,
@@ -150,7 +157,7 @@ impl TwoPhase {
         };
         if let Err(error) = self.codec.encode(&job, &mut encoded) {
             let first = range.start;
-            return Err(common.stumbles(round, error, Kind::Input, first));
+            return Err(common.fail_encode(round, error, Kind::Input, first));
         }
         if let Some(feedback) = &mut common.feedback {
             feedback.set_worker(range.start, encoded.residual);
@@ -170,14 +177,14 @@ impl TwoPhase {
         let owed = common.feedback.as_ref().map(|feedback| feedback.owner(shard.clone()));
         let mut encoded = Encoded { residual: common.buffer(shard.len()), ..Encoded::default() };
         let place =
-            Place::whole(context, range.len()).part(shard.start - range.start..shard.end - range.start);
+            CodedPlace::whole(context, range.len()).part(shard.start - range.start..shard.end - range.start);
         let job = Job {
             rank: common.rank.0,
             threads: common.threads,
             ..Job::owner(&sum, residual(owed.as_ref()), &place)
         };
         if let Err(error) = self.codec.encode(&job, &mut encoded) {
-            return Err(common.stumbles(round, error, Kind::Sum, shard.start));
+            return Err(common.fail_encode(round, error, Kind::Sum, shard.start));
         }
         if let Some(feedback) = &mut common.feedback {
             feedback.set_owner(shard.start, encoded.residual);
@@ -197,7 +204,7 @@ impl TwoPhase {
         let (Phase::Scatter(chunk) | Phase::Gather(chunk)) = phase;
         let context = self.context(chunk, common);
         let Chunk { range, shards, own, sum, .. } = &mut self.chunks[chunk];
-        let whole = Place::whole(context, range.len());
+        let whole = CodedPlace::whole(context, range.len());
         let place = |shard: &Range<usize>| whole.part(shard.start - range.start..shard.end - range.start);
         let message =
             |from: farwire_proto::Rank| if from == me { unseal(own) } else { messages[from.index()] };

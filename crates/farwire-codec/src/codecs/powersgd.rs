@@ -1,27 +1,53 @@
-//! PowerSGD: a matrix of low rank in place of the gradient, from one step of power iteration that starts where the last one ended.
+//! PowerSGD: a matrix of low rank in place of the gradient, from one step of power iteration that
+//! starts where the last one ended.
 //!
-//! The gradient plus residual of rank i is seen as a matrix Mᵢ of m × n. All ranks hold the same Q, n × r:
+//! The gradient plus residual of rank i is seen as a matrix Mᵢ of m × n. All ranks hold the same Q,
+//! n × r:
 //!
-//! 1. Pᵢ = Mᵢ·Q. The ranks sum P (m × r), and make its columns orthonormal: P̂, the same on every rank.
+//! 1. Pᵢ = Mᵢ·Q. The ranks sum P (m × r), and make its columns orthonormal: P̂, the same on every
+//!    rank.
 //! 2. Qᵢ = Mᵢᵀ·P̂. The ranks sum Q (n × r).
-//! 3. The result is P̂·Qᵀ. What rank i has not sent is Mᵢ − P̂·Qᵢᵀ: that is its residual, and the results and residuals add up to the
-//!    inputs. Q is kept for the next step.
+//! 3. The result is P̂·Qᵀ. What rank i has not sent is Mᵢ − P̂·Qᵢᵀ: that is its residual, and the
+//!    results and residuals add up to the inputs. Q is kept for the next step.
 //!
-//! A tensor of two or more dimensions is a matrix of its first by the rest; any other is cut into rows of ⌈√len⌉ elements, the last
-//! one filled up with zeros. Small tensors are better left dense.
+//! A tensor of two or more dimensions is a matrix of its first by the rest; any other is cut into
+//! rows of ⌈√len⌉ elements, the last one filled up with zeros. Small tensors are better left dense.
 //!
 //! Bytes: P and Q travel as f32, by any allreduce: 4·r·(m + n) each way.
 
+use std::sync::Arc;
+
+use crate::codec::{Codec, CodecFamily, Travel};
 use crate::error::EncodeError;
-use crate::job::{Context, Fused, Job, Place, Residual, Role, Values};
+use crate::job::{CodedPlace, Context, Fused, Job, Residual, Role, Values};
 use crate::rng::{Counter, Purpose};
 use crate::simd::{self, Level};
+use crate::spec::{CodecSpec, positive};
 
 /// Sends matrices of a given rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PowerSgd {
     /// Columns of P and Q, at least 1. More than a matrix has rows or columns are not used.
     pub rank: usize,
+}
+
+pub(super) const FAMILY: CodecFamily = CodecFamily {
+    names: &["powersgd"],
+    forms: "powersgd:4",
+    help: "the tensor as a matrix of this rank, in two factors; the rest is sent later",
+    typical: &["powersgd:4"],
+    corners: &["powersgd:1", "powersgd:2"],
+    parse: |params| Ok(CodecSpec::new(PowerSgd { rank: positive("rank", params.argument("4")?)? })),
+};
+
+impl Codec for PowerSgd {
+    fn name(&self) -> String {
+        format!("powersgd:{}", self.rank)
+    }
+
+    fn travels(self: Arc<Self>) -> Travel {
+        Travel::Factors(*self)
+    }
 }
 
 /// A tensor seen as a matrix.
@@ -69,7 +95,7 @@ impl PowerSgd {
         let job = Job {
             values,
             residual,
-            place: Place::whole(context, len),
+            place: CodedPlace::whole(context, len),
             role: Role::Worker,
             rank: 0,
             shards: &[],
@@ -158,7 +184,8 @@ impl PowerQ {
         &self.q
     }
 
-    /// Ends with the sum of all ranks' Q: adds the result to `acc`, and returns what to keep for the next step.
+    /// Ends with the sum of all ranks' Q: adds the result to `acc`, and returns what to keep for
+    /// the next step.
     pub fn with_sum(self, q: Vec<f32>, acc: &mut [f32]) -> Result<PowerState, EncodeError> {
         assert_eq!(q.len(), self.q.len(), "the sum of Q has the shape of Q");
         assert_eq!(acc.len(), self.matrix.len(), "one element for each of the tensor");
@@ -193,8 +220,8 @@ fn check_finite(values: &[f32]) -> Result<(), EncodeError> {
     }
 }
 
-/// Makes the columns of a matrix of `rank` columns orthonormal, left to right (modified Gram–Schmidt, in f64). A column that the ones
-/// before it already span becomes zero.
+/// Makes the columns of a matrix of `rank` columns orthonormal, left to right (modified
+/// Gram–Schmidt, in f64). A column that the ones before it already span becomes zero.
 fn orthonormalise(matrix: &mut [f32], rank: usize) {
     if matrix.is_empty() {
         return;

@@ -1,17 +1,21 @@
-//! Everybody's message to everybody: the all-reduce of codecs of which nothing is known but that they decode, and the all-gather of all.
+//! Everybody's message to everybody: the all-reduce of codecs of which nothing is known but that
+//! they decode, and the all-gather of all.
 //!
-//! One round. Every rank adds the messages in rank order, its own among them. Bytes per rank: (N−1) times the coded vector.
+//! One round. Every rank adds the messages in rank order, its own among them. Bytes per rank: (N−1)
+//! times the coded vector.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use bytes::Bytes;
 
 use super::{Common, Kind, Made, Nonsense, Trouble, residual, scale, seal, unseal};
-use crate::job::{Encoded, Job, Partitioned, Place, Role};
+use crate::codec::MessageCodec;
+use crate::job::{CodedPlace, Encoded, Job, Role};
 
 #[derive(Debug)]
 pub(super) struct AllToAll {
-    codec: Box<dyn Partitioned>,
+    codec: Arc<dyn MessageCodec>,
     what: What,
     own: Bytes,
 }
@@ -25,11 +29,11 @@ enum What {
 }
 
 impl AllToAll {
-    pub(super) fn sum(codec: Box<dyn Partitioned>, count: usize, mean: bool) -> Self {
+    pub(super) fn sum(codec: Arc<dyn MessageCodec>, count: usize, mean: bool) -> Self {
         Self { codec, what: What::Sum { count, mean }, own: Bytes::new() }
     }
 
-    pub(super) fn gather(codec: Box<dyn Partitioned>, blocks: Vec<Range<usize>>) -> Self {
+    pub(super) fn gather(codec: Arc<dyn MessageCodec>, blocks: Vec<Range<usize>>) -> Self {
         Self { codec, what: What::Gather(blocks), own: Bytes::new() }
     }
 
@@ -49,14 +53,14 @@ impl AllToAll {
         let job = Job {
             values: common.input.values(0..len),
             residual: residual(owed.as_ref()),
-            place: Place::whole(common.context, len),
+            place: CodedPlace::whole(common.context, len),
             role: Role::Worker,
             rank: common.rank.0,
             shards: std::slice::from_ref(&whole),
             threads: common.threads,
         };
         Some(match self.codec.encode(&job, &mut encoded) {
-            Err(error) => Err(common.stumbles(round, error, Kind::Input, 0)),
+            Err(error) => Err(common.fail_encode(round, error, Kind::Input, 0)),
             Ok(()) => {
                 if let Some(feedback) = &mut common.feedback {
                     feedback.set_worker(0, encoded.residual);
@@ -81,12 +85,13 @@ impl AllToAll {
         common.output.resize(len, 0.0);
         for from in world.ranks() {
             let message = if from == me { unseal(&self.own) } else { messages[from.index()] };
-            // What the buffer holds means nothing, so what comes to each element first is written and not added.
+            // What the buffer holds means nothing, so what comes to each element first is written
+            // and not added.
             let (out, first) = match &self.what {
                 What::Sum { .. } => (&mut common.output[..], from.index() == 0),
                 What::Gather(blocks) => (&mut common.output[blocks[from.index()].clone()], true),
             };
-            let place = Place::whole(common.context, out.len());
+            let place = CodedPlace::whole(common.context, out.len());
             let decoded = match first {
                 true => self.codec.decode_into(message, &place, out),
                 false => self.codec.add_decoded_into(message, &place, out),

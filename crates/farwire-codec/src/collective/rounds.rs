@@ -1,11 +1,11 @@
-//! An exchange as a [`Machine`](farwire_proto::Machine) sees it.
+//! A coded collective as a [`Machine`](farwire_proto::Machine) sees it.
 
 use bytes::Bytes;
 use farwire_proto::{Nonsense, Rounds};
 
-use super::Exchange;
+use super::CodedCollective;
 
-impl Rounds for Exchange {
+impl Rounds for CodedCollective {
     fn next_parcels(&mut self) -> Option<Vec<Bytes>> {
         self.next_parcels()
     }

@@ -1,25 +1,30 @@
 //! Random-k: the same random elements on every rank, so that no indices cross the wire.
 //!
 //! Steps:
-//! 1. The n elements are cut into k strata of ⌊n/k⌋ or ⌈n/k⌉ neighbours, and one element of each is drawn: number j of a counter RNG
-//!    over (seed, step, tensor). So the count is exact, no element is drawn twice, they come in order, and which of them fall into a
-//!    shard is known without looking at the others.
-//! 2. In one pass over memory: a = gradient + residual, written; then the drawn elements are sent and leave the residual.
+//! 1. The n elements are cut into k strata of ⌊n/k⌋ or ⌈n/k⌉ neighbours, and one element of each is
+//!    drawn: number j of a counter RNG over (seed, step, tensor). So the count is exact, no element
+//!    is drawn twice, they come in order, and which of them fall into a shard is known without
+//!    looking at the others.
+//! 2. In one pass over memory: a = gradient + residual, written; then the drawn elements are sent
+//!    and leave the residual.
 //!
-//! With error feedback values are sent as they are. Without it, a worker multiplies each by the length of its stratum, about n/k, so that the
-//! result is right in the mean.
+//! With error feedback values are sent as they are. Without it, a worker multiplies each by the
+//! length of its stratum, about n/k, so that the result is right in the mean.
 //!
 //! Bytes of a message: 4 (f32) or 2 (bf16) for each drawn element of the shard. Nothing else.
 
 use std::ops::Range;
+use std::sync::Arc;
 
+use super::topk::Share;
+use crate::codec::{Codec, CodecFamily, MessageCodec, Travel};
 use crate::dense::sections;
 use crate::error::{DecodeError, EncodeError};
-use crate::job::{Encoded, Fused, Job, Partitioned, Place, Residual, Role};
+use crate::job::{CodedPlace, Encoded, Fused, Job, Residual, Role};
 use crate::rng::{Counter, Purpose};
 use crate::simd::{self, Level, Stream, TILE, from_bf16_bits, to_bf16_bits};
+use crate::spec::{CodecSpec, Params};
 use crate::threads;
-use crate::topk::Share;
 
 /// Keeps random elements.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -32,8 +37,51 @@ pub struct RandomK {
     pub seed: Option<u64>,
 }
 
+pub(super) const FAMILY: CodecFamily = CodecFamily {
+    names: &["randk"],
+    forms: "randk:0.01 | randk:count=1000 [,values=f32|bf16] [,seed=7]",
+    help: "random elements, the same on all ranks, so no positions; the rest is sent later",
+    typical: &["randk:0.01"],
+    corners: &[
+        "randk:count=5",
+        "randk:0.1,values=f32,seed=9",
+        "randk:0.5,values=f32",
+        "randk:0.001,values=f32,seed=18446744073709551615",
+    ],
+    parse,
+};
+
+fn parse(params: &mut Params<'_>) -> Result<CodecSpec, String> {
+    let keep = Share::parse(params.argument("0.01")?)?;
+    let bf16 = params.one_of("values", &[("f32", false), ("bf16", true)])?.unwrap_or(true);
+    let seed = params
+        .take("seed")
+        .map(|seed| seed.parse().map_err(|_| format!("seed={seed} is not a whole number below 2^64")));
+    Ok(CodecSpec::new(RandomK { keep, bf16, seed: seed.transpose()? }))
+}
+
+impl Codec for RandomK {
+    fn name(&self) -> String {
+        let values = if self.bf16 { "" } else { ",values=f32" };
+        let seed = self.seed.map(|seed| format!(",seed={seed}")).unwrap_or_default();
+        format!("randk:{}{values}{seed}", self.keep)
+    }
+
+    fn travels(self: Arc<Self>) -> Travel {
+        Travel::Shards(self)
+    }
+
+    fn density(&self, elements: usize) -> f64 {
+        self.keep.of(elements) as f64 / elements.max(1) as f64
+    }
+
+    fn with_density(&self, density: f64) -> Option<CodecSpec> {
+        Some(CodecSpec::new(Self { keep: Share::fraction(density), ..*self }))
+    }
+}
+
 impl RandomK {
-    fn strata(&self, place: &Place) -> Strata {
+    fn strata(&self, place: &CodedPlace) -> Strata {
         let mut context = place.context;
         context.seed = self.seed.unwrap_or(context.seed);
         Strata {
@@ -60,7 +108,7 @@ impl RandomK {
     }
 }
 
-impl Partitioned for RandomK {
+impl MessageCodec for RandomK {
     fn encode(&self, job: &Job<'_>, out: &mut Encoded) -> Result<(), EncodeError> {
         job.check();
         let level = Level::detect();
@@ -112,7 +160,7 @@ impl Partitioned for RandomK {
         Ok(())
     }
 
-    fn add_decoded_into(&self, bytes: &[u8], place: &Place, acc: &mut [f32]) -> Result<(), DecodeError> {
+    fn add_decoded_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
         assert_eq!(acc.len(), place.range.len(), "one element for each of the range");
         let strata = self.strata(place);
         let range = place.range.clone();
@@ -142,6 +190,10 @@ impl Partitioned for RandomK {
 
     fn max_message_len(&self, elements: usize) -> usize {
         self.width() * elements
+    }
+
+    fn expected_len(&self, elements: usize) -> usize {
+        self.width() * self.keep.of(elements)
     }
 }
 
@@ -190,7 +242,8 @@ impl Strata {
         let count = self.count.max(1);
         let (step, remainder) = (self.elements / count, self.elements % count);
         let mut start = if touching.is_empty() { 0 } else { self.start(touching.start) };
-        // start(j) without a division: the remainders add up, and each time they reach `count` a stratum is one longer.
+        // start(j) without a division: the remainders add up, and each time they reach `count` a
+        // stratum is one longer.
         let mut owed = (u128::from(touching.start) * u128::from(remainder) % u128::from(count)) as u64;
         let all = touching.map(move |j| {
             owed += remainder;

@@ -1,6 +1,7 @@
 //! Which parameters there are, in which order: the contract between replicas.
 //!
-//! Gradients are exchanged by position, so ranks that disagree about the list would add up what does not belong together. They compare it once, at the start.
+//! Gradients are exchanged by position, so ranks that disagree about the list would add up what
+//! does not belong together. They compare it once, at the start.
 
 use std::fmt;
 
@@ -8,7 +9,7 @@ use farwire::{Communicator, Error};
 
 /// The ordered list of a model's parameters.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Plan {
+pub struct ParameterList {
     entries: Vec<Entry>,
 }
 
@@ -25,7 +26,7 @@ pub struct Entry {
 
 /// Why replicas cannot work together.
 #[derive(Debug, thiserror::Error)]
-pub enum PlanError {
+pub enum ParameterListError {
     /// Ranks have different parameters.
     #[error(
         "ranks have different models: parameter {position} is {mine} here (rank {rank}), but {theirs} on rank {other}; \
@@ -55,14 +56,14 @@ pub enum PlanError {
     },
 }
 
-impl Plan {
+impl ParameterList {
     /// A plan of these parameters, in this order.
-    pub fn new(entries: impl IntoIterator<Item = Entry>) -> Result<Self, PlanError> {
+    pub fn new(entries: impl IntoIterator<Item = Entry>) -> Result<Self, ParameterListError> {
         let entries: Vec<Entry> = entries.into_iter().collect();
         let mut names: Vec<&str> = entries.iter().map(|entry| &entry.name[..]).collect();
         names.sort_unstable();
         match names.windows(2).find(|pair| pair[0] == pair[1]) {
-            Some(pair) => Err(PlanError::Twice(pair[0].to_owned())),
+            Some(pair) => Err(ParameterListError::Twice(pair[0].to_owned())),
             None => Ok(Self { entries }),
         }
     }
@@ -80,7 +81,7 @@ impl Plan {
     }
 
     /// Fails, on all ranks of the group, if they do not all have this plan.
-    pub fn agree(&self, group: &Communicator) -> Result<(), PlanError> {
+    pub fn agree(&self, group: &Communicator) -> Result<(), ParameterListError> {
         let text = self.to_string();
         let all = group.all_gather(vec![self.hash(), text.len() as u64]).wait()?;
         if all.chunks_exact(2).all(|theirs| theirs == &all[..2]) {
@@ -95,7 +96,7 @@ impl Plan {
             rest = after;
             let theirs = String::from_utf8_lossy(theirs);
             if let Some((position, mine, theirs)) = first_difference(&text, &theirs) {
-                return Err(PlanError::Differ { position, mine, rank: group.rank(), theirs, other });
+                return Err(ParameterListError::Differ { position, mine, rank: group.rank(), theirs, other });
             }
         }
         Ok(()) // the same text with another hash cannot be
@@ -116,7 +117,7 @@ fn first_difference(mine: &str, theirs: &str) -> Option<(usize, String, String)>
 }
 
 /// A line per parameter: name, shape, type.
-impl fmt::Display for Plan {
+impl fmt::Display for ParameterList {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.entries
             .iter()
@@ -128,13 +129,13 @@ impl fmt::Display for Plan {
 mod tests {
     use super::*;
 
-    fn plan(entries: &[(&str, &[usize])]) -> Plan {
+    fn plan(entries: &[(&str, &[usize])]) -> ParameterList {
         let entry = |(name, shape): &(&str, &[usize])| Entry {
             name: (*name).to_owned(),
             shape: shape.to_vec(),
             dtype: "f32".to_owned(),
         };
-        Plan::new(entries.iter().map(entry)).unwrap()
+        ParameterList::new(entries.iter().map(entry)).unwrap()
     }
 
     #[test]
@@ -162,6 +163,6 @@ mod tests {
     #[test]
     fn a_name_is_given_once() {
         let entry = Entry { name: "a".to_owned(), shape: vec![1], dtype: "f32".to_owned() };
-        assert!(matches!(Plan::new([entry.clone(), entry]), Err(PlanError::Twice(_))));
+        assert!(matches!(ParameterList::new([entry.clone(), entry]), Err(ParameterListError::Twice(_))));
     }
 }

@@ -1,0 +1,421 @@
+//! A collective through a codec, as rounds of parcels.
+//!
+//! Each round, every rank makes one parcel for every other and gets one from each. A
+//! [`CodedCollective`] is one rank's part in it, without a network: whoever drives it (the runtime,
+//! the simulator) carries the parcels.
+//!
+//! | codec | all-reduce | rounds |
+//! |---|---|---|
+//! | in shards | shards to their owners; the owners' sums to everybody (`two_phase.rs`) | 2 per chunk |
+//! | as factors | P summed, then Q, each as above (`low_rank.rs`) | 4 |
+//! | whole | everybody's message to everybody (`all_to_all.rs`) | 1 |
+//!
+//! Sums are made in rank order at one place, and everyone, the owner included, decodes the same
+//! bytes: so every rank ends with the same bits, whatever arrives first. A reduce-scatter is the
+//! first round of an all-reduce, an all-gather its second.
+//!
+//! A parcel ends with a byte that says whether its sender could make it. A rank whose input holds a
+//! NaN says so instead of sending a message, and still takes part in the rounds: so all ranks end
+//! with the same error, and none has changed its residuals.
+
+mod all_to_all;
+mod floats;
+mod low_rank;
+mod order;
+mod rounds;
+mod two_phase;
+
+use std::num::{NonZeroU32, NonZeroUsize};
+use std::ops::Range;
+
+use bytes::Bytes;
+use farwire_proto::{Call, Counts, Partition, Rank, ReduceOp, WorldSize};
+
+use crate::codec::Travel;
+use crate::codecs::powersgd::Shape;
+use crate::error::{DecodeError, EncodeError};
+use crate::feedback::{Owed, Transaction};
+use crate::job::{Context, Residual};
+use crate::spec::CodecSpec;
+
+pub use floats::Floats;
+pub use order::{CodingError, Collective, Nonsense, Order, OrderError};
+
+/// One rank's part in a collective through a codec.
+///
+/// Call [`next_parcels`](Self::next_parcels) until it has nothing more to say, hand each round of
+/// parcels that has come whole to [`came`](Self::came), in order, and ask again; after the last,
+/// [`finish`](Self::finish).
+#[derive(Debug)]
+pub struct CodedCollective {
+    call: Call,
+    route: Route,
+    common: Common,
+    /// Rounds that parcels were made for, and that have come.
+    made: u32,
+    came: u32,
+}
+
+/// What all routes work on.
+#[derive(Debug)]
+struct Common {
+    rank: Rank,
+    world: WorldSize,
+    input: Floats,
+    tensor: String,
+    feedback: Option<Transaction>,
+    context: Context,
+    threads: NonZeroUsize,
+    output: Vec<f32>,
+    /// The first thing that went wrong, in an order that all ranks agree on.
+    trouble: Option<Trouble>,
+}
+
+/// The closed set of ways to move coded data.
+#[derive(Debug)]
+enum Route {
+    TwoPhase(two_phase::TwoPhase),
+    AllToAll(all_to_all::AllToAll),
+    LowRank(low_rank::LowRank),
+}
+
+/// What a rank gives the others in a round: sealed messages.
+#[derive(Debug)]
+enum Made {
+    /// One per rank.
+    Each(Vec<Bytes>),
+    /// The same to everyone.
+    Same(Bytes),
+}
+
+/// A message as a parcel, with a byte at its end that says that all is well.
+fn seal(mut message: Vec<u8>) -> Bytes {
+    message.push(FINE);
+    message.into()
+}
+
+/// The message in a [`seal`]ed parcel.
+fn unseal(parcel: &Bytes) -> &[u8] {
+    parcel.split_last().map_or(&[], |(_, message)| message)
+}
+
+/// Something that cannot be encoded. Of several, the least counts: all ranks hear of the same ones,
+/// if not at the same time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Trouble {
+    round: u32,
+    rank: Rank,
+    kind: Kind,
+    element: u64,
+}
+
+/// What cannot be encoded. Its number is the last byte of a parcel; zero says that all is well.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[repr(u8)]
+enum Kind {
+    /// This rank's input.
+    Input = 1,
+    /// The sum of its shard.
+    Sum = 2,
+    /// Anything at all: the codec is wrong.
+    Codec = 3,
+}
+
+const FINE: u8 = 0;
+
+impl Route {
+    /// The call to plan for `order`, and its rounds.
+    fn of(order: &Order) -> Result<(Call, Self), OrderError> {
+        let Order { collective, codec, input, dimensions, rank, world, .. } = order;
+        let (rank, world) = (*rank, *world);
+        let (count, dtype) = (input.len(), input.dtype());
+        let (plain, ranges, op) = match *collective {
+            Collective::AllReduce(op) => (Call::AllReduce { count, dtype, op }, even(count, world), Some(op)),
+            Collective::ReduceScatter(op) => {
+                (Call::ReduceScatter { count, dtype, op }, even(count, world), Some(op))
+            }
+            Collective::AllGather(ref counts) => {
+                let need = counts.of(rank);
+                if need != count {
+                    return Err(OrderError::Length { need, given: count });
+                }
+                (Call::AllGather { counts: counts.clone(), dtype }, blocks(counts, world), None)
+            }
+        };
+        let mean = op == Some(ReduceOp::Mean);
+        let is_local = codec.messages().is_some_and(|codec| codec.is_local());
+        if !is_local && u32::try_from(count).is_err() {
+            return Err(OrderError::TooLong { codec: codec.name(), given: count });
+        }
+        let route = match (codec.travels(), collective) {
+            (Travel::Factors(_), Collective::AllGather(_)) => {
+                return Err(OrderError::CannotGather { codec: codec.name() });
+            }
+            (Travel::Factors(codec), _) => {
+                let fits = |d: &&[usize]| d.iter().product::<usize>() == count;
+                let shape = Shape::of(dimensions.as_deref().filter(fits).unwrap_or(&[count]));
+                let only = matches!(collective, Collective::ReduceScatter(_));
+                let only = only.then(|| ranges[rank.index()].clone());
+                Self::LowRank(low_rank::LowRank::new(codec, shape, world, mean, only))
+            }
+            (Travel::Shards(codec) | Travel::Whole(codec), Collective::AllGather(_)) => {
+                Self::AllToAll(all_to_all::AllToAll::gather(codec, ranges))
+            }
+            (Travel::Whole(codec), Collective::AllReduce(_)) => {
+                Self::AllToAll(all_to_all::AllToAll::sum(codec, count, mean))
+            }
+            (Travel::Shards(codec) | Travel::Whole(codec), _) => {
+                let gather = matches!(collective, Collective::AllReduce(_));
+                Self::TwoPhase(two_phase::TwoPhase::new(codec, count, world, gather, mean))
+            }
+        };
+        // A byte for how it went, or nine if it went badly.
+        let max = 9 + route.longest();
+        let codec = agreement(codec, order.context);
+        let call = Call::Coded { call: Box::new(plain), codec, rounds: route.rounds(), max };
+        Ok((call, route))
+    }
+}
+
+impl CodedCollective {
+    /// This rank's part in `order`; or why there can be none, and its input back.
+    pub fn new(order: Order) -> Result<Self, (OrderError, Floats)> {
+        let (call, route) = match Route::of(&order) {
+            Ok(laid_out) => laid_out,
+            Err(error) => return Err((error, order.input)),
+        };
+        let Order { collective, rank, world, input, tensor, mut feedback, context, threads, output, .. } =
+            order;
+        let adds = !matches!(collective, Collective::AllGather(_));
+        if let Some(feedback) = feedback.as_mut().filter(|_| adds) {
+            feedback.own(&route.owned(rank));
+        }
+        let common = Common { rank, world, input, tensor, feedback, context, threads, output, trouble: None };
+        Ok(Self { call, route, common, made: 0, came: 0 })
+    }
+
+    /// The call to plan: its rounds, and how long a parcel can be.
+    pub fn call(&self) -> &Call {
+        &self.call
+    }
+
+    /// This rank.
+    pub fn rank(&self) -> Rank {
+        self.common.rank
+    }
+
+    /// Rounds that parcels were made for.
+    pub fn made(&self) -> u32 {
+        self.made
+    }
+
+    /// Whether all rounds have come, so that it can be finished.
+    pub fn is_finished(&self) -> bool {
+        self.came == self.rounds() && self.made == self.rounds()
+    }
+
+    /// How many rounds there are.
+    pub fn rounds(&self) -> u32 {
+        self.route.rounds()
+    }
+
+    /// The parcels of the next round, one for each rank in order (this rank's own is empty), if
+    /// they can be made with what has come.
+    pub fn next_parcels(&mut self) -> Option<Vec<Bytes>> {
+        let Self { route, common, made, .. } = self;
+        if *made == route.rounds() {
+            return None;
+        }
+        let world = common.world.len();
+        let message = match route {
+            Route::TwoPhase(route) => route.next(*made, common),
+            Route::AllToAll(route) => route.next(*made, common),
+            Route::LowRank(route) => route.next(*made, common),
+        }?;
+        *made += 1;
+        let mut parcels = match (message, common.trouble) {
+            (Err(Trouble { kind, element, .. }), _) => {
+                vec![Bytes::from([&element.to_le_bytes()[..], &[kind as u8]].concat()); world]
+            }
+            // Everyone knows; there is nothing more to say.
+            (Ok(_), Some(_)) => vec![seal(Vec::new()); world],
+            (Ok(Made::Same(parcel)), None) => vec![parcel; world],
+            (Ok(Made::Each(parcels)), None) => parcels,
+        };
+        parcels[common.rank.index()].clear();
+        Some(parcels)
+    }
+
+    /// A round of parcels has come, one from each rank in order; this rank's own does not count.
+    ///
+    /// # Panics
+    ///
+    /// If this rank's own of that round have not been made.
+    pub fn came(&mut self, round: u32, parcels: &[Vec<u8>]) -> Result<(), Nonsense> {
+        assert!(round < self.made, "a rank makes its own part of a round before it hears the others'");
+        self.understand(round, parcels)?;
+        self.came = round + 1;
+        Ok(())
+    }
+
+    fn understand(&mut self, round: u32, parcels: &[Vec<u8>]) -> Result<(), Nonsense> {
+        let Self { route, common, .. } = self;
+        let mut messages = vec![&[][..]; common.world.len()];
+        for from in common.world.others(common.rank) {
+            let nonsense = |why| Nonsense { from, round, why };
+            let parcel = &parcels[from.index()];
+            let Some((kind, message)) = parcel.split_last() else {
+                return Err(nonsense(DecodeError::Length { need: 1, given: 0 }));
+            };
+            let kind = match *kind {
+                FINE => {
+                    messages[from.index()] = message;
+                    continue;
+                }
+                1 => Kind::Input,
+                2 => Kind::Sum,
+                3 => Kind::Codec,
+                _ => return Err(nonsense(DecodeError::Field("status"))),
+            };
+            let element = <[u8; 8]>::try_from(message).map(u64::from_le_bytes);
+            let element =
+                element.map_err(|_| nonsense(DecodeError::Length { need: 9, given: parcel.len() }))?;
+            let theirs = Trouble { round, rank: from, kind, element };
+            common.trouble = Some(common.trouble.map_or(theirs, |known| known.min(theirs)));
+        }
+        if common.trouble.is_some() {
+            return Ok(());
+        }
+        match route {
+            Route::TwoPhase(route) => route.came(round, &messages, common),
+            Route::AllToAll(route) => route.came(round, &messages, common),
+            Route::LowRank(route) => route.came(round, &messages, common),
+        }
+    }
+
+    /// The result, in f32; residuals are committed. Call it after the last round has come.
+    pub fn finish(self) -> Result<Finished, (CodingError, Floats)> {
+        let Common { tensor, feedback, output, input, trouble, .. } = self.common;
+        match trouble {
+            Some(Trouble { rank, kind, element, .. }) => {
+                let rank = rank.index();
+                let error = match kind {
+                    Kind::Input => CodingError::NotFinite { rank, tensor, element },
+                    Kind::Sum => CodingError::Overflow { rank, tensor, element },
+                    Kind::Codec => CodingError::Codec { rank, tensor },
+                };
+                Err((error, input))
+            }
+            None => {
+                if let Some(feedback) = feedback {
+                    feedback.commit();
+                }
+                Ok(Finished { output, input })
+            }
+        }
+    }
+
+    /// Gives it up: residuals are as they were.
+    pub fn abandon(self) -> Floats {
+        self.common.input
+    }
+}
+
+/// What an [`CodedCollective`] leaves.
+#[derive(Debug)]
+pub struct Finished {
+    /// The result.
+    pub output: Vec<f32>,
+    /// What went in.
+    pub input: Floats,
+}
+
+impl Route {
+    fn rounds(&self) -> u32 {
+        match self {
+            Self::TwoPhase(route) => route.rounds(),
+            Self::AllToAll(_) => 1,
+            Self::LowRank(_) => low_rank::ROUNDS,
+        }
+    }
+
+    /// The elements whose sum a rank encodes once more, in ascending ranges.
+    fn owned(&self, rank: Rank) -> Vec<Range<usize>> {
+        match self {
+            Self::TwoPhase(route) => route.owned(rank),
+            Self::AllToAll(_) | Self::LowRank(_) => Vec::new(),
+        }
+    }
+
+    /// Bytes of the longest message.
+    fn longest(&self) -> usize {
+        match self {
+            Self::TwoPhase(route) => route.longest(),
+            Self::AllToAll(route) => route.longest(),
+            Self::LowRank(route) => route.longest(),
+        }
+    }
+}
+
+impl Common {
+    /// What this rank owes for some elements, as a worker.
+    fn owed(&self, range: Range<usize>) -> Option<Owed> {
+        self.feedback.as_ref().map(|feedback| feedback.worker(range))
+    }
+
+    /// A buffer for so many elements, with anything in it.
+    fn buffer(&mut self, len: usize) -> Vec<f32> {
+        self.feedback.as_mut().map(|feedback| feedback.buffer(len)).unwrap_or_default()
+    }
+
+    /// This rank could not encode what it had to in a round, counted from element `first`.
+    fn fail_encode(&mut self, round: u32, error: EncodeError, kind: Kind, first: usize) -> Trouble {
+        let (kind, element) = match error {
+            EncodeError::NotFinite { index } => (kind, (first + index) as u64),
+            EncodeError::TooLong { .. } | EncodeError::OwnMessage(_) => (Kind::Codec, 0),
+        };
+        let mine = Trouble { round, rank: self.rank, kind, element };
+        self.trouble = Some(self.trouble.map_or(mine, |known| known.min(mine)));
+        mine
+    }
+
+    /// Zeros for `len` elements of result.
+    fn clear_output(&mut self, len: usize) {
+        self.output.clear();
+        self.output.resize(len, 0.0);
+    }
+}
+
+/// What an encoder takes: nothing owed is not the same as no error feedback.
+fn residual(owed: Option<&Owed>) -> Residual<'_> {
+    owed.map_or(Residual::Off, Owed::residual)
+}
+
+/// 32 bits by which ranks find out that they mean different codecs, tensors or steps.
+fn agreement(codec: &CodecSpec, Context { seed, step, tensor }: Context) -> NonZeroU32 {
+    let mix = |hash: u64, word: u64| (hash ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(31);
+    let mixed = [seed, step, tensor].into_iter().fold(u64::from(codec.id().get()), mix);
+    NonZeroU32::new((mixed ^ mixed >> 32) as u32).unwrap_or(NonZeroU32::MIN)
+}
+
+/// The shards of a vector, as evenly cut as possible.
+fn even(len: usize, world: WorldSize) -> Vec<Range<usize>> {
+    ranges(&Partition::even(len, world, NonZeroUsize::MAX), world)
+}
+
+fn blocks(counts: &Counts, world: WorldSize) -> Vec<Range<usize>> {
+    ranges(&Partition::of_counts(counts, world, NonZeroUsize::MAX), world)
+}
+
+fn ranges(partition: &Partition, world: WorldSize) -> Vec<Range<usize>> {
+    let block = |rank| partition.block(rank);
+    world.ranks().map(|rank| block(rank).start..block(rank).end()).collect()
+}
+
+/// Divides by the number of ranks, if that is what was asked.
+fn scale(values: &mut [f32], mean: bool, world: WorldSize) {
+    if mean && world.get() > 1 {
+        let ranks = world.get() as f32;
+        values.iter_mut().for_each(|value| *value /= ranks);
+    }
+}
