@@ -5,7 +5,7 @@
 use std::num::NonZeroUsize;
 
 use farwire_proto::{
-    Call, CommId, Config, DType, Engine, Event, FAULT_LEN, FrameKind, HEADER_LEN, Header, Options, Peer, Rank, ReduceOp,
+    Call, CommId, Config, DType, Engine, Event, FAULT_LEN, HEADER_LEN, Header, Options, Peer, Rank, ReduceOp,
     Tag, Time, Verdict, WorldSize,
 };
 use libfuzzer_sys::fuzz_target;

@@ -40,10 +40,10 @@ pub(crate) struct Args {
     /// Hosts, each with one rank.
     #[arg(long, default_value = "2", value_parser = clap::value_parser!(u32).range(1..=254))]
     hosts: u32,
-    /// What leaves a host, per second: 200mbit, 25MB/s. No limit if not given.
+    /// Rate at which a host can send: 200mbit, 25MB/s. Default: no limit.
     #[arg(long, value_parser = rate)]
     rate: Option<f64>,
-    /// What reaches a host, per second; the same as --rate if not given.
+    /// Rate at which a host can receive. Default: the same as --rate.
     #[arg(long, value_parser = rate)]
     down_rate: Option<f64>,
     /// How long a packet travels, one way: 50ms.
@@ -52,28 +52,29 @@ pub(crate) struct Args {
     /// Up to this much is added to each packet's delay, without changing the order.
     #[arg(long, default_value = "0", value_parser = time)]
     jitter: Duration,
-    /// What may wait in front of the bottleneck, as a time at the rate (100ms) or a size (256KiB).
+    /// Size of the queue in front of the bottleneck, as a time (100ms) or in bytes (256KiB).
     #[arg(long, default_value = "100ms", value_parser = queue)]
     queue: Queue,
-    /// Packets lost, each by itself unless --burst is given: 0.1%.
+    /// Share of packets lost: 0.1%. Each is lost by itself unless --burst is given.
     #[arg(long, default_value = "0", value_parser = share)]
     loss: f64,
     /// Packets that --loss takes in a row, on average.
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..))]
     burst: u32,
-    /// Packets that others overtake.
+    /// Share of packets that arrive out of order: 1%.
     #[arg(long, default_value = "0", value_parser = share)]
     reorder: f64,
-    /// Packets that arrive twice.
+    /// Share of packets that arrive twice: 1%.
     #[arg(long, default_value = "0", value_parser = share)]
     duplicate: f64,
     /// Packets with more bytes than this vanish, without the ICMP message that would say so.
     #[arg(long, value_parser = clap::value_parser!(u32).range(68..=1500))]
     mtu: Option<u32>,
-    /// When nothing arrives, from the start: 5s..8s, or 5s.. for ever. May be given several times.
+    /// A time, counted from the start, in which nothing arrives: 5s..8s, or 5s.. without end. May be
+    /// given several times.
     #[arg(long, value_parser = outage)]
     outage: Vec<Outage>,
-    /// The same seed loses the same packets, as far as the same are sent.
+    /// Random seed for loss, jitter and the rest.
     #[arg(long, default_value = "1")]
     seed: u64,
     /// The command and its arguments.

@@ -28,7 +28,7 @@ pub enum EncodeError {
 #[non_exhaustive]
 pub enum DecodeError {
     /// The length does not fit the number of elements; do all ranks use the same codec and shards?
-    #[error("the message has {given} bytes where {need} were due; check that all ranks use the same codec")]
+    #[error("expected at least {need} bytes in a message, got {given}; check that all ranks use the same codec")]
     Length {
         /// Bytes that were due, at least.
         need: usize,

@@ -331,7 +331,7 @@ pub enum FeedbackError {
         tensor: String,
     },
     /// A file that is not what was saved.
-    #[error("this is no saved error feedback; restore the file that `save` wrote, or start without one: {0}")]
+    #[error("not a saved error-feedback file ({0}); use one written by `save`, or start without")]
     Format(safetensors::SafeTensorError),
     /// A tensor in the file that is not what was saved.
     #[error(

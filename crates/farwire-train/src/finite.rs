@@ -80,8 +80,8 @@ impl fmt::Display for NotFinite {
         }
         match more {
             0 => Ok(()),
-            1 => write!(f, ", and the like on 1 other rank"),
-            more => write!(f, ", and the like on {more} other ranks"),
+            1 => write!(f, ", and 1 other rank has the same problem"),
+            more => write!(f, ", and {more} other ranks have the same problem"),
         }
     }
 }
@@ -208,7 +208,7 @@ mod tests {
                     let said = find([Some(&mean), Some(&loss), Some(&infinite)]);
                     assert_eq!(said, "the gradient of `w` on rank 2 is inf at element 7");
                     let said = find([None, Some(&loss), Some(&loss)]);
-                    assert_eq!(said, "the loss on rank 1 is NaN, and the like on 1 other rank");
+                    assert_eq!(said, "the loss on rank 1 is NaN, and 1 other rank has the same problem");
                     assert!(find([None, Some(&mean), None]).contains("of `m` is inf at element 1"));
                     assert!(find([None; 3]).contains("no rank says which"));
                     // A name too long to be told is cut, at a whole letter.

@@ -109,7 +109,7 @@ pub enum MemoryError {
         align: usize,
     },
     /// More than can be in memory.
-    #[error("{len} elements of {dtype} are more than an address space holds")]
+    #[error("{len} elements of {dtype} do not fit in memory")]
     TooLong {
         /// How many.
         len: usize,

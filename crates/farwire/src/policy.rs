@@ -158,7 +158,7 @@ impl fmt::Display for CodecPolicy {
 /// A text that says no codec by length.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "`{0}` names no codec by length; accepted: a codec, or as in bf16 from 16 KiB (1.3×); int8 from 256 KiB (2.5×)"
+    "`{0}` is not a codec policy; write a codec, or a list such as `bf16 from 16 KiB (1.3×); int8 from 256 KiB (2.5×)`"
 )]
 pub struct PolicyError(String);
 

@@ -36,7 +36,7 @@ const SAMPLE: usize = 240;
 /// Train a GPT over several ranks.
 ///
 /// Without a launcher it starts its ranks here; under one (`farwire launch`, torchrun, mpirun,
-/// srun) it is one of them. Learns bytes: of a file, or of this project's own text. At the end it
+/// srun) it is one of them. Learns bytes: of a file, or of farwire's own source. At the end it
 /// shows a summary and a sample of what the model writes, and leaves a report with plots.
 ///
 /// A signal (Ctrl-C, SIGTERM, SIGHUP) ends it after the step at hand, with a checkpoint if
@@ -65,22 +65,22 @@ pub(crate) struct Args {
     /// Stages of the pipeline, each of which has some of the layers.
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..))]
     pp: u32,
-    /// Parts of a replica's batch: they pass through the pipeline one after the other, and their
+    /// Parts of each replica's batch. They pass through the pipeline one after the other, and their
     /// gradients add up.
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..))]
     micro_batches: u32,
-    /// How they pass through: gpipe, 1f1b, or interleaved:2 (with the number of chunks per rank).
+    /// Pipeline schedule: gpipe, 1f1b, or interleaved:2 (with the number of chunks per rank).
     #[arg(long, default_value_t)]
     schedule: Schedule,
     /// How gradients are compressed on the wire, with error feedback; --help lists the codecs.
     #[arg(long, default_value = "int8", long_help = codec_help("Biases and norms travel as they are."))]
     codec: CodecChoice,
-    /// Steps at the start in which they are not compressed. If not given: an eighth of the run for
-    /// codecs that leave much out, none for others. A resumed run keeps what it began with.
+    /// Steps at the start without compression. Default: an eighth of the run for sparse codecs, none
+    /// for others. A resumed run keeps what it began with.
     #[arg(long, value_name = "STEPS", allow_negative_numbers = true)]
     dense_steps: Option<u32>,
-    /// Steps after those in which the share that a sparse codec keeps falls from a quarter to its
-    /// own; three quarters of the run if not given.
+    /// Steps, after --dense-steps, over which a sparse codec goes from keeping a quarter to keeping
+    /// its own share. Default: three quarters of the run.
     #[arg(long, value_name = "STEPS", allow_negative_numbers = true)]
     falling_steps: Option<u32>,
     /// Train once with each of these codecs, from the same start, and put all in one report.
@@ -92,36 +92,36 @@ pub(crate) struct Args {
     /// Sequences per step, over all replicas.
     #[arg(long, default_value = "16", value_parser = clap::value_parser!(u32).range(1..))]
     batch: u32,
-    /// The highest learning rate.
+    /// Peak learning rate.
     #[arg(long, default_value = "0.003")]
     lr: f64,
-    /// Decides the start and the order of the data.
+    /// Random seed for the first weights and the order of the data.
     #[arg(long, default_value = "1")]
     seed: u64,
-    /// A file to learn from, of up to 4 GiB, on rank 0's machine; this project's own text if not
-    /// given.
+    /// A file to learn from, of up to 4 GiB, on rank 0's machine. Default: some of farwire's own
+    /// source.
     #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
     /// Blocks of the model.
     #[arg(long, default_value = "4", value_parser = clap::value_parser!(u32).range(1..))]
     layers: u32,
-    /// Heads of each attention.
+    /// Attention heads per layer.
     #[arg(long, default_value = "4", value_parser = clap::value_parser!(u32).range(1..))]
     heads: u32,
-    /// Width of what passes between blocks.
+    /// Hidden size.
     #[arg(long, default_value = "128", value_parser = clap::value_parser!(u32).range(1..))]
     width: u32,
-    /// Bytes that a prediction can see.
+    /// Context length, in bytes.
     #[arg(long, default_value = "64", value_parser = clap::value_parser!(u32).range(1..))]
     context: u32,
-    /// Bytes of gradients that travel together, as 1MiB.
+    /// Size of a bucket of gradients that travel together, e.g. 1MiB.
     #[arg(long, default_value = "1MiB", value_parser = units::size)]
     bucket: usize,
     /// Keep the optimizer's state of each parameter on one replica only (ZeRO-1).
     #[arg(long)]
     shard_optimizer: bool,
-    /// What to do about a loss or gradient that is a NaN or an infinity: stop, or skip the step on
-    /// all ranks, so that nothing moves (100 in a row are an error). No weight moves either way.
+    /// What to do about a loss or gradient that is NaN or infinite: stop, or skip the step on all
+    /// ranks (100 skips in a row are an error). Weights are never updated with it.
     #[arg(long, value_name = "stop|skip", default_value_t)]
     on_nan: OnNan,
     /// Start from these weights: a safetensors file of the whole model, on rank 0's machine.
@@ -177,22 +177,22 @@ pub(crate) enum TrainCommandError {
     Product { ranks: u32, dp: u32, tp: u32, pp: u32 },
     #[error("could not read {path}: {source}")]
     Data { path: PathBuf, source: std::io::Error },
-    #[error("could not read {path}: it is {what}; copy what it gives to a file")]
+    #[error("{path} is {what}, not a regular file; copy its content to a file first")]
     NoFile { path: PathBuf, what: &'static str },
     #[error("{path} has more than {limit} GiB; give a part of it")]
     DataTooLong { path: PathBuf, limit: u64 },
     #[error("no report could be written to {path}: {source}; choose another place with --report")]
     ReportPlace { path: PathBuf, source: std::io::Error },
-    #[error("could not write the report to {path}: {source}; training has ended well, its numbers are above")]
+    #[error("could not write the report to {path}: {source}; training itself has finished, and its results are printed above")]
     Report { path: PathBuf, source: std::io::Error },
-    #[error("{0}: another job keeps its checkpoints here; wait for its end, or give this one another folder")]
+    #[error("{0}: another job is using this checkpoint folder; wait until it ends, or use another folder")]
     Held(PathBuf),
     #[error(
         "these sizes need at least {needed} of memory here, but this machine has {memory}; use a smaller \
          --width, --context or --batch, fewer --layers, or more machines"
     )]
     Memory { needed: String, memory: String },
-    #[error("the checkpoint's notes are not the steps of a run: {0}; start without --resume")]
+    #[error("could not read the history of steps in the checkpoint: {0}; start without --resume")]
     Notes(serde_json::Error),
     #[error("could not write the result: {0}")]
     Output(#[from] std::io::Error),

@@ -39,7 +39,8 @@
 //!   become longer, or is shared. In any case the highest rate is forgotten after two cycles.
 //!
 //! **Pacing.** quinn has one number for both window and pace: it sends at 1.25 × window / round trip. So
-//! there is no pace to set here, and no gain on it; all gains act on the window. That is enough: with content and a fifth, the pacer's 1.25 is above the line's rate, acknowledgements
+//! there is no pace to set here, and no gain on it; all gains act on the window. That is enough: with a
+//! window of 1.2 times what the path holds, quinn's pace is above the line's rate, acknowledgements
 //! set the pace, and the queue cannot exceed the window's excess. quinn's pace also falls by itself as
 //! the round trip rises. What is lost against BBR is that Up fills its quarter in a burst at 1.25 times the
 //! rate over one round, not more slowly; with a queue shorter than that, the ceiling takes over.
