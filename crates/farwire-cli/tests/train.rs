@@ -396,7 +396,7 @@ fn two_jobs_cannot_keep_checkpoints_in_one_folder() {
         let output = farwire(&dir.0, second);
         let said = text(&output.stderr);
         assert!(!output.status.success(), "{}", text(&output.stdout));
-        assert_eq!(said.matches("kept: another job keeps its checkpoints here").count(), 1, "{said}");
+        assert_eq!(said.matches("kept: another job is using this checkpoint folder").count(), 1, "{said}");
         assert!(said.contains("give this one another folder"), "{said}");
     }
     // A job that is killed leaves nothing that blocks the next.
@@ -471,7 +471,7 @@ fn data_that_never_ends_is_refused() {
             let output = ended(&mut command);
             let said = text(&output.stderr);
             assert_eq!(output.status.code(), Some(1), "{said}");
-            assert!(said.contains(says) && said.contains("copy what it gives to a file"), "{said}");
+            assert!(said.contains(says) && said.contains("copy its content to a file first"), "{said}");
         }
     }
     let output = farwire(&dir.0, "--ranks 2 --init pipe");
