@@ -463,7 +463,7 @@ fn data_that_never_ends_is_refused() {
     let dir = Folder::new("endless");
     let pipe = dir.0.join("pipe");
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
-    for (path, says) in [("pipe", "it is a pipe"), ("/dev/zero", "it is a device"), (".", "it is a folder")] {
+    for (path, says) in [("pipe", " is a pipe"), ("/dev/zero", " is a device"), (".", " is a folder")] {
         for mut command in [
             command(&dir.0, &format!("--ranks 2 --data {path}")),
             launched(&dir.0, &format!("--data {path}")),

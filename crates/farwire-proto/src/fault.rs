@@ -144,7 +144,7 @@ impl Fault {
             Self::BadFrame(peer) => write!(
                 f,
                 "{} sent a frame that does not fit the operation; \
-                 check that it runs the same version of farwire",
+                 check that it runs the same version of farwire, and what its log says",
                 name(peer)
             ),
         }
