@@ -5,10 +5,9 @@ use std::sync::Arc;
 
 use farwire_codec::exchange::{Collective, Exchange, Floats, Order, Through};
 use farwire_codec::{Codec, CodecSpec, Context, ErrorFeedback};
-use farwire_proto::{Call, Counts, DType, Rank, ReduceOp, WorldSize};
+use farwire_proto::{Call, Counts, DType, Element, Rank, ReduceOp, WorldSize};
 use half::{bf16, f16};
 
-use crate::buffer::Element;
 use crate::coder;
 use crate::comm::{Communicator, OVERLAP_FROM, unwrap};
 use crate::completion::{Completion, Debt};
