@@ -5,8 +5,8 @@
 use std::num::NonZeroUsize;
 
 use farwire_proto::{
-    Algorithm, Call, CommId, Counts, DType, Element, Kind, Options, Peer, Plan, Rank, ReduceOp, Tuning,
-    WorldSize, with_type,
+    Algorithm, Call, CallError, CommId, Counts, DType, Element, Kind, Options, Peer, Plan, Rank, ReduceOp,
+    Tuning, WorldSize, with_type,
 };
 use farwire_sim::kinds::Shape;
 use farwire_sim::{JobId, Sim, Start, Submission, oracle};
@@ -61,11 +61,6 @@ impl Case {
     ) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let root = Rank(rng.random_range(0..n));
-        let op = match kind {
-            Kind::Scan | Kind::ExclusiveScan if op == ReduceOp::Mean => ReduceOp::Sum,
-            _ if !dtype.is_float() && op == ReduceOp::Mean => ReduceOp::Sum,
-            _ => op,
-        };
         let varied = rng.random::<bool>();
         let mut counts = || -> Counts {
             if varied {
@@ -77,8 +72,13 @@ impl Case {
         };
         let blocks = counts();
         let matrix = (0..n).map(|_| counts()).collect();
-        let shape = Shape { world: world(n), count: len, dtype, op, root, blocks, matrix };
-        let calls = world(n).ranks().map(|rank| shape.row(kind, rank).calls.swap_remove(0)).collect();
+        let mut shape = Shape { world: world(n), count: len, dtype, op, root, blocks, matrix };
+        let call = |shape: &Shape, rank| shape.row(kind, rank).calls.swap_remove(0);
+        let plan = plan(Rank(0), world(n), &call(&shape, Rank(0)), &Options::default());
+        if let Err(CallError::ScanMean(_) | CallError::IntegerMean(_)) = plan {
+            shape.op = ReduceOp::Sum;
+        }
+        let calls = world(n).ranks().map(|rank| call(&shape, rank)).collect();
         let options =
             Options { algorithm: Some(algorithm), segment: NonZeroUsize::new(segment), deadline: None };
         let mut case = Self { kind, shape, calls, options, inputs: Vec::new() };
@@ -95,13 +95,7 @@ impl Case {
 
     pub(crate) fn plans(&self) -> Vec<Plan> {
         let n = world(self.calls.len() as u32);
-        self.calls
-            .iter()
-            .zip(n.ranks())
-            .map(|(call, me)| {
-                Plan::new(CommId::WORLD, me, n, call, &self.options, &Tuning::default()).unwrap()
-            })
-            .collect()
+        self.calls.iter().zip(n.ranks()).map(|(call, me)| plan(me, n, call, &self.options).unwrap()).collect()
     }
 
     /// Which ranks' inputs each element of a rank's result is made of, as a bit set.
@@ -143,6 +137,10 @@ impl Case {
         let members: Vec<_> = (0..self.calls.len() as u32).map(Peer).collect();
         self.submit_on(sim, CommId::WORLD, &members, &|_| Start::At(farwire_proto::Time::ZERO))
     }
+}
+
+fn plan(me: Rank, world: WorldSize, call: &Call, options: &Options) -> Result<Plan, CallError> {
+    Plan::new(CommId::WORLD, me, world, call, options, &Tuning::default())
 }
 
 /// Random elements: integers of all values; floats of many magnitudes, so that every order of
