@@ -6,13 +6,13 @@ use std::num::NonZeroUsize;
 use std::time::{Duration, Instant};
 
 use farwire_proto::{
-    Algorithm, Call, CallError, CommId, Config, Counts, DType, Kind, Options, Peer, Plan, Rank, ReduceOp,
-    Tag, Time, Tuning, WorldSize, tune::Links,
+    Algorithm, Call, CallError, CommId, Config, DType, Element, Kind, Options, Peer, Plan, Rank, ReduceOp,
+    Time, Tuning, WorldSize, tune::Links, with_type,
 };
+use farwire_sim::kinds::Shape;
 use farwire_sim::{
     Hang, JobEnd, JobId, Link, Network, Report, Sim, Submission, Trouble, lower_bound, oracle,
 };
-use half::{bf16, f16};
 use indicatif::{ProgressBar, ProgressStyle};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -233,8 +233,8 @@ struct Task<'a> {
 #[derive(Debug)]
 struct Run {
     report: Report,
-    /// Each rank's calls, and what became of them.
-    calls: Vec<Vec<Call>>,
+    shape: Shape,
+    /// What became of each rank's calls.
     jobs: Vec<Vec<JobId>>,
     /// Each rank's input; empty where only lengths were carried.
     inputs: Vec<Vec<u8>>,
@@ -281,30 +281,14 @@ impl<'a> Task<'a> {
         Ok(task)
     }
 
-    /// What a rank calls, for vectors of `count` elements.
+    /// What is called, for vectors of `count` elements.
+    fn shape(&self, count: usize) -> Shape {
+        let &Args { dtype, reduce, root, .. } = self.args;
+        Shape { root: Rank(root), ..Shape::even(self.world, count, dtype, reduce) }
+    }
+
     fn calls(&self, rank: Rank, count: usize) -> Vec<Call> {
-        let &Args { dtype, reduce: op, op: kind, root, .. } = self.args;
-        let root = Rank(root);
-        let blocks = || Counts::even(count, self.world);
-        let call = match kind {
-            Kind::AllReduce => Call::AllReduce { count, dtype, op },
-            Kind::ReduceScatter => Call::ReduceScatter { count, dtype, op },
-            Kind::AllGather => Call::AllGather { counts: blocks(), dtype },
-            Kind::Broadcast => Call::Broadcast { count, dtype, root },
-            Kind::Reduce => Call::Reduce { count, dtype, op, root },
-            Kind::Gather => Call::Gather { counts: blocks(), dtype, root },
-            Kind::Scatter => Call::Scatter { counts: blocks(), dtype, root },
-            Kind::AllToAll => Call::AllToAll { send: blocks(), recv: Counts::Each(blocks().of(rank)), dtype },
-            Kind::Scan => Call::Scan { count, dtype, op },
-            Kind::ExclusiveScan => Call::ExclusiveScan { count, dtype, op },
-            Kind::Barrier => Call::Barrier,
-            Kind::Message => {
-                let (to, from) = (self.world.right_of(rank, 1), self.world.left_of(rank, 1));
-                let send = Call::Send { to, tag: Tag(0), count, dtype };
-                return vec![send, Call::Recv { from, tag: Tag(0), count, dtype }];
-            }
-        };
-        vec![call]
+        self.shape(count).row(self.args.op, rank).calls
     }
 
     fn plan(&self, rank: Rank, call: &Call) -> Result<Plan, CallError> {
@@ -333,7 +317,7 @@ impl<'a> Task<'a> {
         if !carry {
             sim.carry_lengths();
         }
-        let (mut calls, mut jobs, mut inputs) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut jobs, mut inputs) = (Vec::new(), Vec::new());
         for rank in self.world.ranks() {
             let mine = self.calls(rank, count);
             let input_bytes = if carry { self.plan(rank, &mine[0])?.input_bytes() } else { 0 };
@@ -344,11 +328,10 @@ impl<'a> Task<'a> {
                 sim.submit(Peer(rank.0), submission)
             };
             jobs.push(mine.iter().map(submit).collect());
-            calls.push(mine);
             inputs.push(input);
         }
         let report = sim.run_observed(|progress| observe(progress.frames))?;
-        Ok(Run { report, calls, jobs, inputs })
+        Ok(Run { report, shape: self.shape(count), jobs, inputs })
     }
 
     fn json(&self, run: &Run) -> Json {
@@ -356,7 +339,7 @@ impl<'a> Task<'a> {
         Json {
             op: op.name(),
             ranks,
-            bytes: if op == Kind::Barrier { 0 } else { size },
+            bytes: if op.has_elements() { size } else { 0 },
             algorithm: self.algorithm.name(),
             virtual_ms: run.report.ended.0.as_secs_f64() * 1e3,
             wire_bytes_max: run.report.wire_bytes_max(),
@@ -373,7 +356,7 @@ impl<'a> Task<'a> {
         let mut out = String::new();
         let &Args { op, ranks, size, bandwidth, latency, dtype, reduce, .. } = self.args;
         let what = match op {
-            Kind::Barrier => String::new(),
+            _ if !op.has_elements() => String::new(),
             _ if op.reduces() => format!(" ({reduce} of {dtype}) of {}", show_bytes(size as f64)),
             _ => format!(" ({dtype}) of {}", show_bytes(size as f64)),
         };
@@ -417,7 +400,7 @@ impl<'a> Task<'a> {
         }
         let whose = if run.failures().next().is_some() { "returned result" } else { "rank's result" };
         match checked {
-            _ if op == Kind::Barrier => {}
+            _ if !op.has_elements() => {}
             Some(count) if count == size / dtype.size() => {
                 writeln!(out, "  checked: every {whose} is right, bit for bit, on {count} random elements")?;
             }
@@ -473,13 +456,7 @@ impl Run {
     /// Compares every result that was returned with the oracle's.
     fn check(&self, task: &Task<'_>) -> Result<(), SimError> {
         let (op, seed) = (task.args.op, task.args.seed);
-        let expected = match op {
-            Kind::Message => {
-                let left = |rank| self.inputs[task.world.left_of(rank, 1).index()].clone();
-                task.world.ranks().map(left).collect()
-            }
-            _ => oracle::results(&self.calls.concat(), task.algorithm, &self.inputs),
-        };
+        let expected = oracle::results(op, &self.shape, task.algorithm, &self.inputs);
         for ((jobs, expected), rank) in self.jobs.iter().zip(expected).zip((0..).map(Rank)) {
             let job = jobs.last().expect("every rank makes a call");
             // With crashes, some ranks have no result; without, all have one.
@@ -497,15 +474,15 @@ impl Run {
 
 /// Random elements; floats between −1 and 1.
 fn random_elements(dtype: DType, bytes: usize, rng: &mut ChaCha8Rng) -> Vec<u8> {
-    let count = bytes / dtype.size();
-    let mut floats = || rng.random_range(-1.0..1.0f32);
-    match dtype {
-        DType::F32 => (0..count).flat_map(|_| floats().to_le_bytes()).collect(),
-        DType::F64 => (0..count).flat_map(|_| f64::from(floats()).to_le_bytes()).collect(),
-        DType::F16 => (0..count).flat_map(|_| f16::from_f32(floats()).to_le_bytes()).collect(),
-        DType::Bf16 => (0..count).flat_map(|_| bf16::from_f32(floats()).to_le_bytes()).collect(),
-        _ => (0..bytes).map(|_| rng.random()).collect(),
+    if !dtype.is_float() {
+        return (0..bytes).map(|_| rng.random()).collect();
     }
+    let mut element = || {
+        with_type!(dtype, T => {
+            bytemuck::bytes_of(&T::cast(rng.random_range(-1.0..1.0f32).into())).to_vec()
+        })
+    };
+    (0..bytes / dtype.size()).flat_map(|_| element()).collect()
 }
 
 /// `RANK@STEP`.

@@ -6,9 +6,8 @@
 //! A running value is in the accumulator's type `A`; a contribution is in the element type `T`, or
 //! already in `A` if it is itself a partial result. For most types the two are one.
 
-use half::{bf16, f16};
-
-use crate::dtype::{DType, Element, ReduceOp};
+use crate::dtype::{DType, Element, ReduceOp, types};
+use crate::{dtypes, with_type};
 
 /// `running = a`, `running ∘= x`, `running = a ∘ b`, `out = finish(running)`: what a reduction is
 /// made of, for one type and operator.
@@ -27,56 +26,38 @@ pub(crate) enum Operand<'a> {
     Partial(&'a [u8]),
 }
 
-/// Calls `$function::<T>(…)` with the Rust type of a run-time `DType`.
-macro_rules! with_type {
-    ($dtype:expr, $function:ident($($argument:expr),*)) => {
-        match $dtype {
-            DType::F32 => $function::<f32>($($argument),*),
-            DType::F64 => $function::<f64>($($argument),*),
-            DType::F16 => $function::<f16>($($argument),*),
-            DType::Bf16 => $function::<bf16>($($argument),*),
-            DType::I8 => $function::<i8>($($argument),*),
-            DType::I32 => $function::<i32>($($argument),*),
-            DType::I64 => $function::<i64>($($argument),*),
-            DType::U8 => $function::<u8>($($argument),*),
-            DType::U32 => $function::<u32>($($argument),*),
-            DType::U64 => $function::<u64>($($argument),*),
-        }
-    };
-}
-
 impl Arithmetic {
     /// `running = x`.
     pub(crate) fn set(&self, running: &mut [u8], x: Operand<'_>) {
-        with_type!(self.dtype, set(running, x));
+        with_type!(self.dtype, T => set::<T>(running, x));
     }
 
     /// `running = running ∘ x`.
     pub(crate) fn fold(&self, running: &mut [u8], x: Operand<'_>) {
-        with_type!(self.dtype, fold(self.op, running, x));
+        with_type!(self.dtype, T => fold::<T>(self.op, running, x));
     }
 
     /// `running = a ∘ b`, in one pass.
     pub(crate) fn combine(&self, running: &mut [u8], a: Operand<'_>, b: Operand<'_>) {
-        with_type!(self.dtype, combine(self.op, running, a, b));
+        with_type!(self.dtype, T => combine::<T>(self.op, running, a, b));
     }
 
     /// `out = running`, divided by the number of ranks for a mean, in the element type.
     pub(crate) fn finish(&self, out: &mut [u8], running: &[u8]) {
-        with_type!(self.dtype, finish(self.divisor(), out, running));
+        with_type!(self.dtype, T => finish::<T>(self.divisor(), out, running));
     }
 
     /// [`finish`](Self::finish) where the running value already is in the output; only for types
     /// that are their own accumulator.
     pub(crate) fn finish_in_place(&self, out: &mut [u8]) {
         if let Some(divisor) = self.divisor() {
-            with_type!(self.dtype, divide(divisor, out));
+            with_type!(self.dtype, T => divide::<T>(divisor, out));
         }
     }
 
     /// Fills the output with the value that combines to nothing.
     pub(crate) fn identity(&self, out: &mut [u8]) {
-        with_type!(self.dtype, identity(self.op, out));
+        with_type!(self.dtype, T => identity::<T>(self.op, out));
     }
 
     fn divisor(&self) -> Option<u32> {
@@ -104,32 +85,31 @@ trait Accumulator: Number {
     fn divide(self, by: u32) -> Self;
 }
 
-macro_rules! own_accumulator {
-    ($($type:ty),*) => {$(
-        impl Number for $type {
-            type Acc = Self;
-            fn widen(self) -> Self { self }
-            fn narrow(acc: Self) -> Self { acc }
-        }
-    )*};
+macro_rules! numbers {
+    ([] $($(#[$doc:meta])* $variant:ident = $code:literal: $class:ident $type:ident;)*) => {
+        $(number!($class types::$type);)*
+    };
 }
 
-own_accumulator!(f32, f64, i8, i32, i64, u8, u32, u64);
-
-macro_rules! widening {
-    ($($type:ty),*) => {$(
+/// The arithmetic of a class of types.
+macro_rules! number {
+    (short $type:ty) => {
         impl Number for $type {
             type Acc = f32;
             fn widen(self) -> f32 { self.to_f32() }
             fn narrow(acc: f32) -> Self { Self::from_f32(acc) }
         }
-    )*};
-}
+    };
+    (itself $type:ty) => {
+        impl Number for $type {
+            type Acc = Self;
+            fn widen(self) -> Self { self }
+            fn narrow(acc: Self) -> Self { acc }
+        }
+    };
+    (integer $type:ty) => {
+        number!(itself $type);
 
-widening!(f16, bf16);
-
-macro_rules! integer {
-    ($($type:ty),*) => {$(
         impl Accumulator for $type {
             const ZERO: Self = 0;
             const ONE: Self = 1;
@@ -141,13 +121,10 @@ macro_rules! integer {
             fn max(self, x: Self) -> Self { Ord::max(self, x) }
             fn divide(self, _by: u32) -> Self { unreachable!("calls with an integer mean are refused") }
         }
-    )*};
-}
+    };
+    (float $type:ty) => {
+        number!(itself $type);
 
-integer!(i8, i32, i64, u8, u32, u64);
-
-macro_rules! float {
-    ($($type:ty),*) => {$(
         impl Accumulator for $type {
             const ZERO: Self = 0.0;
             const ONE: Self = 1.0;
@@ -175,10 +152,10 @@ macro_rules! float {
             }
             fn divide(self, by: u32) -> Self { self / by as Self }
         }
-    )*};
+    };
 }
 
-float!(f32, f64);
+dtypes!([numbers]);
 
 fn elements<T: Element>(bytes: &[u8]) -> impl Iterator<Item = T> {
     bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned)
@@ -282,6 +259,8 @@ fn identity<T: Number>(op: ReduceOp, out: &mut [u8]) {
 
 #[cfg(test)]
 mod tests {
+    use half::{bf16, f16};
+
     use super::*;
 
     fn apply<T: Element>(op: ReduceOp, a: T, b: T) -> T {

@@ -4,96 +4,171 @@ use std::fmt;
 use std::str::FromStr;
 
 use bytemuck::Pod;
-use half::{bf16, f16};
 
-/// The type of a vector's elements.
+/// The table of element types, handed to a macro: `dtypes!([numbers] more)` is
+/// `numbers! { [more] the table }`.
 ///
-/// On the wire and in memory elements are little-endian.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-#[repr(u8)]
-pub enum DType {
-    /// 32-bit float.
-    F32 = 1,
-    /// 64-bit float.
-    F64 = 2,
-    /// 16-bit float, IEEE binary16. Accumulates in f32.
-    F16 = 3,
-    /// 16-bit float, bfloat16. Accumulates in f32.
-    Bf16 = 4,
-    /// Signed byte.
-    I8 = 5,
-    /// 32-bit signed integer.
-    I32 = 6,
-    /// 64-bit signed integer.
-    I64 = 7,
-    /// Unsigned byte.
-    U8 = 8,
-    /// 32-bit unsigned integer.
-    U32 = 9,
-    /// 64-bit unsigned integer.
-    U64 = 10,
+/// A row is what all crates know of a type: its [`DType`], its code on the wire, its class, and its
+/// Rust type, which is also its name. The class says how it is added up: an `integer` or a `float`
+/// as it is, a `short` float in f32, between its `to_f32` and `from_f32`. A new type is a new row,
+/// and a re-export in [`types`] if it is not Rust's own. Codes are never given twice.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! dtypes {
+    ([$($then:tt)*] $($given:tt)*) => {
+        $($then)*! {
+            [$($given)*]
+            /// 32-bit float.
+            F32 = 1: float f32;
+            /// 64-bit float.
+            F64 = 2: float f64;
+            /// 16-bit float, IEEE binary16. Accumulates in f32.
+            F16 = 3: short f16;
+            /// 16-bit float, bfloat16. Accumulates in f32.
+            Bf16 = 4: short bf16;
+            /// Signed byte.
+            I8 = 5: integer i8;
+            /// 32-bit signed integer.
+            I32 = 6: integer i32;
+            /// 64-bit signed integer.
+            I64 = 7: integer i64;
+            /// Unsigned byte.
+            U8 = 8: integer u8;
+            /// 32-bit unsigned integer.
+            U32 = 9: integer u32;
+            /// 64-bit unsigned integer.
+            U64 = 10: integer u64;
+        }
+    };
+}
+/// The Rust types that vectors can be made of, by the names that people type.
+pub mod types {
+    pub use std::primitive::*;
+
+    pub use half::{bf16, f16};
 }
 
-impl DType {
-    /// Every element type.
-    pub const ALL: [Self; 10] = [
-        Self::F32,
-        Self::F64,
-        Self::F16,
-        Self::Bf16,
-        Self::I8,
-        Self::I32,
-        Self::I64,
-        Self::U8,
-        Self::U32,
-        Self::U64,
-    ];
-
-    /// Bytes per element.
-    pub fn size(self) -> usize {
-        match self {
-            Self::I8 | Self::U8 => 1,
-            Self::F16 | Self::Bf16 => 2,
-            Self::F32 | Self::I32 | Self::U32 => 4,
-            Self::F64 | Self::I64 | Self::U64 => 8,
+macro_rules! define {
+    ([] $($(#[$doc:meta])* $variant:ident = $code:literal: $class:ident $type:ident;)*) => {
+        /// The type of a vector's elements.
+        ///
+        /// On the wire and in memory elements are little-endian.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[repr(u8)]
+        pub enum DType {
+            $($(#[$doc])* $variant = $code,)*
         }
-    }
 
-    /// The type that sums of this type are held in until they are complete: f32 for the 16-bit
-    /// floats, itself for the rest. Partial results cross the wire in this type, so a 16-bit result
-    /// is rounded exactly once.
-    pub fn accumulator(self) -> Self {
-        match self {
-            Self::F16 | Self::Bf16 => Self::F32,
-            other => other,
+        impl DType {
+            /// Every element type.
+            pub const ALL: [Self; [$(Self::$variant),*].len()] = [$(Self::$variant),*];
+
+            /// Bytes per element.
+            pub const fn size(self) -> usize {
+                match self {
+                    $(Self::$variant => size_of::<types::$type>(),)*
+                }
+            }
+
+            /// The type that sums of this type are held in until they are complete: f32 for the
+            /// 16-bit floats, itself for the rest. Partial results cross the wire in this type, so
+            /// a 16-bit result is rounded exactly once.
+            pub const fn accumulator(self) -> Self {
+                match self {
+                    $(Self::$variant => class!($class Self::$variant, Self::$variant, Self::F32),)*
+                }
+            }
+
+            /// Whether the type is a float.
+            pub const fn is_float(self) -> bool {
+                match self {
+                    $(Self::$variant => class!($class false, true, true),)*
+                }
+            }
+
+            /// The name people type: `f32`, `bf16`, `i64`, …
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $(Self::$variant => stringify!($type),)*
+                }
+            }
+
+            /// The type with this wire code.
+            pub fn from_code(code: u8) -> Option<Self> {
+                Self::ALL.into_iter().find(|dtype| *dtype as u8 == code)
+            }
         }
-    }
 
-    /// Whether the type is a float.
-    pub fn is_float(self) -> bool {
-        matches!(self, Self::F32 | Self::F64 | Self::F16 | Self::Bf16)
-    }
+        $(
+            impl private::Sealed for types::$type {}
+            impl Element for types::$type {
+                const DTYPE: DType = DType::$variant;
 
-    /// The name people type: `f32`, `bf16`, `i64`, …
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::F32 => "f32",
-            Self::F64 => "f64",
-            Self::F16 => "f16",
-            Self::Bf16 => "bf16",
-            Self::I8 => "i8",
-            Self::I32 => "i32",
-            Self::I64 => "i64",
-            Self::U8 => "u8",
-            Self::U32 => "u32",
-            Self::U64 => "u64",
+                fn cast(value: f64) -> Self {
+                    class!($class value as Self, value as Self, Self::from_f32(value as f32))
+                }
+
+                fn as_f64(self) -> f64 {
+                    class!($class self as f64, self as f64, self.to_f32() as f64)
+                }
+
+                fn is_finite(self) -> bool {
+                    class!($class true, Self::is_finite(self), Self::is_finite(self))
+                }
+            }
+        )*
+    };
+}
+
+/// The first expression for an integer, the second for a float, the third for a short one.
+macro_rules! class {
+    (integer $integer:expr, $float:expr, $short:expr) => {
+        $integer
+    };
+    (float $integer:expr, $float:expr, $short:expr) => {
+        $float
+    };
+    (short $integer:expr, $float:expr, $short:expr) => {
+        $short
+    };
+}
+
+dtypes!([define]);
+
+/// The value of an expression in which a name stands for the Rust type of a run-time [`DType`]:
+/// compiled for each type, and chosen by one `match`.
+///
+/// ```
+/// use farwire_proto::{DType, Element, with_type};
+///
+/// fn bits<T: Element>() -> usize {
+///     8 * size_of::<T>()
+/// }
+///
+/// assert_eq!(with_type!(DType::Bf16, T => bits::<T>()), 16);
+/// ```
+#[macro_export]
+macro_rules! with_type {
+    ($dtype:expr, $name:ident => $body:expr) => {
+        $crate::dtypes!([$crate::match_type] ($dtype) $name ($body))
+    };
+}
+
+/// [`with_type!`], given the table.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! match_type {
+    (
+        [($dtype:expr) $name:ident ($body:expr)]
+        $($(#[$doc:meta])* $variant:ident = $code:literal: $class:ident $type:ident;)*
+    ) => {
+        match $dtype {
+            $($crate::DType::$variant => {
+                type $name = $crate::types::$type;
+                $body
+            })*
         }
-    }
-
-    /// The type with this wire code.
-    pub fn from_code(code: u8) -> Option<Self> {
-        Self::ALL.into_iter().find(|dtype| *dtype as u8 == code)
-    }
+    };
 }
 
 impl fmt::Display for DType {
@@ -192,28 +267,24 @@ impl FromStr for ReduceOp {
     }
 }
 
-/// A Rust type that vectors can be made of.
-pub trait Element: Pod + PartialEq + fmt::Debug + private::Sealed {
+/// A type that vectors can be made of: one of [`types`] with a [`DType`] of its own.
+pub trait Element: Pod + Default + PartialEq + fmt::Debug + Send + Sync + private::Sealed {
     /// Its run-time name.
     const DTYPE: DType;
+
+    /// The number in this type, as by `as`: integers drop the fraction, and stop at their limits.
+    /// Short floats are rounded to f32 first.
+    fn cast(value: f64) -> Self;
+
+    /// The number as a double, as by `as`.
+    fn as_f64(self) -> f64;
+
+    /// Whether it is neither infinite nor NaN.
+    fn is_finite(self) -> bool;
 }
 
 mod private {
     pub trait Sealed {}
-}
-
-macro_rules! elements {
-    ($($type:ty => $dtype:ident),* $(,)?) => {$(
-        impl private::Sealed for $type {}
-        impl Element for $type {
-            const DTYPE: DType = DType::$dtype;
-        }
-    )*};
-}
-
-elements! {
-    f32 => F32, f64 => F64, f16 => F16, bf16 => Bf16,
-    i8 => I8, i32 => I32, i64 => I64, u8 => U8, u32 => U32, u64 => U64,
 }
 
 #[cfg(test)]
@@ -235,19 +306,13 @@ mod tests {
     }
 
     #[test]
-    fn sizes_match_the_types() {
+    fn sizes_and_small_numbers_match_the_types() {
         fn check<T: Element>() {
             assert_eq!(size_of::<T>(), T::DTYPE.size());
+            assert_eq!(T::cast(3.0).as_f64(), 3.0);
         }
-        check::<f32>();
-        check::<f64>();
-        check::<f16>();
-        check::<bf16>();
-        check::<i8>();
-        check::<i32>();
-        check::<i64>();
-        check::<u8>();
-        check::<u32>();
-        check::<u64>();
+        for dtype in DType::ALL {
+            with_type!(dtype, T => check::<T>());
+        }
     }
 }

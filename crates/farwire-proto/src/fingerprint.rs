@@ -2,7 +2,8 @@
 
 use std::fmt;
 
-use crate::call::{Algorithm, Kind};
+use crate::call::Algorithm;
+use crate::collective::Kind;
 use crate::dtype::{DType, ReduceOp};
 use crate::ids::Rank;
 
@@ -43,13 +44,13 @@ impl fmt::Display for Fingerprint {
         if self.algorithm == Algorithm::Parcels && self.kind == Kind::Message {
             parts.push("bytes".to_owned());
         } else if let Some(dtype) = self.dtype {
-            let pair = if self.kind == Kind::AllToAll { " between these two" } else { "" };
+            let pair = if self.kind.is_pairwise() { " between these two" } else { "" };
             parts.push(format!("{dtype} × {}{pair}", self.count));
         }
         if let Some(root) = self.root {
             parts.push(format!("root {}", root.0));
         }
-        if self.layout != 0 && self.kind != Kind::AllToAll {
+        if self.layout != 0 && !self.kind.is_pairwise() {
             parts.push(format!("layout #{:08x}", self.layout));
         }
         if self.kind.algorithms().len() > 1 {

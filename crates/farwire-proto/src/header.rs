@@ -12,7 +12,8 @@
 //! writes: a field that does not apply must be zero (the root: all ones), so that every accepted
 //! header has one meaning and one encoding.
 
-use crate::call::{Algorithm, Kind};
+use crate::call::Algorithm;
+use crate::collective::Kind;
 use crate::dtype::{DType, ReduceOp};
 use crate::fingerprint::Fingerprint;
 use crate::ids::{CommId, Epoch, OpSeq, Rank, Tag};
@@ -180,7 +181,7 @@ pub(crate) fn decode_fingerprint(bytes: &[u8; FINGERPRINT_LEN]) -> Result<(Finge
         0 => None,
         code => Some(DType::from_code(code).ok_or(HeaderError::Field("dtype"))?),
     };
-    if dtype.is_none() != (kind == Kind::Barrier) {
+    if dtype.is_some() != kind.has_elements() {
         return Err(HeaderError::Field("dtype"));
     }
     let op = match bytes[30] {
@@ -238,7 +239,7 @@ pub(crate) mod tests {
             |(kind, dtype, op, pick, (count, root, [codec, segment, layout]))| Fingerprint {
                 kind,
                 algorithm: *pick.get(kind.algorithms()),
-                dtype: (kind != Kind::Barrier).then_some(dtype),
+                dtype: kind.has_elements().then_some(dtype),
                 op: kind.reduces().then_some(op),
                 count,
                 root: kind.has_root().then_some(Rank(root)),

@@ -109,8 +109,9 @@ mod schedule;
 pub mod tune;
 mod workspace;
 
-pub use call::{Algorithm, Call, CallError, Kind, Options};
-pub use dtype::{DType, Element, ReduceOp, UnknownName};
+pub use call::{Algorithm, CallError, Options};
+pub use collective::{Call, Kind};
+pub use dtype::{DType, Element, ReduceOp, UnknownName, types};
 pub use engine::{
     Allowance, Config, Effect, Engine, Event, Lane, OpenError, Payload, Take, Transmit, Verdict, Wait,
 };

@@ -3,25 +3,14 @@
 use std::num::NonZeroUsize;
 use std::time::Duration;
 
-use crate::call::{Algorithm, Call, CallError, Kind, Options};
-use crate::collective::all_gather::AllGather;
-use crate::collective::all_to_all::AllToAll;
-use crate::collective::barrier::Barrier;
-use crate::collective::broadcast::Broadcast;
-use crate::collective::gather::Gather;
-use crate::collective::gather_reduce::GatherReduce;
-use crate::collective::message::{End, Message};
-use crate::collective::ring::Ring;
-use crate::collective::scan::Scan;
-use crate::collective::scatter::Scatter;
-use crate::collective::tree::{Shape, Tree};
-use crate::collective::tree_reduce::TreeReduce;
-use crate::collective::two_phase::{self, TwoPhase};
-use crate::dtype::{DType, ReduceOp};
+use crate::call::{Algorithm, CallError, Options};
+use crate::collective::message::End;
+use crate::collective::{AnySchedule, Call};
+use crate::dtype::DType;
 use crate::fingerprint::Fingerprint;
 use crate::ids::{CommId, Rank, Tag, WorldSize};
 use crate::parcels::Limits;
-use crate::partition::{Counts, Partition, digest};
+use crate::partition::digest;
 use crate::schedule::{InPlace, Incoming, Local, Outcome, Outgoing, Schedule, Slots};
 use crate::tune::{self, Links};
 
@@ -71,7 +60,7 @@ pub(crate) enum Way {
 
 /// Every frame of one rank's part in an operation, known before it starts.
 #[derive(Clone, Debug)]
-pub struct Frames(AnySchedule);
+pub struct Frames(pub(crate) AnySchedule);
 
 /// The other end of a message.
 #[derive(Clone, Copy, Debug)]
@@ -80,23 +69,6 @@ pub(crate) struct Partner {
     pub(crate) tag: Tag,
     /// Which end this rank is.
     pub(crate) end: End,
-}
-
-/// The closed set of schedules.
-#[derive(Clone, Debug)]
-enum AnySchedule {
-    TwoPhase(TwoPhase),
-    GatherReduce(GatherReduce),
-    Ring(Ring),
-    Broadcast(Broadcast),
-    TreeReduce(TreeReduce),
-    Scan(Scan),
-    AllGather(AllGather),
-    Gather(Gather),
-    Scatter(Scatter),
-    AllToAll(AllToAll),
-    Barrier(Barrier),
-    Message(Message),
 }
 
 impl Plan {
@@ -117,7 +89,7 @@ impl Plan {
         if !world.contains(me) {
             return Err(CallError::NoSuchRank { what: "this rank,", rank: me, world });
         }
-        let terms = Terms::of(call, me, world)?;
+        let terms = call.terms(me, world)?;
         // Parcels are bytes, whatever they stand for.
         let size = if call.is_parcels() { 1 } else { terms.dtype.map_or(1, DType::size) };
         let segment = options
@@ -134,7 +106,7 @@ impl Plan {
             }
         };
         let lay_out = |algorithm| {
-            let way = Way::of(call, me, world, algorithm, segment);
+            let way = call.lay_out(me, world, algorithm, segment);
             let in_place = match &way {
                 Way::Frames(frames) if together => frames.schedule().in_place(),
                 _ => None,
@@ -259,6 +231,15 @@ impl Plan {
         Err(CallError::BufferLength { kind: self.fingerprint.kind, which: "in-place vector", need, given })
     }
 
+    /// Refuses a vector of another type than the call's, or any if it travels in parcels.
+    pub fn check_elements(&self, given: DType) -> Result<(), CallError> {
+        let Fingerprint { kind, dtype, .. } = self.fingerprint;
+        if self.frames().is_some() && dtype.is_none_or(|dtype| dtype == given) {
+            return Ok(());
+        }
+        Err(CallError::Elements { kind, given })
+    }
+
     /// Refuses buffers of any other length than the plan's.
     pub fn check_buffers(&self, input: usize, output: usize) -> Result<(), CallError> {
         let lengths = [("input", self.input_bytes(), input), ("output", self.output_bytes(), output)];
@@ -284,22 +265,23 @@ impl Plan {
 
     /// What this rank tells `to` that it called.
     pub(crate) fn fingerprint_for(&self, to: Rank) -> Fingerprint {
-        match &self.way {
-            Way::Frames(Frames(AnySchedule::AllToAll(plan))) => {
-                self.fingerprint_of_pair(plan.to.block(to).len, plan.from.block(to).len)
-            }
-            _ => self.fingerprint,
+        match self.pair(to) {
+            Some([there, back]) => self.fingerprint_of_pair(there, back),
+            None => self.fingerprint,
         }
     }
 
     /// What this rank expects `from` to have called.
     pub(crate) fn fingerprint_from(&self, from: Rank) -> Fingerprint {
-        match &self.way {
-            Way::Frames(Frames(AnySchedule::AllToAll(plan))) => {
-                self.fingerprint_of_pair(plan.from.block(from).len, plan.to.block(from).len)
-            }
-            _ => self.fingerprint,
+        match self.pair(from) {
+            Some([there, back]) => self.fingerprint_of_pair(back, there),
+            None => self.fingerprint,
         }
+    }
+
+    /// Elements to and from a rank, if only these two know of them.
+    fn pair(&self, other: Rank) -> Option<[usize; 2]> {
+        self.frames().filter(|_| self.fingerprint.kind.is_pairwise())?.schedule().pair(other)
     }
 
     /// Lengths that only two ranks share, compared by these two: `there` elements one way, `back`
@@ -365,215 +347,6 @@ impl Frames {
     }
 
     fn schedule(&self) -> &dyn Schedule {
-        match &self.0 {
-            AnySchedule::TwoPhase(schedule) => schedule,
-            AnySchedule::GatherReduce(schedule) => schedule,
-            AnySchedule::Ring(schedule) => schedule,
-            AnySchedule::Broadcast(schedule) => schedule,
-            AnySchedule::TreeReduce(schedule) => schedule,
-            AnySchedule::Scan(schedule) => schedule,
-            AnySchedule::AllGather(schedule) => schedule,
-            AnySchedule::Gather(schedule) => schedule,
-            AnySchedule::Scatter(schedule) => schedule,
-            AnySchedule::AllToAll(schedule) => schedule,
-            AnySchedule::Barrier(schedule) => schedule,
-            AnySchedule::Message(schedule) => schedule,
-        }
-    }
-}
-
-impl Way {
-    /// The way of a checked call, by an algorithm that can run it.
-    fn of(call: &Call, me: Rank, world: WorldSize, algorithm: Algorithm, segment: usize) -> Self {
-        let segment = NonZeroUsize::new(segment).expect("segments are clamped to at least one element");
-        let shards = |count| Partition::even(count, world, segment);
-        let whole = |count| Partition::whole(count, segment);
-        let blocks = |counts: &Counts| Partition::of_counts(counts, world, segment);
-        let shape = if algorithm == Algorithm::Chain { Shape::Chain } else { Shape::Binomial };
-        let tree = |root| Tree { shape, world, root, me };
-        let two_phase =
-            |count, gather| AnySchedule::TwoPhase(TwoPhase { me, world, shards: shards(count), gather });
-        let gather_reduce =
-            |count, root| AnySchedule::GatherReduce(GatherReduce { me, world, vector: whole(count), root });
-        let parcels = |sends, recvs, max| Self::Parcels(Limits { sends, recvs, max, segment });
-
-        let schedule = match *call {
-            Call::AllReduce { count, .. } => match algorithm {
-                Algorithm::Ring => AnySchedule::Ring(Ring { me, world, shards: shards(count) }),
-                Algorithm::GatherReduce => gather_reduce(count, None),
-                Algorithm::TwoPhase => two_phase(count, two_phase::Gather::All),
-                Algorithm::Tree | Algorithm::Chain | Algorithm::Direct | Algorithm::Parcels => {
-                    unreachable!("checked by the caller")
-                }
-            },
-            Call::Reduce { count, root, .. } => match algorithm {
-                Algorithm::TwoPhase => two_phase(count, two_phase::Gather::Root(root)),
-                Algorithm::GatherReduce => gather_reduce(count, Some(root)),
-                Algorithm::Ring | Algorithm::Direct | Algorithm::Parcels => {
-                    unreachable!("checked by the caller")
-                }
-                Algorithm::Tree | Algorithm::Chain => {
-                    AnySchedule::TreeReduce(TreeReduce { tree: tree(root), vector: whole(count) })
-                }
-            },
-            Call::ReduceScatter { count, .. } => two_phase(count, two_phase::Gather::Nobody),
-            Call::Broadcast { count, root, .. } => {
-                AnySchedule::Broadcast(Broadcast { tree: tree(root), vector: whole(count) })
-            }
-            Call::AllGather { ref counts, .. } => {
-                AnySchedule::AllGather(AllGather { me, blocks: blocks(counts) })
-            }
-            Call::Gather { ref counts, root, .. } => {
-                AnySchedule::Gather(Gather { me, root, blocks: blocks(counts) })
-            }
-            Call::Scatter { ref counts, root, .. } => {
-                AnySchedule::Scatter(Scatter { me, root, blocks: blocks(counts) })
-            }
-            Call::AllToAll { ref send, ref recv, .. } => {
-                AnySchedule::AllToAll(AllToAll { me, to: blocks(send), from: blocks(recv) })
-            }
-            Call::Scan { count, .. } => {
-                AnySchedule::Scan(Scan { me, world, vector: whole(count), exclusive: false })
-            }
-            Call::ExclusiveScan { count, .. } => {
-                AnySchedule::Scan(Scan { me, world, vector: whole(count), exclusive: true })
-            }
-            Call::Barrier => AnySchedule::Barrier(Barrier),
-            Call::Send { count, .. } => {
-                AnySchedule::Message(Message { end: End::Sender, body: whole(count) })
-            }
-            Call::Recv { count, .. } => {
-                AnySchedule::Message(Message { end: End::Receiver, body: whole(count) })
-            }
-            Call::SendParcel { len, .. } => return parcels(1, 0, len),
-            Call::RecvParcel { max, .. } => return parcels(0, 1, max),
-            Call::Coded { rounds, max, .. } => return parcels(rounds, rounds, max),
-            Call::InPlace(ref call) => return Self::of(call, me, world, algorithm, segment.get()),
-        };
-        Self::Frames(Frames(schedule))
-    }
-}
-
-/// What a call has to say in its fingerprint, once it is known to make sense.
-struct Terms {
-    /// As in [`Fingerprint::count`].
-    count: usize,
-    dtype: Option<DType>,
-    op: Option<ReduceOp>,
-    root: Option<Rank>,
-    codec: u32,
-    layout: u32,
-}
-
-impl Terms {
-    fn of(call: &Call, me: Rank, world: WorldSize) -> Result<Self, CallError> {
-        let kind = call.kind();
-        // No buffer may exceed what memory can address, in the widest type.
-        let fits = |count: Option<usize>| {
-            count.filter(|count| *count <= isize::MAX as usize / 8).ok_or(CallError::TooLarge { kind })
-        };
-        let member = |what, rank| {
-            if world.contains(rank) {
-                Ok(Some(rank))
-            } else {
-                Err(CallError::NoSuchRank { what, rank, world })
-            }
-        };
-        let total = |what, counts: &Counts| match counts {
-            Counts::Listed(list) if list.len() != world.len() => {
-                Err(CallError::CountsPerRank { what, given: list.len(), world })
-            }
-            counts => fits(counts.total(world)),
-        };
-        let terms = match *call {
-            Call::AllReduce { count, dtype, op }
-            | Call::ReduceScatter { count, dtype, op }
-            | Call::Scan { count, dtype, op }
-            | Call::ExclusiveScan { count, dtype, op } => {
-                let scan = matches!(kind, Kind::Scan | Kind::ExclusiveScan);
-                if scan && op == ReduceOp::Mean {
-                    return Err(CallError::ScanMean(kind));
-                }
-                let count = fits(Some(count))?;
-                Self { count, dtype: Some(dtype), op: Some(op), root: None, codec: 0, layout: 0 }
-            }
-            Call::Reduce { count, dtype, op, root } => Self {
-                count: fits(Some(count))?,
-                dtype: Some(dtype),
-                op: Some(op),
-                root: member("root", root)?,
-                codec: 0,
-                layout: 0,
-            },
-            Call::Broadcast { count, dtype, root } => Self {
-                count: fits(Some(count))?,
-                dtype: Some(dtype),
-                op: None,
-                root: member("root", root)?,
-                codec: 0,
-                layout: 0,
-            },
-            Call::AllGather { ref counts, dtype } => Self {
-                count: total("all_gather", counts)?,
-                dtype: Some(dtype),
-                op: None,
-                root: None,
-                codec: 0,
-                layout: counts.digest(),
-            },
-            Call::Gather { ref counts, dtype, root } | Call::Scatter { ref counts, dtype, root } => Self {
-                count: total(kind.name(), counts)?,
-                dtype: Some(dtype),
-                op: None,
-                root: member("root", root)?,
-                codec: 0,
-                layout: counts.digest(),
-            },
-            Call::AllToAll { ref send, ref recv, dtype } => {
-                total("the received side of all_to_all", recv)?;
-                let count = total("the sent side of all_to_all", send)?;
-                if send.of(me) != recv.of(me) {
-                    return Err(CallError::SelfBlock { send: send.of(me), recv: recv.of(me) });
-                }
-                Self { count, dtype: Some(dtype), op: None, root: None, codec: 0, layout: 0 }
-            }
-            Call::Barrier => Self { count: 0, dtype: None, op: None, root: None, codec: 0, layout: 0 },
-            Call::Send { to: other, count, dtype, .. } | Call::Recv { from: other, count, dtype, .. } => {
-                member("message partner", other)?;
-                if other == me {
-                    return Err(CallError::ToSelf(me));
-                }
-                let count = fits(Some(count))?;
-                Self { count, dtype: Some(dtype), op: None, root: None, codec: 0, layout: 0 }
-            }
-            Call::InPlace(ref call) => return Self::of(call, me, world),
-            Call::Coded { ref call, codec, max, .. } => {
-                let terms = Self::of(call, me, world)?;
-                let codable = call.kind().travels_by(Algorithm::Parcels)
-                    && !call.is_parcels()
-                    && terms.dtype.is_some_and(DType::is_float)
-                    && matches!(terms.op, None | Some(ReduceOp::Sum | ReduceOp::Mean));
-                if call.kind() == Kind::Message || !codable {
-                    let op = terms.op.map_or(String::new(), |op| format!(" with {op}"));
-                    let dtype = terms.dtype.map_or(String::new(), |dtype| format!(" of {dtype}"));
-                    return Err(CallError::NotCodable { what: format!("{kind}{dtype}{op}") });
-                }
-                fits(Some(max))?;
-                Self { codec: codec.get(), ..terms }
-            }
-            Call::SendParcel { to: other, len: bytes, .. }
-            | Call::RecvParcel { from: other, max: bytes, .. } => {
-                member("message partner", other)?;
-                if other == me {
-                    return Err(CallError::ToSelf(me));
-                }
-                fits(Some(bytes))?;
-                Self { count: 0, dtype: Some(DType::U8), op: None, root: None, codec: 0, layout: 0 }
-            }
-        };
-        match (terms.dtype, terms.op) {
-            (Some(dtype), Some(ReduceOp::Mean)) if !dtype.is_float() => Err(CallError::IntegerMean(dtype)),
-            _ => Ok(terms),
-        }
+        self.0.get()
     }
 }

@@ -53,6 +53,11 @@ pub(crate) trait Schedule {
     fn downstream(&self) -> Option<Rank> {
         None
     }
+    /// Elements to another rank and from it, where only these two know of them, and compare them
+    /// with each other.
+    fn pair(&self, _other: Rank) -> Option<[usize; 2]> {
+        None
+    }
     /// What this rank does on its own before anything moves.
     fn local(&self) -> Local {
         Local::Nothing

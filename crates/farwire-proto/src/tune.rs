@@ -10,7 +10,8 @@
 
 use std::time::Duration;
 
-use crate::call::{Algorithm, Kind};
+use crate::call::Algorithm;
+use crate::collective::Kind;
 use crate::dtype::{DType, ReduceOp};
 use crate::ids::WorldSize;
 
@@ -54,10 +55,10 @@ pub fn choose(
     let few_flows = u64::from(links.flows) + 1 < u64::from(world.get());
     // Partial results travel in the accumulator's type.
     let widening = reduction.map_or(1.0, |(dtype, _)| (dtype.accumulator().size() / dtype.size()) as f64);
-    match kind {
-        Kind::AllReduce if few_flows && free => Algorithm::Ring,
-        Kind::AllReduce | Kind::Reduce | Kind::Broadcast => *kind
-            .algorithms()
+    match kind.algorithms() {
+        [only] => *only,
+        several if several.contains(&Algorithm::Ring) && few_flows && free => Algorithm::Ring,
+        several => *several
             .iter()
             .filter(keeps_order)
             // A ring moves what two-phase moves, in more rounds: it is for few flows, above.
@@ -67,7 +68,6 @@ pub fn choose(
                 cost(**a).total_cmp(&cost(**b))
             })
             .expect("two-phase keeps rank order, and a broadcast has no order to keep"),
-        _ => kind.algorithms()[0],
     }
 }
 
@@ -87,26 +87,23 @@ fn seconds(
     // A binomial tree: its depth, and the children of its root.
     let depth = f64::from(world.get().ilog2());
     let children = f64::from(world.get().next_power_of_two().ilog2());
-    let (rounds, moved, combined) = match (kind, algorithm) {
+    let (rounds, moved, combined) = match algorithm {
         // The busiest rank of a reduce is the root, which receives what others send.
-        (Kind::AllReduce | Kind::Reduce, Algorithm::TwoPhase) => {
-            (2.0, 2.0 * (n - 1.0) / n * size, (n - 1.0) / n * size)
-        }
-        (Kind::AllReduce | Kind::Reduce, Algorithm::GatherReduce) => {
-            (1.0, (n - 1.0) * size, (n - 1.0) * size)
-        }
-        (_, Algorithm::Tree) => {
+        Algorithm::TwoPhase => (2.0, 2.0 * (n - 1.0) / n * size, (n - 1.0) / n * size),
+        Algorithm::GatherReduce => (1.0, (n - 1.0) * size, (n - 1.0) * size),
+        Algorithm::Tree => {
             let size = size * widening;
-            let combined = if kind == Kind::Reduce { children * size } else { 0.0 };
+            let combined = if kind.reduces() { children * size } else { 0.0 };
             (depth, children * size, combined)
         }
-        (_, Algorithm::Chain) => {
+        Algorithm::Chain => {
             let size = size * widening;
             // The last rank's first segment has crossed every link before.
             let fill = (n - 2.0).max(0.0) * size.min(segment as f64);
-            (n - 1.0, size + fill, if kind == Kind::Reduce { size } else { 0.0 })
+            (n - 1.0, size + fill, if kind.reduces() { size } else { 0.0 })
         }
-        _ => unreachable!("the others are not chosen by cost"),
+        Algorithm::Direct => (1.0, (n - 1.0) / n * size, 0.0),
+        Algorithm::Ring | Algorithm::Parcels => unreachable!("not chosen by cost"),
     };
     rounds * links.latency.as_secs_f64() + moved / links.bandwidth + combined / links.reduce_rate
 }

@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
-use farwire_proto::Kind;
+use farwire_proto::{DType, Kind, Rank, ReduceOp};
 
+use crate::kinds::Shape;
 use crate::network::{Network, transfer_time};
 
 /// A lower bound on the time of an operation on a vector of `bytes`: what the busiest rank must
@@ -13,17 +14,11 @@ use crate::network::{Network, transfer_time};
 /// For gather, scatter, all-gather and all-to-all, `bytes` is the long vector, made of one block
 /// per rank.
 pub fn lower_bound(kind: Kind, bytes: usize, network: &Network) -> Duration {
-    let n = network.world.get();
-    if n == 1 {
+    if network.world.get() == 1 {
         return Duration::ZERO;
     }
-    let without_own = f64::from(n - 1) / f64::from(n);
-    let share = match kind {
-        Kind::AllReduce => 2.0 * without_own,
-        Kind::ReduceScatter | Kind::AllGather | Kind::Gather | Kind::Scatter | Kind::AllToAll => without_own,
-        Kind::Broadcast | Kind::Reduce | Kind::Scan | Kind::ExclusiveScan | Kind::Message => 1.0,
-        Kind::Barrier => 0.0,
-    };
+    let shape = Shape::even(network.world, bytes, DType::U8, ReduceOp::Sum);
+    let share = shape.row(kind, Rank(0)).share;
     let transfer = transfer_time((share * bytes as f64).ceil() as usize, network.bandwidth);
     transfer.saturating_add(network.link.latency)
 }

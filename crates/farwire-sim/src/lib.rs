@@ -30,6 +30,7 @@
 #![forbid(unsafe_code)]
 
 mod bound;
+pub mod kinds;
 mod network;
 mod node;
 pub mod oracle;

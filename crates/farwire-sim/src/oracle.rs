@@ -3,115 +3,58 @@
 //! One element at a time, on enums, with its own idea of who owns what: nothing here is shared with
 //! the code it checks.
 
-use farwire_proto::{Algorithm, Call, DType, Rank, ReduceOp};
-use half::{bf16, f16};
+use farwire_proto::{Algorithm, DType, Element, Kind, ReduceOp, with_type};
 
-/// The results of all ranks: `calls[r]` and `inputs[r]` are rank r's. Where a rank gets no result,
-/// it is empty.
+use crate::kinds::{Part, Shape};
+
+/// The results of all ranks: `inputs[r]` is rank r's. Where a rank gets no result, it is empty.
 ///
 /// # Panics
 ///
-/// If the ranks' calls are not one operation, or the inputs are not of the lengths that they need;
-/// and for messages, whose result is plain.
-pub fn results(calls: &[Call], algorithm: Algorithm, inputs: &[Vec<u8>]) -> Vec<Vec<u8>> {
-    let world = calls.len();
-    if let Call::InPlace(_) = &calls[0] {
-        let bare = |call: &Call| match call {
-            Call::InPlace(call) => (**call).clone(),
-            call => call.clone(),
-        };
-        return results(&calls.iter().map(bare).collect::<Vec<_>>(), algorithm, inputs);
-    }
-    let everyone = |result: Vec<u8>| vec![result; world];
-    let only = |root: Rank, result: Vec<u8>| {
-        (0..world).map(|rank| if rank == root.index() { result.clone() } else { Vec::new() }).collect()
+/// If the inputs are not of the lengths that the operation needs.
+pub fn results(kind: Kind, shape: &Shape, algorithm: Algorithm, inputs: &[Vec<u8>]) -> Vec<Vec<u8>> {
+    // Many ranks may get the same.
+    let mut last: Option<(Part, Vec<u8>)> = None;
+    let mut combine = |part: Part| match &last {
+        Some((same, bytes)) if *same == part => bytes.clone(),
+        _ => {
+            let bytes = combined(&part, shape, algorithm, inputs);
+            last = Some((part, bytes.clone()));
+            bytes
+        }
     };
-    match &calls[0] {
-        Call::AllReduce { dtype, op, .. } => everyone(reduced(*dtype, *op, algorithm, 0, inputs)),
-        Call::Reduce { dtype, op, root, .. } => {
-            only(*root, reduced(*dtype, *op, algorithm, root.index(), inputs))
-        }
-        Call::ReduceScatter { count, dtype, op } => {
-            let sum = reduced(*dtype, *op, algorithm, 0, inputs);
-            let lengths: Vec<_> =
-                (0..world).map(|rank| shard_len(*count, world, rank) * dtype.size()).collect();
-            cut(&sum, &lengths)
-        }
-        Call::Scan { dtype, op, .. } => {
-            (0..world).map(|rank| reduced(*dtype, *op, Algorithm::Direct, 0, &inputs[..=rank])).collect()
-        }
-        Call::ExclusiveScan { count, dtype, op } => (0..world)
-            .map(|rank| match rank {
-                0 => identity(*dtype, *op).repeat(*count),
-                _ => reduced(*dtype, *op, Algorithm::Direct, 0, &inputs[..rank]),
-            })
-            .collect(),
-        Call::Broadcast { root, .. } => everyone(inputs[root.index()].clone()),
-        Call::AllGather { .. } => everyone(inputs.concat()),
-        Call::Gather { root, .. } => only(*root, inputs.concat()),
-        Call::Scatter { counts, dtype, root } => {
-            let lengths: Vec<_> =
-                (0..world).map(|rank| counts.of(Rank(rank as u32)) * dtype.size()).collect();
-            cut(&inputs[root.index()], &lengths)
-        }
-        Call::AllToAll { .. } => {
-            let blocks: Vec<Vec<Vec<u8>>> = calls
-                .iter()
-                .zip(inputs)
-                .map(|(call, input)| {
-                    let Call::AllToAll { send, dtype, .. } = call else { panic!("ranks call one operation") };
-                    let lengths: Vec<_> =
-                        (0..world).map(|rank| send.of(Rank(rank as u32)) * dtype.size()).collect();
-                    cut(input, &lengths)
-                })
-                .collect();
-            (0..world).map(|to| blocks.iter().flat_map(|from| from[to].clone()).collect()).collect()
-        }
-        Call::Barrier => everyone(Vec::new()),
-        Call::Send { .. } | Call::Recv { .. } | Call::SendParcel { .. } | Call::RecvParcel { .. } => {
-            panic!("a message's result is what was sent")
-        }
-        Call::InPlace(_) => unreachable!("it was taken off above"),
-        Call::Coded { .. } => panic!("what a codec makes of its input is the codec's matter"),
-    }
+    let rows = shape.world.ranks().map(|rank| shape.row(kind, rank));
+    rows.map(|row| row.parts.into_iter().flat_map(&mut combine).collect()).collect()
 }
 
-/// Bytes cut into pieces of the given lengths.
-fn cut(bytes: &[u8], lengths: &[usize]) -> Vec<Vec<u8>> {
-    let mut rest = bytes;
-    lengths
-        .iter()
-        .map(|len| {
-            let (piece, after) = rest.split_at(*len);
-            rest = after;
-            piece.to_vec()
-        })
-        .collect()
-}
-
-/// How many of `count` elements `rank` owns: the first ranks get one more where it does not divide.
-fn shard_len(count: usize, world: usize, rank: usize) -> usize {
-    // Deal the elements out in turn, and count.
-    (count + world - 1 - rank) / world
-}
-
-/// The element-wise combination of the ranks' vectors, in the algorithm's order.
-fn reduced(dtype: DType, op: ReduceOp, algorithm: Algorithm, root: usize, inputs: &[Vec<u8>]) -> Vec<u8> {
-    let world = inputs.len();
+/// One part of a result, from the ranks' inputs.
+///
+/// # Panics
+///
+/// If an input is shorter than the part.
+pub fn combined(part: &Part, shape: &Shape, algorithm: Algorithm, inputs: &[Vec<u8>]) -> Vec<u8> {
+    let Part { from, span, any_order } = part;
+    let &Shape { dtype, op, count, .. } = shape;
     let size = dtype.size();
-    let count = inputs[0].len() / size;
-    let mut owners = (0..world).flat_map(|rank| std::iter::repeat_n(rank, shard_len(count, world, rank)));
-    let mut result = Vec::with_capacity(inputs[0].len());
-    for element in 0..count {
-        let owner = owners.next().expect("every element has an owner");
-        let value = |rank: usize| Scalar::read(dtype, &inputs[rank][element * size..][..size]);
+    match from[..] {
+        [] => return identity(dtype, op).repeat(span.len()),
+        [only] => return inputs[only][span.start * size..span.end * size].to_vec(),
+        _ => {}
+    }
+    let world = from.len();
+    let algorithm = if *any_order { algorithm } else { Algorithm::Direct };
+    let owners = (0..world).flat_map(|rank| std::iter::repeat_n(rank, shard_len(count, world, rank)));
+    let owners: Vec<_> = owners.collect();
+    let mut result = Vec::with_capacity(span.len() * size);
+    for element in span.clone() {
+        let value = |i: usize| Scalar::read(dtype, &inputs[from[i]][element * size..][..size]);
         let fold = |ranks: &mut dyn Iterator<Item = usize>| {
-            ranks.map(&value).reduce(|a, b| a.combine(dtype, op, b)).expect("a world has a rank")
+            ranks.map(&value).reduce(|a, b| a.combine(dtype, op, b)).expect("a part has ranks")
         };
         let total = match algorithm {
-            Algorithm::Ring => fold(&mut (0..world).map(|step| (owner + step) % world)),
+            Algorithm::Ring => fold(&mut (0..world).map(|step| (owners[element] + step) % world)),
             Algorithm::Tree | Algorithm::Chain => {
-                let from_root = |number: usize| value((root + number) % world);
+                let from_root = |number: usize| value((shape.root.index() + number) % world);
                 subtree(dtype, op, algorithm, world, 0, &from_root)
             }
             Algorithm::TwoPhase | Algorithm::GatherReduce | Algorithm::Direct | Algorithm::Parcels => {
@@ -121,6 +64,12 @@ fn reduced(dtype: DType, op: ReduceOp, algorithm: Algorithm, root: usize, inputs
         result.extend(total.write(dtype, if op == ReduceOp::Mean { world } else { 1 }));
     }
     result
+}
+
+/// How many of `count` elements `rank` owns: the first ranks get one more where it does not divide.
+fn shard_len(count: usize, world: usize, rank: usize) -> usize {
+    // Deal the elements out in turn, and count.
+    (count + world - 1 - rank) / world
 }
 
 /// What node `v` of a reduction tree passes up: its own, then each child's, nearest first.
@@ -154,15 +103,12 @@ fn identity(dtype: DType, op: ReduceOp) -> Vec<u8> {
         ReduceOp::Min => f64::INFINITY,
         ReduceOp::Max => f64::NEG_INFINITY,
     };
-    let (lowest, highest): (i128, i128) = match dtype {
-        DType::I8 => (i8::MIN.into(), i8::MAX.into()),
-        DType::I32 => (i32::MIN.into(), i32::MAX.into()),
-        DType::I64 => (i64::MIN.into(), i64::MAX.into()),
-        DType::U8 => (0, u8::MAX.into()),
-        DType::U32 => (0, u32::MAX.into()),
-        DType::U64 => (0, u64::MAX.into()),
-        DType::F64 => return Scalar::F64(float).write(dtype, 1),
-        DType::F32 | DType::F16 | DType::Bf16 => return Scalar::F32(float as f32).write(dtype, 1),
+    if dtype.is_float() {
+        return Scalar::float(dtype, float).write(dtype, 1);
+    }
+    let (lowest, highest): (i128, i128) = match (is_signed(dtype), 8 * dtype.size()) {
+        (true, bits) => (-(1 << (bits - 1)), (1 << (bits - 1)) - 1),
+        (false, bits) => (0, (1 << bits) - 1),
     };
     let integer = match op {
         ReduceOp::Sum | ReduceOp::Mean => 0,
@@ -171,6 +117,11 @@ fn identity(dtype: DType, op: ReduceOp) -> Vec<u8> {
         ReduceOp::Max => lowest,
     };
     Scalar::Integer(integer).write(dtype, 1)
+}
+
+/// Whether an integer type has negative numbers: one that has none makes 0 of −1.
+fn is_signed(dtype: DType) -> bool {
+    with_type!(dtype, T => T::cast(-1.0).as_f64() < 0.0)
 }
 
 /// One running value. 16-bit floats are held in 32 bits.
@@ -182,33 +133,30 @@ enum Scalar {
 }
 
 impl Scalar {
+    fn float(dtype: DType, value: f64) -> Self {
+        if dtype == DType::F64 { Self::F64(value) } else { Self::F32(value as f32) }
+    }
+
     fn read(dtype: DType, bytes: &[u8]) -> Self {
-        fn array<const N: usize>(bytes: &[u8]) -> [u8; N] {
-            bytes.try_into().expect("an element has its type's size")
+        if dtype.is_float() {
+            let value = with_type!(dtype, T => bytemuck::pod_read_unaligned::<T>(bytes).as_f64());
+            return Self::float(dtype, value);
         }
-        match dtype {
-            DType::F32 => Self::F32(f32::from_le_bytes(array(bytes))),
-            DType::F64 => Self::F64(f64::from_le_bytes(array(bytes))),
-            DType::F16 => Self::F32(f16::from_le_bytes(array(bytes)).to_f32()),
-            DType::Bf16 => Self::F32(bf16::from_le_bytes(array(bytes)).to_f32()),
-            DType::I8 => Self::Integer(i8::from_le_bytes(array(bytes)).into()),
-            DType::I32 => Self::Integer(i32::from_le_bytes(array(bytes)).into()),
-            DType::I64 => Self::Integer(i64::from_le_bytes(array(bytes)).into()),
-            DType::U8 => Self::Integer(u8::from_le_bytes(array(bytes)).into()),
-            DType::U32 => Self::Integer(u32::from_le_bytes(array(bytes)).into()),
-            DType::U64 => Self::Integer(u64::from_le_bytes(array(bytes)).into()),
-        }
+        // Two's complement: a negative number has ones before its bytes.
+        let negative = is_signed(dtype) && bytes.last().is_some_and(|highest| highest >> 7 == 1);
+        let mut wide = [if negative { 0xff } else { 0 }; 16];
+        wide[..bytes.len()].copy_from_slice(bytes);
+        Self::Integer(i128::from_le_bytes(wide))
     }
 
     fn write(self, dtype: DType, divisor: usize) -> Vec<u8> {
-        match (self, dtype) {
-            (Self::F32(x), DType::F16) => f16::from_f32(x / divisor as f32).to_le_bytes().to_vec(),
-            (Self::F32(x), DType::Bf16) => bf16::from_f32(x / divisor as f32).to_le_bytes().to_vec(),
-            (Self::F32(x), _) => (x / divisor as f32).to_le_bytes().to_vec(),
-            (Self::F64(x), _) => (x / divisor as f64).to_le_bytes().to_vec(),
+        let float = match self {
+            Self::F32(x) => f64::from(x / divisor as f32),
+            Self::F64(x) => x / divisor as f64,
             // Two's complement: the low bytes are the value in any integer type.
-            (Self::Integer(x), _) => x.to_le_bytes()[..dtype.size()].to_vec(),
-        }
+            Self::Integer(x) => return x.to_le_bytes()[..dtype.size()].to_vec(),
+        };
+        with_type!(dtype, T => bytemuck::bytes_of(&T::cast(float)).to_vec())
     }
 
     fn combine(self, dtype: DType, op: ReduceOp, other: Self) -> Self {
@@ -271,12 +219,19 @@ impl Scalar {
 
 #[cfg(test)]
 mod tests {
-    use farwire_proto::{Counts, WorldSize};
+    use farwire_proto::{Counts, Rank, WorldSize};
 
     use super::*;
 
     fn bytes(values: &[f32]) -> Vec<u8> {
         values.iter().flat_map(|value| value.to_le_bytes()).collect()
+    }
+
+    fn reduced(dtype: DType, op: ReduceOp, algorithm: Algorithm, root: u32, inputs: &[Vec<u8>]) -> Vec<u8> {
+        let world = WorldSize::new(inputs.len() as u32).expect("there are inputs");
+        let count = inputs[0].len() / dtype.size();
+        let shape = Shape { root: Rank(root), ..Shape::even(world, count, dtype, op) };
+        results(Kind::AllReduce, &shape, algorithm, inputs).swap_remove(0)
     }
 
     /// Numbers whose sum depends on the order: 1e8 swallows a lone 1, but not a pair that came
@@ -301,23 +256,23 @@ mod tests {
     #[test]
     fn results_go_where_they_belong() {
         let world = WorldSize::new(2).expect("two is not zero");
-        let (dtype, root) = (DType::F32, Rank(1));
+        let even = Shape { root: Rank(1), ..Shape::even(world, 2, DType::F32, ReduceOp::Sum) };
         let inputs = [bytes(&[1.0, 2.0]), bytes(&[10.0, 20.0])];
-        let all = |call: Call| results(&[call.clone(), call], Algorithm::Direct, &inputs);
+        let all = |kind, shape: &Shape| results(kind, shape, Algorithm::Direct, &inputs);
         let none = Vec::new();
-        let (count, op) = (2, ReduceOp::Sum);
-        assert_eq!(all(Call::ReduceScatter { count, dtype, op }), [bytes(&[11.0]), bytes(&[22.0])]);
-        assert_eq!(all(Call::Reduce { count, dtype, op, root }), [none.clone(), bytes(&[11.0, 22.0])]);
-        assert_eq!(all(Call::Scan { count, dtype, op }), [bytes(&[1.0, 2.0]), bytes(&[11.0, 22.0])]);
-        assert_eq!(all(Call::ExclusiveScan { count, dtype, op }), [bytes(&[0.0, 0.0]), bytes(&[1.0, 2.0])]);
-        assert_eq!(all(Call::Broadcast { count, dtype, root }), [bytes(&[10.0, 20.0]), bytes(&[10.0, 20.0])]);
-        let counts = Counts::Each(2);
-        assert_eq!(all(Call::Gather { counts, dtype, root }), [none, bytes(&[1.0, 2.0, 10.0, 20.0])]);
-        let counts = Counts::listed([0, 2], world);
-        assert_eq!(all(Call::Scatter { counts, dtype, root }), [bytes(&[]), bytes(&[10.0, 20.0])]);
-        let each = Counts::Each(1);
-        let swapped = all(Call::AllToAll { send: each.clone(), recv: each, dtype });
-        assert_eq!(swapped, [bytes(&[1.0, 10.0]), bytes(&[2.0, 20.0])]);
+        assert_eq!(all(Kind::ReduceScatter, &even), [bytes(&[11.0]), bytes(&[22.0])]);
+        assert_eq!(all(Kind::Reduce, &even), [none.clone(), bytes(&[11.0, 22.0])]);
+        assert_eq!(all(Kind::Scan, &even), [bytes(&[1.0, 2.0]), bytes(&[11.0, 22.0])]);
+        assert_eq!(all(Kind::ExclusiveScan, &even), [bytes(&[0.0, 0.0]), bytes(&[1.0, 2.0])]);
+        assert_eq!(all(Kind::Broadcast, &even), [bytes(&[10.0, 20.0]), bytes(&[10.0, 20.0])]);
+        let two = Shape { blocks: Counts::Each(2), ..even.clone() };
+        assert_eq!(all(Kind::Gather, &two), [none, bytes(&[1.0, 2.0, 10.0, 20.0])]);
+        assert_eq!(all(Kind::AllGather, &two), vec![bytes(&[1.0, 2.0, 10.0, 20.0]); 2]);
+        let last = Shape { blocks: Counts::listed([0, 2], world), ..even.clone() };
+        assert_eq!(all(Kind::Scatter, &last), [bytes(&[]), bytes(&[10.0, 20.0])]);
+        assert_eq!(all(Kind::AllToAll, &even), [bytes(&[1.0, 10.0]), bytes(&[2.0, 20.0])]);
+        let matrix = vec![Counts::listed([2, 0], world), Counts::listed([0, 2], world)];
+        assert_eq!(all(Kind::AllToAll, &Shape { matrix, ..even }), inputs);
     }
 
     #[test]

@@ -52,16 +52,10 @@ proptest! {
     ) {
         prop_assume!(which.0.reduces());
         let case = Case::new(which, n, len, segment, DType::U64, ReduceOp::Sum, lottery);
-        let results = symbolic::run(&case.plans(), lottery);
+        let results = symbolic::run(&case, lottery);
         for (rank, result) in results.into_iter().enumerate() {
             let Some(result) = result else { continue };
-            let contributors = match which.0 {
-                Kind::Scan => 0..rank as u32 + 1,
-                Kind::ExclusiveScan => 0..rank as u32,
-                _ => 0..n,
-            };
-            let all = contributors.fold(0u32, |set, rank| set | 1 << rank);
-            prop_assert!(result.iter().all(|held| *held == all), "rank {rank}: {result:x?}");
+            prop_assert_eq!(result, case.contributors(rank), "rank {}", rank);
         }
     }
 }
@@ -80,11 +74,11 @@ proptest! {
         lottery in any::<u64>(),
     ) {
         let case = Case::new(which, n, len, segment, DType::U64, ReduceOp::Sum, lottery).in_place();
-        let results = symbolic::run(&case.plans(), lottery);
+        let results = symbolic::run(&case, lottery);
         if which.0.reduces() {
-            let all = (0..n).fold(0u32, |set, rank| set | 1 << rank);
-            for result in results.into_iter().flatten() {
-                prop_assert!(result.iter().all(|held| *held == all), "{result:x?}");
+            for (rank, result) in results.into_iter().enumerate() {
+                let Some(result) = result else { continue };
+                prop_assert_eq!(result, case.contributors(rank), "rank {}", rank);
             }
         }
     }
@@ -97,7 +91,7 @@ fn gather_reduce_in_place_would_read_what_it_has_overwritten() {
     let which = (Kind::AllReduce, Algorithm::GatherReduce);
     for lottery in 0..100 {
         let case = Case::new(which, 4, 20, 2, DType::U64, ReduceOp::Sum, lottery);
-        symbolic::run_in(&case.plans(), lottery, Some(InPlace::default()));
+        symbolic::run_in(&case, lottery, Some(InPlace::default()));
     }
 }
 
@@ -174,12 +168,13 @@ mod symbolic {
 
     /// The results of ranks that have one, after moving frames in a random order that the gates
     /// allow.
-    pub(super) fn run(plans: &[Plan], lottery: u64) -> Vec<Option<Vec<Held>>> {
-        run_in(plans, lottery, None)
+    pub(super) fn run(case: &Case, lottery: u64) -> Vec<Option<Vec<Held>>> {
+        run_in(case, lottery, None)
     }
 
     /// [`run`], in place as `forced` says, or as the plans say.
-    pub(super) fn run_in(plans: &[Plan], lottery: u64, forced: Option<InPlace>) -> Vec<Option<Vec<Held>>> {
+    pub(super) fn run_in(case: &Case, lottery: u64, forced: Option<InPlace>) -> Vec<Option<Vec<Held>>> {
+        let plans = &case.plans()[..];
         let n = plans.len() as u32;
         let mut rng = ChaCha8Rng::seed_from_u64(lottery);
         let mut places: Vec<_> = plans
@@ -188,7 +183,7 @@ mod symbolic {
                 plan,
                 own: 1 << plan.me().0,
                 input: vec![1 << plan.me().0; plan.input_bytes() / plan.dtype().size()],
-                output: initial_output(plan, forced.or(plan.in_place())),
+                output: initial_output(case, plan, forced.or(plan.in_place())),
                 in_place: forced.or(plan.in_place()),
                 running: Vec::new(),
                 slots: HashMap::new(),
@@ -233,7 +228,7 @@ mod symbolic {
     }
 
     /// Rank 0 of a scan, and a world of one, have their result without any frame.
-    fn initial_output(plan: &Plan, in_place: Option<InPlace>) -> Vec<Held> {
+    fn initial_output(case: &Case, plan: &Plan, in_place: Option<InPlace>) -> Vec<Held> {
         let len = plan.output_bytes() / plan.dtype().size();
         if let Some(InPlace { input, output }) = in_place {
             let given = plan.input_bytes() / plan.dtype().size();
@@ -241,14 +236,11 @@ mod symbolic {
             memory[input..input + given].fill(1 << plan.me().0);
             return memory;
         }
-        let alone = plan.world().get() == 1;
-        let held = match plan.fingerprint().kind {
-            Kind::Scan if plan.me() == Rank(0) => 1,
-            Kind::ExclusiveScan if plan.me() == Rank(0) => 0,
-            _ if alone => 1,
-            _ => Held::MAX, // nothing may read this before it is written
-        };
-        vec![held; len]
+        let result = case.contributors(plan.me().index());
+        if result.len() == len && result.iter().all(|held| held & !(1 << plan.me().0) == 0) {
+            return result;
+        }
+        vec![Held::MAX; len] // nothing may read this before it is written
     }
 
     impl Place<'_> {

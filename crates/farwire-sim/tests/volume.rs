@@ -7,9 +7,8 @@ mod common;
 
 use std::time::Duration;
 
-use farwire_proto::{
-    Algorithm, Call, Config, Counts, DType, Kind, Options, Peer, Rank, ReduceOp, WorldSize, tune,
-};
+use farwire_proto::{Algorithm, Config, DType, Kind, Options, Peer, ReduceOp, WorldSize, tune};
+use farwire_sim::kinds::Shape;
 use farwire_sim::{Link, Network, Report, Sim, Submission, lower_bound};
 
 /// A vector of `bytes` over `n` ranks, lengths only, at 1 Gbit/s and 20 ms.
@@ -28,24 +27,9 @@ fn run_typed(
     let network = Network { bandwidth: 125e6, link, ..Network::lan(n) };
     let mut sim = Sim::with_config(network.clone(), Config::default());
     sim.carry_lengths();
-    let (root, count) = (Rank(0), bytes / dtype.size());
-    let world = WorldSize::new(n).unwrap();
-    for rank in world.ranks() {
-        let counts = Counts::even(count, world);
-        let call = match kind {
-            Kind::AllReduce => Call::AllReduce { count, dtype, op },
-            Kind::ReduceScatter => Call::ReduceScatter { count, dtype, op },
-            Kind::AllGather => Call::AllGather { counts, dtype },
-            Kind::Broadcast => Call::Broadcast { count, dtype, root },
-            Kind::Reduce => Call::Reduce { count, dtype, op, root },
-            Kind::Gather => Call::Gather { counts, dtype, root },
-            Kind::Scatter => Call::Scatter { counts, dtype, root },
-            Kind::AllToAll => Call::AllToAll { recv: Counts::Each(counts.of(rank)), send: counts, dtype },
-            Kind::Scan => Call::Scan { count, dtype, op },
-            Kind::ExclusiveScan => Call::ExclusiveScan { count, dtype, op },
-            Kind::Barrier => Call::Barrier,
-            Kind::Message => unreachable!("messages have no ranks in common"),
-        };
+    let shape = Shape::even(network.world, bytes / dtype.size(), dtype, op);
+    for rank in shape.world.ranks() {
+        let call = shape.row(kind, rank).calls.swap_remove(0);
         let options = Options { algorithm, ..Options::default() };
         sim.submit(Peer(rank.0), Submission { options, ..Submission::new(call, Vec::new()) });
     }

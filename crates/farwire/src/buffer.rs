@@ -1,40 +1,15 @@
-//! Element types, and a pool of buffers.
+//! Vectors whose element type is known at run time, and a pool of them.
 
 use farwire_codec::collective::Floats;
-use farwire_proto::{Buffers, DType};
-use half::{bf16, f16};
+use farwire_proto::{Buffers, DType, with_type};
 
 use crate::memory::Buffer;
 
-/// A type that vectors can be made of: f32, f64, f16, bf16, i8, i32, i64, u8, u32 or u64.
-pub trait Element: farwire_proto::Element + Default + Send + Sync + sealed::Sealed {}
-
-pub(crate) mod sealed {
-    /// Types that this crate knows. [`Memory`](crate::Memory) relies on each having a [`DType`](crate::DType) of its own.
-    pub trait Sealed {}
-}
-
-macro_rules! elements {
-    ($($type:ty => $variant:ident),* $(,)?) => {
-        $(
-            impl Element for $type {}
-            impl sealed::Sealed for $type {}
-        )*
-
-        impl Buffer {
-            /// A vector of `len` zeros.
-            pub(crate) fn zeros(dtype: DType, len: usize) -> Self {
-                match dtype {
-                    $(DType::$variant => vec![<$type>::default(); len].into(),)*
-                }
-            }
-        }
-    };
-}
-
-elements! {
-    f32 => F32, f64 => F64, f16 => F16, bf16 => Bf16,
-    i8 => I8, i32 => I32, i64 => I64, u8 => U8, u32 => U32, u64 => U64,
+impl Buffer {
+    /// A vector of `len` zeros.
+    pub(crate) fn zeros(dtype: DType, len: usize) -> Self {
+        with_type!(dtype, T => vec![T::default(); len].into())
+    }
 }
 
 impl From<Floats> for Buffer {
@@ -48,7 +23,8 @@ impl From<Floats> for Buffer {
     }
 }
 
-/// Buffers of finished operations, for the next ones: a loop of collectives touches no fresh memory after its second round.
+/// Buffers of finished operations, for the next ones: a loop of collectives touches no fresh memory
+/// after its second round.
 #[derive(Debug, Default)]
 pub(crate) struct Pool {
     buffers: Vec<Buffer>,

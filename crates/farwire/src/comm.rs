@@ -6,9 +6,10 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
-use farwire_proto::{Call, CommId, Counts, OpenError, Options, Peer, Rank, ReduceOp, Tag, WorldSize};
+use farwire_proto::{
+    Call, CommId, Counts, Element, OpenError, Options, Peer, Rank, ReduceOp, Tag, WorldSize,
+};
 
-use crate::buffer::Element;
 use crate::calls::{Calls, Handler};
 use crate::completion::Completion;
 use crate::driver::Traffic;
@@ -186,6 +187,21 @@ impl Communicator {
     /// Nobody leaves before everybody has come.
     pub fn barrier(&self) -> Pending<()> {
         self.start(Call::Barrier, Vec::<u8>::new(), |_| ())
+    }
+
+    /// Makes any call on a vector: what the methods beside this one do, with the call as a value.
+    /// What a rank has no input for takes an empty vector, and what has no result gives one.
+    ///
+    /// ```
+    /// use farwire::{Call, DType, ReduceOp};
+    ///
+    /// # std::thread::scope(|scope| for comm in farwire::local(2).unwrap() { scope.spawn(move || {
+    /// let call = Call::Scan { count: 1, dtype: DType::U32, op: ReduceOp::Sum };
+    /// assert_eq!(comm.run(call, vec![5u32]).wait().unwrap(), [5 * (comm.rank() as u32 + 1)]);
+    /// # }); });
+    /// ```
+    pub fn run<T: Element>(&self, call: Call, data: Vec<T>) -> Pending<Vec<T>> {
+        self.start(call, data, |result| if result.is_empty() { Vec::new() } else { unwrap(result) })
     }
 
     /// Sends a message. Messages to one rank with one tag arrive in the order they were sent.

@@ -5,8 +5,7 @@ use std::sync::{Mutex, PoisonError};
 use std::task::Waker;
 
 use farwire_codec::Transaction;
-use farwire_proto::DType;
-use half::{bf16, f16};
+use farwire_proto::{Element, with_type};
 
 use crate::error::Error;
 use crate::memory::Buffer;
@@ -105,14 +104,8 @@ impl Debt {
 }
 
 fn is_finite(buffer: &Buffer) -> bool {
-    fn all<T: bytemuck::AnyBitPattern>(buffer: &Buffer, finite: impl Fn(&T) -> bool) -> bool {
-        bytemuck::cast_slice::<u8, T>(buffer.bytes()).iter().all(finite)
+    fn all<T: Element>(buffer: &Buffer) -> bool {
+        bytemuck::cast_slice::<u8, T>(buffer.bytes()).iter().all(|x| T::is_finite(*x))
     }
-    match buffer.dtype() {
-        DType::F32 => all(buffer, |x: &f32| x.is_finite()),
-        DType::F64 => all(buffer, |x: &f64| x.is_finite()),
-        DType::F16 => all(buffer, |x: &f16| x.is_finite()),
-        DType::Bf16 => all(buffer, |x: &bf16| x.is_finite()),
-        _ => true,
-    }
+    !buffer.dtype().is_float() || with_type!(buffer.dtype(), T => all::<T>(buffer))
 }

@@ -5,10 +5,9 @@ use std::sync::Arc;
 
 use farwire_codec::collective::{CodedCollective, Collective, Floats, Order};
 use farwire_codec::{CodecSpec, Context, ErrorFeedback, Travel};
-use farwire_proto::{Call, Counts, DType, Rank, ReduceOp, WorldSize};
+use farwire_proto::{Call, Counts, DType, Element, Rank, ReduceOp, WorldSize};
 use half::{bf16, f16};
 
-use crate::buffer::Element;
 use crate::coder;
 use crate::comm::{Communicator, OVERLAP_FROM, unwrap};
 use crate::completion::{Completion, Debt};

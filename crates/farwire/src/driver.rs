@@ -241,7 +241,8 @@ impl Driver {
         // cut down on all of them alike.
         let fits = NonZeroUsize::new(self.longest / WIDEST).unwrap_or(NonZeroUsize::MIN);
         let options = Options { segment: options.segment.map(|segment| segment.min(fits)), ..*options };
-        match self.machine.plan(comm, call, &options) {
+        let plan = self.machine.plan(comm, call, &options);
+        match plan.and_then(|plan| plan.check_elements(input.dtype()).map(|()| plan)) {
             Ok(plan) => self.start(plan, Input::Buffer(input), completion, false),
             Err(error) => Err(Error::Call { error, input: Some(Box::new(input)) }),
         }

@@ -6,9 +6,8 @@ use std::time::Duration;
 
 use farwire_codec::FeedbackError;
 use farwire_codec::collective::{CodingError, OrderError};
-use farwire_proto::{CallError, Fault, OpError, OpenError, Peer};
+use farwire_proto::{CallError, Element, Fault, OpError, OpenError, Peer};
 
-use crate::buffer::Element;
 use crate::join::env::EnvError;
 use crate::join::rendezvous::JoinError;
 use crate::memory::{Buffer, Memory};

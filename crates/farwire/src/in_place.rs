@@ -1,8 +1,7 @@
 //! Collectives that leave their result where their input was.
 
-use farwire_proto::{Call, Counts, ReduceOp, Tag};
+use farwire_proto::{Call, Counts, Element, ReduceOp, Tag};
 
-use crate::buffer::Element;
 use crate::comm::{Communicator, rank};
 use crate::memory::Memory;
 use crate::pending::Pending;

@@ -52,7 +52,6 @@ mod quic;
 mod shm;
 mod token;
 
-pub use buffer::Element;
 pub use comm::Communicator;
 pub use compressed::{Compressor, Float};
 pub use driver::Traffic;
@@ -64,8 +63,9 @@ pub use farwire_codec::{
     SpecError, Transaction, VectorCodec,
 };
 pub use farwire_proto::{
-    Algorithm, CallError, Called, CommId, Config, DType, Epoch, Fault, Fingerprint, Kind, OpError, OpSeq,
-    OpenError, Options, Peer, Rank, ReduceOp, Tag, Tuning, UnknownName, WorldSize, tune,
+    Algorithm, Call, CallError, Called, CommId, Config, Counts, DType, Element, Epoch, Fault, Fingerprint,
+    Kind, OpError, OpSeq, OpenError, Options, Peer, Rank, ReduceOp, Tag, Tuning, UnknownName, WorldSize,
+    tune,
 };
 pub use in_place::InPlace;
 pub use join::env::{EnvError, Place};

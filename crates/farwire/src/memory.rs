@@ -10,8 +10,9 @@
 //!    shared slice borrows it, a mutable one borrows it mutably.
 //! 3. Its owner is not touched until the buffer ends. Then it is dropped or handed back. It is held by a
 //!    raw pointer, because a `Box` that moves claims what is in it for itself, and the bytes may be in it.
-//! 4. Elements are plain data: any bytes are a value, and nothing has to be dropped. The ten types that
-//!    implement [`Element`] each have a [`DType`] of their own, so that tells which one a buffer is of.
+//! 4. Elements are plain data: any bytes are a value, and nothing has to be dropped. The types that
+//!    implement [`Element`], which nobody can add to, each have a [`DType`] of their own, so that
+//!    tells which one a buffer is of.
 
 #![allow(unsafe_code, reason = "memory that others own; see the rules above")]
 
@@ -24,9 +25,7 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
 
-use farwire_proto::DType;
-
-use crate::buffer::Element;
+use farwire_proto::{DType, Element};
 
 /// Elements in memory that an operation can work on in place: a vector, or memory that somebody else
 /// owns, with its owner.

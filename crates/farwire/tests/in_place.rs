@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Barrier};
 
-use common::{Sample, on_processes, on_threads, samples};
+use common::{on_processes, on_threads, samples};
 use farwire::{Algorithm, Communicator, Element, Error, Fault, Memory, Options, Peer, ReduceOp};
 use half::{bf16, f16};
 
@@ -18,7 +18,7 @@ fn bytes<T: Element>(elements: &[T]) -> &[u8] {
 }
 
 /// Everything that works in place against the call that keeps its input, bit for bit.
-fn compare<T: Sample>(comm: &Communicator, len: usize, op: ReduceOp) {
+fn compare<T: Element>(comm: &Communicator, len: usize, op: ReduceOp) {
     let (me, n) = (comm.rank(), comm.size());
     let what = format!("{len} {} on rank {me} of {n}", T::DTYPE);
     let mine = || samples::<T>(7, me, len);

@@ -16,7 +16,10 @@ use farwire::{
 };
 use farwire_codec::Context;
 use farwire_codec::collective::{CodedCollective, Collective, Floats, Order};
-use farwire_proto::{Algorithm, Counts, DType, Kind, Rank, ReduceOp, UnknownName, WorldSize};
+use farwire_proto::{
+    Algorithm, Call, CallError, Counts, DType, Kind, Rank, ReduceOp, UnknownName, WorldSize, with_type,
+};
+use farwire_sim::kinds::Shape;
 use half::{bf16, f16};
 use rustix::time::ClockId;
 use serde::Serialize;
@@ -251,8 +254,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, BenchError> {
     }
     if let Some(codec) = args.codec.first().filter(|codec| **codec != CodecChoice::default()) {
         let (dtype, op) = (args.dtype, args.reduce);
-        let codable = matches!(kind, Kind::AllReduce | Kind::ReduceScatter | Kind::AllGather);
-        if !codable || !dtype.is_float() || !matches!(op, ReduceOp::Sum | ReduceOp::Mean) {
+        if !kind.takes_codec() || !dtype.is_float() || !matches!(op, ReduceOp::Sum | ReduceOp::Mean) {
             return Err(BenchError::NotCodable { codec: codec.to_string(), kind, dtype, op });
         }
     }
@@ -342,18 +344,7 @@ fn measure_all(args: &Args, comm: &Communicator) -> Result<u64, BenchError> {
         writeln!(out, "{}", Heading(args, &policy, comm.size(), links))?;
     }
     for size in &args.size {
-        let row = match args.dtype {
-            DType::F32 => measure::<f32>(args, comm, &policy, links, *size),
-            DType::F64 => measure::<f64>(args, comm, &policy, links, *size),
-            DType::F16 => measure::<f16>(args, comm, &policy, links, *size),
-            DType::Bf16 => measure::<bf16>(args, comm, &policy, links, *size),
-            DType::I8 => measure::<i8>(args, comm, &policy, links, *size),
-            DType::I32 => measure::<i32>(args, comm, &policy, links, *size),
-            DType::I64 => measure::<i64>(args, comm, &policy, links, *size),
-            DType::U8 => measure::<u8>(args, comm, &policy, links, *size),
-            DType::U32 => measure::<u32>(args, comm, &policy, links, *size),
-            DType::U64 => measure::<u64>(args, comm, &policy, links, *size),
-        }?;
+        let row = with_type!(args.dtype, T => measure::<T>(args, comm, &policy, links, *size))?;
         wrong += row.wrong.unwrap_or(0);
         if comm.rank() == 0 {
             if args.json {
@@ -372,11 +363,11 @@ fn measure_all(args: &Args, comm: &Communicator) -> Result<u64, BenchError> {
 struct Trial<'a, T> {
     comm: &'a Communicator,
     kind: Kind,
-    op: ReduceOp,
-    count: usize,
+    shape: Shape,
+    /// The first takes the data, the last has the result.
+    calls: Vec<Call>,
     /// Goes in, and, where it can, comes back as the result of the iteration before: so the loop touches no fresh memory.
     data: Vec<T>,
-    counts: Vec<usize>,
     compressor: Option<Compressor>,
     /// What that does at this size.
     codec: CodecSpec,
@@ -403,32 +394,34 @@ fn measure<T: Element>(
     let count = bytes / T::DTYPE.size();
     let (rank, ranks) = (comm.rank(), comm.size());
     let world = WorldSize::new(ranks as u32).expect("a communicator has a rank");
-    let counts = (0..ranks as u32).map(|rank| Counts::even(count, world).of(Rank(rank))).collect();
     let Op::Between(kind) = args.op else { unreachable!("codecs by themselves are measured elsewhere") };
     // Through a compressor, all gather the same number.
     let whole = if kind == Kind::AllGather { count / ranks * ranks } else { count };
     let codec = policy.codec_for(whole, T::DTYPE);
     let compressor = (args.choice() != CodecChoice::default()).then(|| Compressor::by_size(policy.clone()));
+    let mut shape = Shape::even(world, count, T::DTYPE, args.reduce);
+    if compressor.is_some() {
+        shape.blocks = Counts::Each(count / ranks);
+    }
     let mut trial = Trial::<T> {
         comm: &tuned,
         kind,
-        op: args.reduce,
-        count,
+        calls: shape.row(kind, rank_of(comm)).calls,
+        shape,
         data: Vec::new(),
-        counts,
         compressor: compressor.as_ref().map(|compressor| compressor.at_step(0)),
         codec,
     };
 
     let mut wrong = None;
     if args.check {
-        trial.data = trial.input(rank);
+        trial.data = trial.input(rank).map_err(Error::from)?;
         let result = trial.call()?;
         let mine = trial.wrong(&result);
         wrong = Some(comm.all_reduce(vec![mine], ReduceOp::Sum).wait()?[0]);
     }
     trial.compressor = compressor;
-    trial.data = trial.input(rank);
+    trial.data = trial.input(rank).map_err(Error::from)?;
     let iters = args
         .iters
         .unwrap_or_else(|| (512usize << 20).checked_div(bytes).unwrap_or(1000).clamp(10, 1000) as u32);
@@ -449,13 +442,6 @@ fn measure<T: Element>(
     let at = |share: f64| slowest[((slowest.len() - 1) as f64 * share).round() as usize] as f64 / 1e3;
     let (p50_us, p99_us) = (at(0.5), at(0.99));
     let algbw_gbs = bytes as f64 / p50_us / 1e3;
-    let share = f64::from(ranks as u32 - 1) / f64::from(ranks as u32);
-    let factor = match kind {
-        Kind::AllReduce => 2.0 * share,
-        Kind::ReduceScatter | Kind::AllGather | Kind::Gather | Kind::Scatter | Kind::AllToAll => share,
-        Kind::Broadcast | Kind::Reduce | Kind::Scan | Kind::ExclusiveScan | Kind::Message => 1.0,
-        Kind::Barrier => 0.0,
-    };
     Ok(Row {
         op: kind.name(),
         codec: args.choice().to_string(),
@@ -467,7 +453,7 @@ fn measure<T: Element>(
         p50_us,
         p99_us,
         algbw_gbs,
-        busbw_gbs: algbw_gbs * factor,
+        busbw_gbs: algbw_gbs * trial.shape.row(kind, Rank(0)).share,
         wire_bytes: sent,
         cpu_s: if args.link == LinkArg::Inproc { cpu_s / ranks as f64 } else { cpu_s },
         wrong,
@@ -507,62 +493,35 @@ impl<T: Element> Trial<'_, T> {
     fn through<F: Float>(&self, data: Vec<F>, compressor: &Compressor) -> Result<Vec<F>, Error> {
         match self.kind {
             Kind::ReduceScatter => {
-                self.comm.reduce_scatter_compressed("bench", data, self.op, compressor).wait()
+                self.comm.reduce_scatter_compressed("bench", data, self.shape.op, compressor).wait()
             }
             Kind::AllGather => self.comm.all_gather_compressed("bench", data, compressor).wait(),
-            _ => self.comm.all_reduce_compressed("bench", data, self.op, compressor).wait(),
+            _ => self.comm.all_reduce_compressed("bench", data, self.shape.op, compressor).wait(),
         }
     }
 
     fn call(&mut self) -> Result<Vec<T>, Error> {
-        let Self { comm, op, count, .. } = *self;
         let data = std::mem::take(&mut self.data);
         if let Some(compressor) = &self.compressor {
             return self.call_compressed(data, compressor);
         }
-        let (rank, ranks) = (comm.rank(), comm.size());
-        match self.kind {
-            Kind::AllReduce => comm.all_reduce(data, op).wait(),
-            Kind::ReduceScatter => comm.reduce_scatter(data, op).wait(),
-            Kind::AllGather => comm.all_gather_varied(data, &self.counts).wait(),
-            Kind::Broadcast => comm.broadcast(Some(data), count, 0).wait(),
-            Kind::Reduce => Ok(comm.reduce(data, op, 0).wait()?.unwrap_or_default()),
-            Kind::Gather => Ok(comm.gather(data, 0).wait()?.unwrap_or_default()),
-            Kind::Scatter => comm.scatter(Some(data), count / ranks, 0).wait(),
-            Kind::AllToAll => comm.all_to_all(data).wait(),
-            Kind::Scan => comm.scan(data, op).wait(),
-            Kind::ExclusiveScan => comm.exclusive_scan(data, op).wait(),
-            Kind::Barrier => comm.barrier().wait().map(|()| Vec::new()),
-            Kind::Message => {
-                let sent = comm.send(data, (rank + 1) % ranks, 0);
-                let received = comm.recv(count, (rank + ranks - 1) % ranks, 0).wait()?;
-                sent.wait()?;
-                Ok(received)
-            }
+        let (first, rest) = self.calls.split_first().expect("every kind calls something");
+        let first = self.comm.run(first.clone(), data);
+        let mut last = None;
+        for call in rest {
+            last = Some(self.comm.run(call.clone(), Vec::new()).wait()?);
         }
-    }
-
-    /// Elements of a rank's input.
-    fn input_len(&self, rank: usize) -> usize {
-        let ranks = self.comm.size();
-        match self.kind {
-            // Through a compressor, all gather the same number.
-            Kind::AllGather if self.compressor.is_some() => self.count / ranks,
-            Kind::AllGather => self.counts[rank],
-            Kind::Gather => self.count / ranks,
-            Kind::Scatter | Kind::AllToAll => self.count / ranks * ranks,
-            Kind::Barrier => 0,
-            _ => self.count,
-        }
+        let result = first.wait()?;
+        Ok(last.unwrap_or(result))
     }
 
     /// A rank's input: a [`pattern`], or for a codec, a gradient.
-    fn input(&self, rank: usize) -> Vec<T> {
-        let length = self.input_len(rank);
+    fn input(&self, rank: usize) -> Result<Vec<T>, CallError> {
+        let length = pattern::input_len(self.kind, &self.shape, Rank(rank as u32))?;
         if !self.codec.is_none() {
-            return from_floats(codec::gaussian(length, rank as u64 + 1));
+            return Ok(from_floats(codec::gaussian(length, rank as u64 + 1)));
         }
-        pattern::fill(&pattern::period(rank, self.op), length)
+        Ok(pattern::fill(&pattern::period(rank, self.shape.op), length))
     }
 
     /// Elements of a result that are not what they should be.
@@ -571,9 +530,7 @@ impl<T: Element> Trial<'_, T> {
             let expected = self.expected_coded();
             return pattern::differences(result, &[Stretch::whole(expected)]);
         }
-        let (rank, ranks) = (self.comm.rank(), self.comm.size());
-        let counts = (self.compressor.is_none()).then_some(&self.counts[..]);
-        let expected = pattern::expected(self.kind, self.op, self.count, counts, rank, ranks);
+        let expected = pattern::expected(self.kind, &self.shape, rank_of(self.comm));
         pattern::differences(result, &expected)
     }
 }
@@ -586,18 +543,19 @@ impl<T: Element> Trial<'_, T> {
         let feedback: Vec<_> = (0..ranks).map(|_| ErrorFeedback::new()).collect();
         let order = |rank: usize| {
             use bytemuck::cast_vec as same;
+            let input = self.input(rank).expect("it was measured");
             let input = match T::DTYPE {
-                DType::F32 => Floats::F32(same(self.input(rank))),
-                DType::F64 => Floats::F64(same(self.input(rank))),
-                DType::F16 => Floats::F16(same(self.input(rank))),
-                DType::Bf16 => Floats::Bf16(same(self.input(rank))),
+                DType::F32 => Floats::F32(same(input)),
+                DType::F64 => Floats::F64(same(input)),
+                DType::F16 => Floats::F16(same(input)),
+                DType::Bf16 => Floats::Bf16(same(input)),
                 _ => unreachable!("only floats go through codecs"),
             };
             Order {
                 collective: match self.kind {
-                    Kind::ReduceScatter => Collective::ReduceScatter(self.op),
+                    Kind::ReduceScatter => Collective::ReduceScatter(self.shape.op),
                     Kind::AllGather => Collective::AllGather(Counts::Each(input.len())),
-                    _ => Collective::AllReduce(self.op),
+                    _ => Collective::AllReduce(self.shape.op),
                 },
                 codec: self.codec.clone(),
                 rank: Rank(rank as u32),
@@ -626,15 +584,13 @@ impl<T: Element> Trial<'_, T> {
     }
 }
 
-/// The same numbers in another float type.
+fn rank_of(comm: &Communicator) -> Rank {
+    Rank(comm.rank() as u32)
+}
+
+/// The same numbers in another type.
 fn from_floats<T: Element>(values: Vec<f32>) -> Vec<T> {
-    use bytemuck::cast_vec as same;
-    match T::DTYPE {
-        DType::F64 => same(values.into_iter().map(f64::from).collect::<Vec<_>>()),
-        DType::F16 => same(values.into_iter().map(f16::from_f32).collect::<Vec<_>>()),
-        DType::Bf16 => same(values.into_iter().map(bf16::from_f32).collect::<Vec<_>>()),
-        _ => same(values),
-    }
+    values.into_iter().map(|value| T::cast(value.into())).collect()
 }
 
 /// What this process has used of all cores.

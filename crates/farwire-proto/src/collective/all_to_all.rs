@@ -40,6 +40,10 @@ impl Schedule for AllToAll {
         Incoming::store(self.from.segment(from, i))
     }
 
+    fn pair(&self, other: Rank) -> Option<[usize; 2]> {
+        Some([self.to.block(other).len, self.from.block(other).len])
+    }
+
     fn local(&self) -> Local {
         Local::Copy { from: self.to.block(self.me), to: self.from.block(self.me) }
     }

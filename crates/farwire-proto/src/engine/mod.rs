@@ -13,8 +13,9 @@ use std::time::Duration;
 
 use rustc_hash::{FxHashMap as HashMap, FxHashSet as HashSet};
 
-use crate::call::{Call, CallError, Kind, Options};
+use crate::call::{CallError, Options};
 use crate::collective::message::End;
+use crate::collective::{Call, Kind};
 use crate::fault::{Called, Fault, OpError};
 use crate::header::{FAULT_LEN, FrameKind, Header};
 use crate::ids::{CommId, Epoch, OpId, OpSeq, Peer, Rank, Time, WorldSize};

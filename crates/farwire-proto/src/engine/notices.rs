@@ -3,7 +3,8 @@
 use super::ahead::Channel;
 use super::inbox::Inbox;
 use super::{Engine, MAX_EARLY_FAULTS, Payload};
-use crate::call::{Algorithm, Kind};
+use crate::call::Algorithm;
+use crate::collective::Kind;
 use crate::dtype::DType;
 use crate::fault::Fault;
 use crate::fingerprint::Fingerprint;

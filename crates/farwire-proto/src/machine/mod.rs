@@ -15,7 +15,8 @@ use std::fmt;
 use bytes::Bytes;
 use rustc_hash::FxHashMap as HashMap;
 
-use crate::call::{Call, CallError, Options};
+use crate::call::{CallError, Options};
+use crate::collective::Call;
 use crate::dtype::DType;
 use crate::engine::{Effect, Engine, Event, Lane, OpenError, Payload, Take, Transmit, Verdict};
 use crate::fault::{Fault, OpError};

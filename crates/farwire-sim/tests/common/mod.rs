@@ -5,10 +5,11 @@
 use std::num::NonZeroUsize;
 
 use farwire_proto::{
-    Algorithm, Call, CommId, Counts, DType, Kind, Options, Peer, Plan, Rank, ReduceOp, Tuning, WorldSize,
+    Algorithm, Call, CallError, CommId, Counts, DType, Element, Kind, Options, Peer, Plan, Rank, ReduceOp,
+    Tuning, WorldSize, with_type,
 };
+use farwire_sim::kinds::Shape;
 use farwire_sim::{JobId, Sim, Start, Submission, oracle};
-use half::{bf16, f16};
 use rand::RngExt;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
@@ -39,6 +40,8 @@ pub(crate) fn every_in_place() -> Vec<(Kind, Algorithm)> {
 /// A collective as all ranks of a world call it.
 #[derive(Clone, Debug)]
 pub(crate) struct Case {
+    pub(crate) kind: Kind,
+    pub(crate) shape: Shape,
     pub(crate) calls: Vec<Call>,
     pub(crate) options: Options,
     pub(crate) inputs: Vec<Vec<u8>>,
@@ -58,11 +61,6 @@ impl Case {
     ) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let root = Rank(rng.random_range(0..n));
-        let op = match kind {
-            Kind::Scan | Kind::ExclusiveScan if op == ReduceOp::Mean => ReduceOp::Sum,
-            _ if !dtype.is_float() && op == ReduceOp::Mean => ReduceOp::Sum,
-            _ => op,
-        };
         let varied = rng.random::<bool>();
         let mut counts = || -> Counts {
             if varied {
@@ -72,34 +70,18 @@ impl Case {
                 Counts::Each(len / n as usize)
             }
         };
-        let shared = counts();
-        let matrix: Vec<Counts> = (0..n).map(|_| counts()).collect();
-        let calls: Vec<Call> = (0..n)
-            .map(|rank| match kind {
-                Kind::AllReduce => Call::AllReduce { count: len, dtype, op },
-                Kind::ReduceScatter => Call::ReduceScatter { count: len, dtype, op },
-                Kind::AllGather => Call::AllGather { counts: shared.clone(), dtype },
-                Kind::Broadcast => Call::Broadcast { count: len, dtype, root },
-                Kind::Reduce => Call::Reduce { count: len, dtype, op, root },
-                Kind::Gather => Call::Gather { counts: shared.clone(), dtype, root },
-                Kind::Scatter => Call::Scatter { counts: shared.clone(), dtype, root },
-                Kind::AllToAll => {
-                    let recv: Vec<_> = matrix.iter().map(|send| send.of(Rank(rank))).collect();
-                    Call::AllToAll {
-                        send: matrix[rank as usize].clone(),
-                        recv: Counts::listed(recv, world(n)),
-                        dtype,
-                    }
-                }
-                Kind::Scan => Call::Scan { count: len, dtype, op },
-                Kind::ExclusiveScan => Call::ExclusiveScan { count: len, dtype, op },
-                Kind::Barrier => Call::Barrier,
-                Kind::Message => panic!("messages have their own tests"),
-            })
-            .collect();
+        let blocks = counts();
+        let matrix = (0..n).map(|_| counts()).collect();
+        let mut shape = Shape { world: world(n), count: len, dtype, op, root, blocks, matrix };
+        let call = |shape: &Shape, rank| shape.row(kind, rank).calls.swap_remove(0);
+        let plan = plan(Rank(0), world(n), &call(&shape, Rank(0)), &Options::default());
+        if let Err(CallError::ScanMean(_) | CallError::IntegerMean(_)) = plan {
+            shape.op = ReduceOp::Sum;
+        }
+        let calls = world(n).ranks().map(|rank| call(&shape, rank)).collect();
         let options =
             Options { algorithm: Some(algorithm), segment: NonZeroUsize::new(segment), deadline: None };
-        let mut case = Self { calls, options, inputs: Vec::new() };
+        let mut case = Self { kind, shape, calls, options, inputs: Vec::new() };
         case.inputs =
             case.plans().iter().map(|plan| random_elements(dtype, plan.input_bytes(), &mut rng)).collect();
         case
@@ -113,17 +95,18 @@ impl Case {
 
     pub(crate) fn plans(&self) -> Vec<Plan> {
         let n = world(self.calls.len() as u32);
-        self.calls
-            .iter()
-            .zip(n.ranks())
-            .map(|(call, me)| {
-                Plan::new(CommId::WORLD, me, n, call, &self.options, &Tuning::default()).unwrap()
-            })
-            .collect()
+        self.calls.iter().zip(n.ranks()).map(|(call, me)| plan(me, n, call, &self.options).unwrap()).collect()
+    }
+
+    /// Which ranks' inputs each element of a rank's result is made of, as a bit set.
+    pub(crate) fn contributors(&self, rank: usize) -> Vec<u32> {
+        let parts = self.shape.row(self.kind, Rank(rank as u32)).parts;
+        let set = |from: &[usize]| from.iter().fold(0, |set, rank| set | 1 << rank);
+        parts.iter().flat_map(|part| std::iter::repeat_n(set(&part.from), part.span.len())).collect()
     }
 
     pub(crate) fn expected(&self) -> Vec<Vec<u8>> {
-        oracle::results(&self.calls, self.options.algorithm.unwrap(), &self.inputs)
+        oracle::results(self.kind, &self.shape, self.options.algorithm.unwrap(), &self.inputs)
     }
 
     /// Has rank r of `comm`, which is `members[r]`, make its call.
@@ -156,6 +139,10 @@ impl Case {
     }
 }
 
+fn plan(me: Rank, world: WorldSize, call: &Call, options: &Options) -> Result<Plan, CallError> {
+    Plan::new(CommId::WORLD, me, world, call, options, &Tuning::default())
+}
+
 /// Random elements: integers of all values; floats of many magnitudes, so that every order of
 /// addition rounds differently.
 pub(crate) fn random_elements(dtype: DType, bytes: usize, rng: &mut ChaCha8Rng) -> Vec<u8> {
@@ -163,12 +150,11 @@ pub(crate) fn random_elements(dtype: DType, bytes: usize, rng: &mut ChaCha8Rng) 
     while result.len() < bytes {
         let small = rng.random_range(-4.0..4.0f64);
         let wide = small * 2f64.powi(rng.random_range(-12..12));
-        match dtype {
-            DType::F32 => result.extend((wide as f32).to_le_bytes()),
-            DType::F64 => result.extend(wide.to_le_bytes()),
-            DType::F16 => result.extend(f16::from_f64(small).to_le_bytes()),
-            DType::Bf16 => result.extend(bf16::from_f64(wide).to_le_bytes()),
-            _ => result.extend((0..dtype.size()).map(|_| rng.random::<u8>())),
+        let float = if dtype == DType::F16 { small } else { wide };
+        if dtype.is_float() {
+            with_type!(dtype, T => result.extend(bytemuck::bytes_of(&T::cast(float))));
+        } else {
+            result.extend((0..dtype.size()).map(|_| rng.random::<u8>()));
         }
     }
     assert_eq!(result.len(), bytes);

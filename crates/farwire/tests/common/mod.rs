@@ -9,41 +9,26 @@ use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use farwire::{Algorithm, Communicator, Element, Options, ReduceOp, Token};
-use farwire_proto::{Call, Counts, Kind, Rank};
+use farwire_proto::{CommId, Counts, Kind, Plan, Rank, Tuning, WorldSize};
+use farwire_sim::kinds::Shape;
 use farwire_sim::oracle;
-use half::{bf16, f16};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+/// One random element: an integer of any value, or a float of many magnitudes.
+fn sample<T: Element>(rng: &mut ChaCha8Rng) -> T {
+    let float = rng.random_range(-4.0..4.0f64) * 2f64.powi(rng.random_range(-12..12));
+    let mut element = T::cast(float);
+    if !T::DTYPE.is_float() {
+        rng.fill(bytemuck::bytes_of_mut(&mut element));
+    }
+    element
+}
+
 /// Elements that every rank can make for every rank.
-pub(crate) trait Sample: Element {
-    fn sample(rng: &mut ChaCha8Rng) -> Self;
-}
-
-macro_rules! samples {
-    ($($type:ty => $rng:ident $value:expr),* $(,)?) => {$(
-        impl Sample for $type {
-            fn sample($rng: &mut ChaCha8Rng) -> Self { $value }
-        }
-    )*};
-}
-
-samples! {
-    f32 => rng rng.random_range(-4.0..4.0) * 2f32.powi(rng.random_range(-12..12)),
-    f64 => rng rng.random_range(-4.0..4.0),
-    bf16 => rng bf16::from_f32(f32::sample(rng)),
-    f16 => rng f16::from_f32(rng.random_range(-4.0..4.0)),
-    i8 => rng rng.random(),
-    i32 => rng rng.random(),
-    i64 => rng rng.random(),
-    u8 => rng rng.random(),
-    u32 => rng rng.random(),
-    u64 => rng rng.random(),
-}
-
-pub(crate) fn samples<T: Sample>(seed: u64, rank: usize, count: usize) -> Vec<T> {
+pub(crate) fn samples<T: Element>(seed: u64, rank: usize, count: usize) -> Vec<T> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed ^ (rank as u64) << 32);
-    (0..count).map(|_| T::sample(&mut rng)).collect()
+    (0..count).map(|_| sample(&mut rng)).collect()
 }
 
 fn bytes<T: Element>(elements: &[T]) -> Vec<u8> {
@@ -51,7 +36,7 @@ fn bytes<T: Element>(elements: &[T]) -> Vec<u8> {
 }
 
 /// Runs every collective with every algorithm on vectors of `len` elements, and panics on the first wrong bit.
-pub(crate) fn every_collective<T: Sample>(comm: &Communicator, len: usize, op: ReduceOp) {
+pub(crate) fn every_collective<T: Element>(comm: &Communicator, len: usize, op: ReduceOp) {
     let (me, n) = (comm.rank(), comm.size());
     for kind in Kind::ALL.into_iter().filter(|kind| *kind != Kind::Message) {
         for algorithm in kind.algorithms() {
@@ -75,7 +60,7 @@ pub(crate) fn long_collectives(comm: &Communicator, len: usize) {
     }
 }
 
-fn one_collective<T: Sample>(
+fn one_collective<T: Element>(
     comm: &Communicator,
     kind: Kind,
     algorithm: Algorithm,
@@ -85,37 +70,26 @@ fn one_collective<T: Sample>(
 ) {
     let (me, n) = (comm.rank(), comm.size());
     let seed = len as u64 * 31 + kind as u64;
-    let (dtype, at) = (T::DTYPE, Rank(root as u32));
-    // An exclusive scan's shapes, an uneven gather: lengths that differ from rank to rank.
-    let world = farwire_proto::WorldSize::new(n as u32).expect("a group has a rank");
+    let world = WorldSize::new(n as u32).expect("a group has a rank");
+    // An uneven gather: lengths that differ from rank to rank.
     let counts: Vec<usize> = (0..n).map(|rank| (len + rank) / n).collect();
-    let (call, input_len): (Call, &dyn Fn(usize) -> usize) = match kind {
-        Kind::AllReduce => (Call::AllReduce { count: len, dtype, op }, &|_| len),
-        Kind::ReduceScatter => (Call::ReduceScatter { count: len, dtype, op }, &|_| len),
-        Kind::AllGather => {
-            (Call::AllGather { counts: Counts::listed(counts.clone(), world), dtype }, &|rank| counts[rank])
-        }
-        Kind::Broadcast => (Call::Broadcast { count: len, dtype, root: at }, &|_| len),
-        Kind::Reduce => (Call::Reduce { count: len, dtype, op, root: at }, &|_| len),
-        Kind::Gather => (Call::Gather { counts: Counts::Each(len), dtype, root: at }, &|_| len),
-        Kind::Scatter => (Call::Scatter { counts: Counts::Each(len), dtype, root: at }, &|rank| {
-            if rank == root { len * n } else { 0 }
-        }),
-        Kind::AllToAll => {
-            let each = Counts::Each(len);
-            (Call::AllToAll { send: each.clone(), recv: each, dtype }, &|_| len * n)
-        }
-        Kind::Scan => (Call::Scan { count: len, dtype, op }, &|_| len),
-        Kind::ExclusiveScan => (Call::ExclusiveScan { count: len, dtype, op }, &|_| len),
-        Kind::Barrier => (Call::Barrier, &|_| 0),
-        Kind::Message => unreachable!("messages are checked apart"),
+    let blocks = if kind == Kind::AllGather { Counts::listed(&counts[..], world) } else { Counts::Each(len) };
+    let shape = Shape { root: Rank(root as u32), blocks, ..Shape::even(world, len, T::DTYPE, op) };
+    let options = Options { algorithm: Some(algorithm), ..Options::default() };
+    let call = |rank| shape.row(kind, rank).calls.swap_remove(0);
+    let input_len = |rank| {
+        let plan = Plan::new(CommId::WORLD, rank, world, &call(rank), &options, &Tuning::default());
+        plan.expect("this is called right").input_bytes() / T::DTYPE.size()
     };
-    let inputs: Vec<Vec<T>> = (0..n).map(|rank| samples(seed, rank, input_len(rank))).collect();
+    let inputs: Vec<Vec<T>> =
+        world.ranks().map(|rank| samples(seed, rank.index(), input_len(rank))).collect();
     let all_bytes: Vec<Vec<u8>> = inputs.iter().map(|input| bytes(input)).collect();
-    let expected = oracle::results(&vec![call; n], algorithm, &all_bytes);
+    let expected = oracle::results(kind, &shape, algorithm, &all_bytes);
     let mine = inputs[me].clone();
-    let comm = &comm.with_options(Options { algorithm: Some(algorithm), ..Options::default() });
-    let result = match kind {
+    let comm = &comm.with_options(options);
+    // As a value, which all kinds can be; and by the methods that are made for some of them.
+    let by_value = comm.run(call(Rank(me as u32)), mine.clone()).wait().map(Some);
+    let by_name = match kind {
         Kind::AllReduce => comm.all_reduce(mine, op).wait().map(Some),
         Kind::ReduceScatter => comm.reduce_scatter(mine, op).wait().map(Some),
         Kind::AllGather => comm.all_gather_varied(mine, &counts).wait().map(Some),
@@ -127,11 +101,15 @@ fn one_collective<T: Sample>(
         Kind::Scan => comm.scan(mine, op).wait().map(Some),
         Kind::ExclusiveScan => comm.exclusive_scan(mine, op).wait().map(Some),
         Kind::Barrier => comm.barrier().wait().map(|()| None),
-        Kind::Message => unreachable!("messages are checked apart"),
+        _ => Ok(by_value.as_ref().ok().cloned().flatten()),
     };
-    let result = result.unwrap_or_else(|error| panic!("{kind} by {algorithm} on rank {me} of {n}: {error}"));
-    let result = bytes(&result.unwrap_or_default());
-    assert!(result == expected[me], "{kind} by {algorithm} of {len} {dtype} on rank {me} of {n} is wrong");
+    for result in [by_value, by_name] {
+        let result =
+            result.unwrap_or_else(|error| panic!("{kind} by {algorithm} on rank {me} of {n}: {error}"));
+        let result = bytes(&result.unwrap_or_default());
+        let what = format!("{kind} by {algorithm} of {len} {}", T::DTYPE);
+        assert!(result == expected[me], "{what} on rank {me} of {n} is wrong");
+    }
 }
 
 /// Three of five ranks work in a group, the other two in another way.
