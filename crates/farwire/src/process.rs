@@ -15,11 +15,10 @@ use crate::comm::Communicator;
 use crate::driver::Driver;
 use crate::error::Error;
 use crate::join::env::{self, EnvError, Place};
+use crate::join::held_port;
 use crate::join::identity::Identity;
 use crate::join::job::{self, JobName};
 use crate::join::rendezvous::{self, Acquaintance, JoinError, Member, Terms};
-use crate::join::same_host::{self, Offer};
-use crate::join::{files, held_port};
 use crate::link::Link;
 use crate::metrics;
 use crate::node::{self, Node};
@@ -30,7 +29,9 @@ use crate::quic::control::{self, Beats, Health};
 use crate::quic::link::QuicLink;
 use crate::quic::transport::Transport;
 use crate::shm::bell::Bell;
+use crate::shm::files;
 use crate::shm::link::SharedLink;
+use crate::shm::same_host::{self, Offer};
 use crate::token::Token;
 
 /// Settings that fit a situation.

@@ -6,9 +6,11 @@
 //! `slots`.
 
 pub(crate) mod bell;
+pub(crate) mod files;
 pub(crate) mod link;
 #[cfg(test)]
 mod model;
 pub(crate) mod region;
 pub(crate) mod ring;
+pub(crate) mod same_host;
 pub(crate) mod slots;

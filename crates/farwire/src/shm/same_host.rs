@@ -23,8 +23,8 @@ use rustix::net::{
 use tokio::io::AsyncReadExt;
 use tokio::task::JoinSet;
 
-use crate::shm::bell::Bell;
-use crate::shm::ring::{self, Receiver, Sender};
+use super::bell::Bell;
+use super::ring::{self, Receiver, Sender};
 
 /// How long the exchange may take. Long, because ranks may outnumber cores by far; that a peer is lost
 /// or cannot share memory is found out by other means.
