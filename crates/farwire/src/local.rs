@@ -13,6 +13,9 @@ use crate::shm::bell::Bell;
 use crate::shm::link::SharedLink;
 use crate::shm::ring;
 
+/// The name of links between threads.
+pub(crate) const INPROC: &str = "inproc";
+
 /// A world of `ranks` ranks in this process, for tests and notebooks: give one communicator to each of as many threads.
 ///
 /// ```

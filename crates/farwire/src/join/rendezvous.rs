@@ -27,6 +27,8 @@ use super::env::Place;
 use super::identity::{Identity, IdentityError};
 use super::job::JobName;
 use super::{calling::Caller, door, held_port};
+use crate::link::Boxed;
+use crate::link::negotiation::Control;
 use crate::quic::transport::{KEEP_ALIVE, Transport};
 
 /// How long one hello may take.
@@ -47,6 +49,16 @@ pub(crate) struct Acquaintance {
     pub(crate) to: SendStream,
     pub(crate) from: RecvStream,
     pub(crate) member: Member,
+}
+
+impl Control for Acquaintance {
+    fn send<'a>(&'a mut self, message: &'a [u8]) -> Boxed<'a, Result<(), String>> {
+        Box::pin(write_bytes(&mut self.to, message))
+    }
+
+    fn recv(&mut self) -> Boxed<'_, Result<Vec<u8>, String>> {
+        Box::pin(read_bytes(&mut self.from, MAX_MESSAGE))
+    }
 }
 
 /// What a process says first.
@@ -174,9 +186,9 @@ pub enum JoinError {
     /// No certificate.
     #[error("{0}")]
     Identity(String),
-    /// This process may not open enough files.
+    /// Two processes have no link in common, or this one cannot have what a link needs.
     #[error("{0}")]
-    Files(String),
+    Link(String),
 }
 
 impl From<IdentityError> for JoinError {
@@ -543,12 +555,12 @@ fn encode(message: &impl Serialize) -> Result<Vec<u8>, String> {
 }
 
 /// Writes a message.
-pub(crate) async fn write(to: &mut SendStream, message: &impl Serialize) -> Result<(), String> {
+pub(super) async fn write(to: &mut SendStream, message: &impl Serialize) -> Result<(), String> {
     to.write_all(&encode(message)?).await.map_err(|error| error.to_string())
 }
 
 /// Reads what [`write()`] wrote, if it is not too long.
-pub(crate) async fn read<T: DeserializeOwned>(from: &mut RecvStream) -> Result<T, String> {
+pub(super) async fn read<T: DeserializeOwned>(from: &mut RecvStream) -> Result<T, String> {
     read_up_to(from, MAX_MESSAGE).await
 }
 
@@ -557,6 +569,13 @@ pub(super) async fn read_up_to<T: DeserializeOwned>(
     limit: usize,
 ) -> Result<T, String> {
     serde_json::from_slice(&read_bytes(from, limit).await?).map_err(|error| error.to_string())
+}
+
+/// Writes the bytes of a message, and their length before them.
+async fn write_bytes(to: &mut SendStream, message: &[u8]) -> Result<(), String> {
+    let length = u32::try_from(message.len()).map_err(|error| error.to_string())?;
+    let message = [&length.to_le_bytes()[..], message].concat();
+    to.write_all(&message).await.map_err(|error| error.to_string())
 }
 
 async fn read_bytes(from: &mut RecvStream, limit: usize) -> Result<Vec<u8>, String> {

@@ -71,12 +71,12 @@ pub(crate) enum Congestion {
 
 impl Congestion {
     /// What the variable's value means.
-    pub(crate) fn parse(text: Option<&str>) -> Result<Self, String> {
+    pub(crate) fn parse(text: &str) -> Option<Self> {
         match text {
-            None | Some("auto") => Ok(Self::ByDistance),
-            Some("model") => Ok(Self::Model),
-            Some("cubic") => Ok(Self::Cubic),
-            Some(other) => Err(other.to_owned()),
+            "auto" => Some(Self::ByDistance),
+            "model" => Some(Self::Model),
+            "cubic" => Some(Self::Cubic),
+            _ => None,
         }
     }
 

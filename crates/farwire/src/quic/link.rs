@@ -65,6 +65,9 @@ const SPARE_FRAMES: usize = 512;
 /// Frames of one lane that are read ahead.
 const LANE_FRAMES: u32 = 128;
 
+/// The name of this kind of link.
+pub(super) const NAME: &str = "quic";
+
 /// The driver's end. The other ends are tasks, one per stream.
 #[derive(Debug)]
 pub(crate) struct QuicLink {
@@ -292,7 +295,7 @@ impl QuicLink {
 
 impl Link for QuicLink {
     fn kind(&self) -> &'static str {
-        "quic"
+        NAME
     }
 
     fn send(&mut self, lane: Option<Lane>, header: &Header, payload: &[u8], last: bool) -> bool {

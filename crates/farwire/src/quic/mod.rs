@@ -5,5 +5,6 @@
 
 pub(crate) mod congestion;
 pub(crate) mod control;
+pub(crate) mod kind;
 pub(crate) mod link;
 pub(crate) mod transport;

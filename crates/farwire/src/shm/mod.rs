@@ -6,11 +6,12 @@
 //! `slots`.
 
 pub(crate) mod bell;
-pub(crate) mod files;
+mod files;
+pub(crate) mod kind;
 pub(crate) mod link;
 #[cfg(test)]
 mod model;
 pub(crate) mod region;
 pub(crate) mod ring;
-pub(crate) mod same_host;
+mod same_host;
 pub(crate) mod slots;

@@ -318,10 +318,10 @@ fn a_local_network_is_filled() {
 
 #[test]
 fn only_known_names_are_controllers() {
-    assert_eq!(Congestion::parse(None), Ok(Congestion::ByDistance));
-    assert_eq!(Congestion::parse(Some("model")), Ok(Congestion::Model));
-    assert_eq!(Congestion::parse(Some("cubic")), Ok(Congestion::Cubic));
+    assert_eq!(Congestion::parse("auto"), Some(Congestion::default()));
+    assert_eq!(Congestion::parse("model"), Some(Congestion::Model));
+    assert_eq!(Congestion::parse("cubic"), Some(Congestion::Cubic));
     for wrong in ["", "bbr", "Model"] {
-        assert_eq!(Congestion::parse(Some(wrong)), Err(wrong.to_owned()));
+        assert_eq!(Congestion::parse(wrong), None);
     }
 }
