@@ -175,7 +175,7 @@ impl Builder {
             (Some(token), ..) => Some(token),
             (None, Some(text), _) => Some(text.parse().map_err(|source| Error::Token { source })?),
             (None, None, Some(path)) => {
-                let what = "could not read the token that FARWIRE_TOKEN_FILE names";
+                let what = "could not read FARWIRE_TOKEN_FILE (`farwire token` makes what it should hold)";
                 let token = Token::read(&PathBuf::from(path));
                 Some(token.map_err(|error| Error::System { what, error })?)
             }

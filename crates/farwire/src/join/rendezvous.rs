@@ -233,10 +233,13 @@ pub(crate) async fn join(
     let (door, mut newcomers) = mpsc::channel(world.len());
     let refusals = Arc::new(Refusals::default());
     let (certified, mine, refused, pass) = (identity.clone(), hello.clone(), refusals.clone(), door.clone());
-    tokio::spawn(door::keep(endpoint.clone(), server, transport, move |connection| {
+    let pass = move |connection| {
         let (certified, mine, refused) = (certified.clone(), mine.clone(), refused.clone());
         tokio::spawn(hear(connection, certified, mine, refused, pass.clone()));
-    }));
+    };
+    let strangers = refusals.clone();
+    let tell = move |from| strangers.add_stranger(from, OTHER_TOKEN);
+    tokio::spawn(door::keep(endpoint.clone(), server, transport, pass, tell));
     let mut peers: Vec<Option<Acquaintance>> = (0..world.get()).map(|_| None).collect();
 
     let caller = Caller {
@@ -424,26 +427,49 @@ fn turn_away(known: Box<Acquaintance>, reason: String, refusals: &Refusals) {
 #[derive(Debug, Default)]
 struct Refusals {
     log: door::Log,
-    so_far: Mutex<(u64, String)>,
+    so_far: Mutex<SoFar>,
+}
+
+#[derive(Debug, Default)]
+struct SoFar {
+    count: u64,
+    last: String,
+    /// Whether the last had the token.
+    has_token: bool,
 }
 
 impl Refusals {
+    /// A process that has the cluster's token.
     fn add(&self, from: SocketAddr, reason: &str) {
-        let line = format!("refused a process at {from}: {reason}");
-        self.log.say(&line);
+        self.count(from, reason, true);
+    }
+
+    /// Any other.
+    fn add_stranger(&self, from: SocketAddr, reason: &str) {
+        self.count(from, reason, false);
+    }
+
+    fn count(&self, from: SocketAddr, reason: &str, has_token: bool) {
+        let line = format!("a process at {from}: {reason}");
+        self.log.say(&format!("refused {line}"));
         let mut so_far = self.so_far.lock().unwrap_or_else(PoisonError::into_inner);
-        *so_far = (so_far.0 + 1, format!("a process at {from}: {reason}"));
+        so_far.count += 1;
+        // Strangers, who may be many, do not hide a process that has the token.
+        if has_token || !so_far.has_token {
+            (so_far.last, so_far.has_token) = (line, has_token);
+        }
     }
 
     fn clause(&self) -> String {
         match &*self.so_far.lock().unwrap_or_else(PoisonError::into_inner) {
-            (0, _) => String::new(),
-            (count, last) => format!(" (refused meanwhile: {count}, the last {last})"),
+            SoFar { count: 0, .. } => String::new(),
+            SoFar { count, last, .. } => format!(" (refused meanwhile: {count}, the last {last})"),
         }
     }
 }
 
 pub(super) const NONSENSE: &str = "it answered something unexpected";
+const OTHER_TOKEN: &str = "it has another token; give all ranks the same FARWIRE_TOKEN";
 const COMPLETE: &str = "the group is complete and running";
 
 /// A rank of this job.
@@ -663,10 +689,11 @@ mod tests {
         let (listening, server) = listen(&terms, &identity).unwrap();
         let address = listening.local_addr().unwrap();
         let (door, _newcomers) = mpsc::channel(100);
-        tokio::spawn(door::keep(listening, server, Transport::default(), move |connection| {
+        let pass = move |connection| {
             let mine = hello("here", 1, VERSION);
             tokio::spawn(hear(connection, identity.clone(), mine, Arc::default(), door.clone()));
-        }));
+        };
+        tokio::spawn(door::keep(listening, server, Transport::default(), pass, |_| ()));
         let mut answers = Vec::new();
         for hello in hellos {
             let rank = Peer(hello.member.rank);

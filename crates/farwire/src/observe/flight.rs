@@ -112,7 +112,7 @@ impl Flight {
             Ok(path) => {
                 tracing::warn!(path = %path.display(), "wrote a flight record; `farwire doctor` reads it")
             }
-            Err(error) => tracing::warn!(%error, "could not write a flight record"),
+            Err(error) => tracing::warn!(%error, records = ?self.records, "could not write a flight record"),
         }
     }
 }
@@ -135,6 +135,19 @@ impl Records {
             None => Self::UserFolder,
             Some(path) if path.as_os_str().is_empty() => Self::Nowhere,
             Some(path) => Self::Folder(path),
+        }
+    }
+
+    /// Warns if records cannot be written there. Better now than when there is something to write.
+    pub(super) fn check(&self) {
+        if let Self::Folder(path) = self
+            && let Err(error) = Folder::check_named(path)
+        {
+            tracing::warn!(
+                "this rank will leave no flight record if it fails: FARWIRE_FLIGHT_DIR (or \
+                 Builder::flight_dir) is {}: {error}; name a folder that you may write to",
+                path.display()
+            );
         }
     }
 }

@@ -21,7 +21,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use rustix::fs::{AtFlags, CWD, Dir, Mode, OFlags};
+use rustix::fs::{Access, AtFlags, CWD, Dir, Mode, OFlags};
 use rustix::io::Errno;
 
 /// Entries of the user's folder that are kept.
@@ -85,6 +85,24 @@ impl Folder {
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)?;
         let file = rustix::fs::open(path, FOLDER, Mode::empty())?;
         Ok(Self { file, path: path.to_owned() })
+    }
+
+    /// Whether [`named`](Self::named) would work, as far as can be told without making the folder.
+    pub(super) fn check_named(path: &Path) -> io::Result<()> {
+        for place in path.ancestors() {
+            let place = if place.as_os_str().is_empty() { Path::new(".") } else { place };
+            match std::fs::metadata(place) {
+                Ok(found) if found.is_dir() => {
+                    let access = Access::WRITE_OK | Access::EXEC_OK;
+                    return rustix::fs::accessat(CWD, place, access, AtFlags::EACCESS)
+                        .map_err(|error| at(place, &error));
+                }
+                Ok(_) => return Err(at(place, &Errno::NOTDIR)),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 
     pub(super) fn path(&self) -> &Path {

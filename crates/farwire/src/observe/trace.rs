@@ -24,7 +24,12 @@ const FLUSH_EVERY: u32 = 64;
 
 impl Trace {
     pub(super) fn create(path: &Path, me: Peer) -> io::Result<Self> {
-        let mut file = BufWriter::new(File::create(path_of_rank(path, me))?);
+        let path = path_of_rank(path, me);
+        let file = File::create(&path).map_err(|error| {
+            let advice = "name a file in a folder that exists and that you may write to";
+            io::Error::new(error.kind(), format!("{}: {error}; {advice}", path.display()))
+        })?;
+        let mut file = BufWriter::new(file);
         let name = serde_json::json!({ "name": format!("rank {}", me.0) });
         let event = serde_json::json!({ "name": "process_name", "ph": "M", "pid": me.0, "args": name });
         // The closing bracket is optional in this format, so that a process may end at any time.
