@@ -53,7 +53,8 @@ Examples:
              one job runs on them)")]
 pub(crate) struct Args {
     /// Ranks on this machine.
-    #[arg(short = 'n', long = "ranks", default_value = "4", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(short = 'n', long = "ranks", default_value = "4")]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=1024))]
     ranks: u32,
     /// Machines, each of which runs this command.
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..))]
@@ -83,7 +84,8 @@ pub(crate) enum LaunchError {
     #[error("--nnodes {0} needs --master HOST:PORT, the address of the machine with --node-rank 0")]
     NoMaster(u32),
     #[error(
-        "--nnodes {0} needs a token that all machines share; run `export FARWIRE_TOKEN=$(farwire token)` on one and copy the value to the others"
+        "--nnodes {0} needs a token that all machines share; \
+         run `export FARWIRE_TOKEN=$(farwire token)` on one and copy the value to the others"
     )]
     NoToken(u32),
     #[error("could not start {command:?}: {source}")]

@@ -166,10 +166,14 @@ impl Settings {
         match &self.token {
             Some(token) => Ok(token.clone()),
             None if master.ip().is_loopback() => Token::of_user().map_err(|error| {
-                JoinError::Identity(format!("could not use this user's key file: {error}; or set FARWIRE_TOKEN to what `farwire token` prints"))
+                JoinError::Identity(format!(
+                    "could not use this user's key file: {error}; \
+                     or set FARWIRE_TOKEN to what `farwire token` prints"
+                ))
             }),
             None => Err(JoinError::Identity(format!(
-                "{master} is not loopback, and there is no token; run `export FARWIRE_TOKEN=$(farwire token)` and give all ranks the same"
+                "{master} is not loopback, and there is no token; \
+                 run `export FARWIRE_TOKEN=$(farwire token)` and give all ranks the same"
             ))),
         }
     }

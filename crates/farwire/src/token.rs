@@ -9,7 +9,8 @@ use std::str::FromStr;
 
 use aws_lc_rs::{hkdf, rand};
 
-/// 256 random bits that all processes of a cluster share. Everything secret is derived from it; it never crosses the wire.
+/// 256 random bits that all processes of a cluster share. Everything secret is derived from it; it
+/// never crosses the wire.
 ///
 /// As text it is `fw-` and 64 hexadecimal digits.
 #[derive(Clone, PartialEq, Eq)]
@@ -18,7 +19,8 @@ pub struct Token([u8; 32]);
 /// Why a text is not a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "not a cluster token: {0}; make one with `farwire token` and give it to all ranks in FARWIRE_TOKEN or FARWIRE_TOKEN_FILE"
+    "not a cluster token: {0}; make one with `farwire token` and give it to all ranks in \
+     FARWIRE_TOKEN or FARWIRE_TOKEN_FILE"
 )]
 pub struct TokenError(&'static str);
 

@@ -1,13 +1,13 @@
 //! The door: from a stranger's first packet to a connection with a process of the cluster.
 //!
 //! 1. A stranger must first show that packets reach the address it claims
-//!    ([`Incoming::retry`](quinn::Incoming::retry)). Asking costs one packet and no memory, so a forged
-//!    address gets no further.
-//! 2. It then gets one of a fixed number of places for the length of its handshake, which ends with a
-//!    certificate or a timeout.
-//! 3. When all places are taken, the oldest handshake of the most crowded address is dropped. A rank
-//!    needs its place for a few round trips and asks again when it has lost it; a stranger that only
-//!    holds places loses them to those that use them, and those of its own address first.
+//!    ([`Incoming::retry`](quinn::Incoming::retry)). Asking costs one packet and no memory, so a
+//!    forged address gets no further.
+//! 2. It then gets one of a fixed number of places for the length of its handshake, which ends with
+//!    a certificate or a timeout.
+//! 3. When all places are taken, the oldest handshake of the most crowded address is dropped. A
+//!    rank needs its place for a few round trips and asks again when it has lost it; a stranger
+//!    that only holds places loses them to those that use them, and those of its own address first.
 
 use std::collections::{HashMap, VecDeque};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};

@@ -6,4 +6,5 @@ pub(crate) mod env;
 pub(crate) mod held_port;
 pub(crate) mod identity;
 pub(crate) mod job;
+mod refusals;
 pub(crate) mod rendezvous;

@@ -1,7 +1,9 @@
-//! A trace that Perfetto (ui.perfetto.dev) and `chrome://tracing` open: each operation as a slice, in the JSON event format.
+//! A trace that Perfetto (ui.perfetto.dev) and `chrome://tracing` open: each operation as a slice,
+//! in the JSON event format.
 //!
-//! Each rank writes its own file: `trace.json` becomes `trace.rank0.json`, and so on. Times are those of the clock on the wall, so that the files of several ranks fit together;
-//! `farwire doctor --merge trace.json trace.rank*.json` puts them into one.
+//! Each rank writes its own file: `trace.json` becomes `trace.rank0.json`, and so on. Times are
+//! those of the clock on the wall, so that the files of several ranks fit together; `farwire doctor
+//! --merge trace.json trace.rank*.json` puts them into one.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};

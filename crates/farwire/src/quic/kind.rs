@@ -7,8 +7,8 @@ use tokio::runtime::Handle;
 
 use super::control::Health;
 use super::link::{NAME, QuicLink};
+use super::transport::{BUFFER, widen};
 use crate::doctor::Finding;
-use crate::join::rendezvous::{BUFFER, widen};
 use crate::link::negotiation::Negotiation;
 use crate::link::{Boxed, Link, LinkKind, Pair};
 

@@ -230,8 +230,9 @@ fn random_loss_is_not_taken_for_congestion() {
     assert!(share < 0.3, "then there was no need for this controller: {share}");
 }
 
-/// Acknowledgements wait in the other direction's queue, and some are lost. quinn's packet numbers are
-/// random, so runs differ: of 7 to 12 each, the shares were 0.81 to 0.97, 0.85 to 0.96 and 0.74 to 0.84.
+/// Acknowledgements wait in the other direction's queue, and some are lost. quinn's packet numbers
+/// are random, so runs differ: of 7 to 12 each, the shares were 0.81 to 0.97, 0.85 to 0.96 and 0.74
+/// to 0.84.
 #[test]
 fn both_directions_are_filled_at_once() {
     for (loss, wanted) in [(Loss::None, 0.7), (Loss::Random(0.01), 0.7), (Loss::Random(0.03), 0.6)] {
