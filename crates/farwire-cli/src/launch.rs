@@ -1,24 +1,28 @@
 //! `farwire launch`: one process per rank on this machine.
 
-use std::collections::{HashSet, VecDeque};
+mod errors;
+
+use std::collections::{BTreeSet, VecDeque};
 use std::ffi::OsString;
-use std::io::{self, Read, Write};
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{ExitCode, ExitStatus, Stdio};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use farwire::{HeldPort, Token};
-use farwire_train::SAID;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, WaitIdStatus};
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader};
 use tokio::process::{Child, Command};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
+
+pub(crate) use errors::say_error;
+use errors::{Errors, TELL_PARENT, lost_rank};
 
 /// How long the others have to find out by themselves that one has failed, and to say what they
 /// were doing: as long as heartbeats take.
@@ -29,10 +33,6 @@ pub(crate) const GRACE: Duration = Duration::from_secs(5);
 const LAST_WORDS: Duration = Duration::from_secs(1);
 /// Lines of a failed rank that are shown again at the end.
 const LAST_LINES: usize = 10;
-/// Of what a rank says as its error.
-const LONGEST_ERROR: usize = 16 << 10;
-/// Tells a rank that its standard input is a socket for its error, rather than standard error.
-const TELL_PARENT: &str = "FARWIRE_TELL_PARENT";
 /// Longer lines are cut into pieces of this many bytes.
 const LONGEST_LINE: u64 = 64 << 10;
 
@@ -53,7 +53,8 @@ Examples:
              one job runs on them)")]
 pub(crate) struct Args {
     /// Ranks on this machine.
-    #[arg(short = 'n', long = "ranks", default_value = "4", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    #[arg(short = 'n', long = "ranks", default_value = "4")]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=1024))]
     ranks: u32,
     /// Machines, each of which runs this command.
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..))]
@@ -83,7 +84,8 @@ pub(crate) enum LaunchError {
     #[error("--nnodes {0} needs --master HOST:PORT, the address of the machine with --node-rank 0")]
     NoMaster(u32),
     #[error(
-        "--nnodes {0} needs a token that all machines share; run `export FARWIRE_TOKEN=$(farwire token)` on one and copy the value to the others"
+        "--nnodes {0} needs a token that all machines share; \
+         run `export FARWIRE_TOKEN=$(farwire token)` on one and copy the value to the others"
     )]
     NoToken(u32),
     #[error("could not start {command:?}: {source}")]
@@ -293,7 +295,9 @@ impl Job {
                 (rank, status, last)
             });
         }
-        let mut first_failure = None;
+        // In the order in which they failed, with their last lines.
+        let mut failed: Vec<(u32, LastLines)> = Vec::new();
+        let mut stopped = BTreeSet::new();
         let mut asked_to_end = false;
         let mut next: Option<(Instant, Signal)> = None;
         loop {
@@ -310,6 +314,7 @@ impl Job {
                     continue;
                 }
                 () = tokio::time::sleep_until(due), if next.is_some() => {
+                    stopped.extend(self.stopped(&pids));
                     said.show(self.ranks); // the others may take long
                     tell(&pids, next.map_or(Signal::KILL, |(_, signal)| signal));
                     next = Some((Instant::now() + self.grace, Signal::KILL));
@@ -319,8 +324,8 @@ impl Job {
             let Some(ended) = ended else { break };
             let Ok((rank, status, last)) = ended else { continue };
             let status = status.map_err(system("could not wait for a rank"))?;
-            if status.exit_status() != Some(0) && first_failure.is_none() {
-                first_failure = Some((rank, last));
+            if status.exit_status() != Some(0) {
+                failed.push((rank, last));
                 next = next.or(Some((Instant::now() + FIND_OUT, Signal::TERM)));
             }
         }
@@ -328,15 +333,21 @@ impl Job {
         for mut child in children {
             statuses.push(child.wait().await.map_err(system("could not wait for a rank"))?);
         }
-        let Some((rank, last)) = first_failure else { return Ok(ExitCode::SUCCESS) };
-        let status = statuses[(rank - self.first_rank) as usize];
+        let Some((rank, last)) = failed.first() else { return Ok(ExitCode::SUCCESS) };
+        let status_of = |rank: &u32| statuses.get(rank.checked_sub(self.first_rank)? as usize);
+        let status = *status_of(rank).expect("it is one of those that were started");
         said.show(self.ranks);
         // Where all that failed say the same, it does not matter who was first.
-        let is_explained = said.shown.len() == 1 && said.said.iter().any(|(other, _)| *other == rank);
+        let is_explained = said.shown.len() == 1 && said.said.iter().any(|(other, _)| other == rank);
+        // Its peers may have failed because of a rank that has not failed itself.
+        let last_lines = failed.iter().flat_map(|(_, last)| lines(last).clone());
+        let texts: Vec<String> = last_lines.chain(said.said.iter().map(|(_, text)| text.clone())).collect();
+        let lost = lost_rank(texts.iter().map(String::as_str)).filter(|lost| lost != rank);
         if !asked_to_end && !is_explained {
-            let last = last.lock().unwrap_or_else(PoisonError::into_inner);
+            let last = lines(last);
             let and = if last.is_empty() { "" } else { "; its last lines were:" };
-            eprintln!("farwire: rank {rank} failed first ({status}){and}");
+            let what = if lost.is_some() { "was the first to notice" } else { "failed first" };
+            eprintln!("farwire: rank {rank} {what} ({status}){and}");
             for line in last.iter() {
                 eprintln!("  {line}");
             }
@@ -344,7 +355,28 @@ impl Job {
                 eprintln!("farwire: who was missing? farwire doctor {}/*.json", folder.display());
             }
         }
+        if let Some(lost) = lost.filter(|_| !asked_to_end) {
+            let what = match status_of(&lost) {
+                None => "it does not run on this machine; look at its own launcher".to_owned(),
+                Some(status) if stopped.contains(&lost) => {
+                    format!("it was stopped, by SIGSTOP or a debugger, and then ended ({status})")
+                }
+                Some(status) => format!("it ended ({status})"),
+            };
+            eprintln!("farwire: rank {lost} was lost: {what}");
+        }
         Ok(ExitCode::from(code(status)))
+    }
+
+    /// The ranks that have been stopped by a signal and not ended.
+    fn stopped(&self, pids: &[Pid]) -> Vec<u32> {
+        let is_stopped = |pid: &Pid| {
+            let about = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+            // The name of the program, in parentheses, may hold anything.
+            about.rsplit_once(") ").is_some_and(|(_, state)| state.starts_with(['T', 't']))
+        };
+        let ranks = (self.first_rank..).zip(pids);
+        ranks.filter(|(_, pid)| is_stopped(pid)).map(|(rank, _)| rank).collect()
     }
 
     /// Starts a rank; and where its output is its own, what its error comes by.
@@ -401,85 +433,18 @@ impl Job {
     }
 }
 
-/// Says why this program ends: to the parent that has started it as one of its ranks, which says it
-/// once for all of them; else on standard error.
-pub(crate) fn say_error(error: &dyn std::error::Error) {
-    let text = error.to_string();
-    let told = std::env::var_os(TELL_PARENT).is_some_and(|how| how == "stdin")
-        && io::stdin().as_fd().try_clone_to_owned().is_ok_and(|socket| {
-            let mut end = text.len().min(LONGEST_ERROR);
-            while !text.is_char_boundary(end) {
-                end -= 1;
-            }
-            UnixStream::from(socket).write_all(&text.as_bytes()[..end]).is_ok()
-        });
-    if !told {
-        eprintln!("farwire: {text}");
-    }
-}
-
-/// What ranks say as they end.
-#[derive(Debug, Default)]
-struct Errors {
-    sockets: Vec<(u32, UnixStream)>,
-    said: Vec<(u32, String)>,
-    /// Each once.
-    shown: HashSet<String>,
-}
-
-impl Errors {
-    /// Shows what ranks have said since this was last called, unless it was shown before.
-    fn show(&mut self, ranks: u32) {
-        let mut text = vec![0; LONGEST_ERROR];
-        for (rank, socket) in &mut self.sockets {
-            if let Ok(length @ 1..) = socket.read(&mut text) {
-                self.said.push((*rank, String::from_utf8_lossy(&text[..length]).into_owned()));
-            }
-        }
-        self.said.sort();
-        for (error, who) in by_error(&self.said) {
-            if self.shown.insert(error.strip_prefix(SAID).unwrap_or(error).to_owned()) {
-                eprintln!("farwire: {}{error}", named(&who, ranks));
-            }
-        }
-    }
-}
-
-/// Each error once, and who has said it. Who repeats what rank 0 has said is not named.
-fn by_error(said: &[(u32, String)]) -> Vec<(&str, Vec<u32>)> {
-    let mut errors: Vec<(&str, Vec<u32>)> = Vec::new();
-    for (rank, text) in said {
-        let repeated = text.strip_prefix(SAID);
-        let bare = repeated.unwrap_or(text);
-        let same = |error: &str| error.strip_prefix(SAID).unwrap_or(error) == bare;
-        match errors.iter_mut().find(|(error, _)| same(error)) {
-            Some((error, ranks)) if error.starts_with(SAID) || repeated.is_none() => ranks.push(*rank),
-            Some(_) => {}
-            None => errors.push((text, vec![*rank])),
-        }
-    }
-    errors
-}
-
-/// As `ranks 0 and 2: `; nothing where there is but one rank.
-fn named(ranks: &[u32], all: u32) -> String {
-    match ranks {
-        _ if all == 1 => String::new(),
-        [rank] => format!("rank {rank}: "),
-        ranks if ranks.len() == all as usize => format!("all {all} ranks: "),
-        [first @ .., last] => {
-            let first: Vec<String> = first.iter().map(u32::to_string).collect();
-            format!("ranks {} and {last}: ", first.join(", "))
-        }
-        [] => String::new(),
-    }
-}
-
 /// The code to exit with: the rank's own, or 128 and the signal that ended it, as shells do.
 fn code(status: ExitStatus) -> u8 {
     use std::os::unix::process::ExitStatusExt;
     let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
     code.and_then(|code| u8::try_from(code).ok()).filter(|code| *code != 0).unwrap_or(1)
+}
+
+/// The last lines that a rank has printed.
+type LastLines = Arc<Mutex<VecDeque<String>>>;
+
+fn lines(last: &LastLines) -> MutexGuard<'_, VecDeque<String>> {
+    last.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn tell(pids: &[Pid], signal: Signal) {
@@ -505,7 +470,7 @@ async fn pass_on(
     from: Option<impl AsyncRead + Unpin>,
     to: Arc<tokio::sync::Mutex<impl AsyncWrite + Unpin>>,
     prefix: String,
-    last: Arc<Mutex<VecDeque<String>>>,
+    last: LastLines,
 ) {
     let Some(from) = from else { return };
     let mut from = BufReader::new(from);
@@ -522,7 +487,7 @@ async fn pass_on(
             let _ = to.write_all(&text).await;
             let _ = to.flush().await;
         }
-        let mut last = last.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut last = lines(&last);
         if last.len() == LAST_LINES {
             last.pop_front();
         }
@@ -568,24 +533,4 @@ fn enter(namespace: &Path) -> io::Result<()> {
     use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
     let namespace = std::fs::File::open(namespace)?;
     Ok(move_into_link_name_space(namespace.as_fd(), Some(LinkNameSpaceType::Network))?)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn an_error_is_said_once_and_names_who_said_it() {
-        let errors = |said: &[(u32, &str)]| -> Vec<String> {
-            let said: Vec<_> = said.iter().map(|(rank, text)| (*rank, (*text).to_owned())).collect();
-            by_error(&said).iter().map(|(error, ranks)| named(ranks, 4) + error).collect()
-        };
-        assert_eq!(errors(&[(0, "a"), (1, "a"), (2, "a"), (3, "a")]), ["all 4 ranks: a"]);
-        assert_eq!(errors(&[(0, "a"), (1, "b"), (2, "a"), (3, "a")]), ["ranks 0, 2 and 3: a", "rank 1: b"]);
-        let repeated = format!("{SAID}a");
-        assert_eq!(errors(&[(0, "a"), (1, &repeated), (3, &repeated)]), ["rank 0: a"]);
-        // On a machine without rank 0.
-        assert_eq!(errors(&[(2, &repeated), (3, &repeated)]), ["ranks 2 and 3: rank 0 says: a"]);
-        assert_eq!(named(&[0], 1), "");
-    }
 }

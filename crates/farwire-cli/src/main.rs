@@ -5,6 +5,7 @@
 mod bench;
 mod doctor;
 mod launch;
+mod links;
 mod named;
 mod netlab;
 mod sim;

@@ -36,9 +36,14 @@ struct Running {
 
 impl Running {
     fn start(arguments: &[&str]) -> Self {
+        Self::start_with(arguments, Stdio::inherit())
+    }
+
+    fn start_with(arguments: &[&str], stderr: Stdio) -> Self {
         let mut child = Command::new(env!("CARGO_BIN_EXE_farwire"))
             .args(arguments)
             .stdout(Stdio::piped())
+            .stderr(stderr)
             .spawn()
             .unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
@@ -153,6 +158,47 @@ fn flight_records_do_not_go_where_others_prepared_a_place() {
     fails("who was missing? farwire doctor");
     assert_eq!(entries(&mine), 1, "the folder of the job");
     std::fs::remove_dir_all(folder).unwrap();
+}
+
+/// Otherwise one finds out when a job has failed, and its records are gone.
+#[test]
+fn a_folder_for_flight_records_that_cannot_be_used_is_noticed_at_joining() {
+    let file = std::env::temp_dir().join(format!("farwire-not-a-folder-{}", std::process::id()));
+    std::fs::write(&file, "").unwrap();
+    for path in [file.clone(), file.join("inside")] {
+        let bench = ["bench", "barrier", "--ranks", "2", "--size", "4", "--iters", "1"];
+        let mut command = Command::new(env!("CARGO_BIN_EXE_farwire"));
+        let output = command.args(bench).env("FARWIRE_FLIGHT_DIR", &path).output().unwrap();
+        assert!(output.status.success());
+        let said = text(&output.stderr);
+        assert!(said.contains("FARWIRE_FLIGHT_DIR") && said.contains(path.to_str().unwrap()), "{said}");
+    }
+    // One that can be made is not, until there is something to write.
+    std::fs::remove_file(&file).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_farwire"));
+    command.args(["bench", "barrier", "--ranks", "2", "--size", "4", "--iters", "1"]);
+    let output = command.env("FARWIRE_FLIGHT_DIR", file.join("inside")).output().unwrap();
+    assert_eq!((output.status.success(), text(&output.stderr)), (true, String::new()));
+    assert!(!file.exists());
+}
+
+/// Its peers notice and fail, while it neither fails nor ends.
+#[test]
+fn a_rank_that_is_stopped_is_named_by_the_last_line() {
+    let exe = env!("CARGO_BIN_EXE_farwire");
+    let script = format!("echo pid $$; exec {exe} bench all_reduce --size 4 --iters 1000000000");
+    let mut job = Running::start_with(&["launch", "-n", "3", "--", "sh", "-c", &script], Stdio::piped());
+    let (mut victim, mut running) = (None, false);
+    while victim.is_none() || !running {
+        let line = job.line().unwrap();
+        victim = line.strip_prefix("[2] pid ").map(|pid| pid.parse().unwrap()).or(victim);
+        running |= line.contains("over 3 ranks"); // all have joined
+    }
+    kill_process(Pid::from_raw(victim.unwrap()).unwrap(), Signal::STOP).unwrap();
+    let said = std::io::read_to_string(job.child.stderr.take().unwrap()).unwrap();
+    assert!(!job.child.wait().unwrap().success());
+    let last = said.lines().last().unwrap();
+    assert!(last.contains("rank 2 was lost") && last.contains("stopped"), "{said}");
 }
 
 /// What a shell says of a job whose ranks may open few files.

@@ -82,8 +82,8 @@ pub enum Error {
         #[from]
         source: EnvError,
     },
-    /// What was given as the cluster token is not one.
-    #[error(transparent)]
+    /// What `FARWIRE_TOKEN` says is not a cluster token.
+    #[error("FARWIRE_TOKEN is {source}")]
     Token {
         /// Why.
         source: TokenError,

@@ -13,7 +13,11 @@ use crate::shm::bell::Bell;
 use crate::shm::link::SharedLink;
 use crate::shm::ring;
 
-/// A world of `ranks` ranks in this process, for tests and notebooks: give one communicator to each of as many threads.
+/// The name of links between threads.
+pub(crate) const INPROC: &str = "inproc";
+
+/// A world of `ranks` ranks in this process, for tests and notebooks: give one communicator to each
+/// of as many threads.
 ///
 /// ```
 /// use farwire::ReduceOp;
@@ -48,7 +52,8 @@ pub fn local(ranks: usize) -> Result<Vec<Communicator>, Error> {
 ///
 /// If `ranks` is zero or does not fit 32 bits.
 pub fn local_with(ranks: usize, config: Config) -> Result<Vec<Communicator>, Error> {
-    let world = u32::try_from(ranks).ok().and_then(WorldSize::new).expect("a world has 1 to 2³² − 1 ranks");
+    let world = u32::try_from(ranks).ok().and_then(WorldSize::new);
+    let world = world.expect("a world has 1 to 2³² − 1 ranks");
     let system = |error| Error::System { what: "could not get shared memory", error };
     let payload = longest_payload(&config);
     let bells = (0..ranks).map(|_| Bell::new()).collect::<Result<Vec<_>, _>>().map_err(system)?;

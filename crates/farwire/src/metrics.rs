@@ -85,7 +85,10 @@ pub(crate) fn listen(address: SocketAddr, world: WorldSize) -> std::io::Result<s
                 return Ok(listener);
             }
             Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => {}
-            Err(error) => return Err(error),
+            Err(error) => {
+                let text = format!("{address}: {error}; name an address of this host, and a port");
+                return Err(std::io::Error::new(error.kind(), text));
+            }
         }
     }
     let text = format!("all ports from {} to {last} are in use; begin at another", address.port());

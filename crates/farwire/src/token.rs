@@ -9,7 +9,8 @@ use std::str::FromStr;
 
 use aws_lc_rs::{hkdf, rand};
 
-/// 256 random bits that all processes of a cluster share. Everything secret is derived from it; it never crosses the wire.
+/// 256 random bits that all processes of a cluster share. Everything secret is derived from it; it
+/// never crosses the wire.
 ///
 /// As text it is `fw-` and 64 hexadecimal digits.
 #[derive(Clone, PartialEq, Eq)]
@@ -18,7 +19,8 @@ pub struct Token([u8; 32]);
 /// Why a text is not a token.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "not a cluster token: {0}; make one with `farwire token` and give it to all ranks in FARWIRE_TOKEN or FARWIRE_TOKEN_FILE"
+    "not a cluster token: {0}; make one with `farwire token` and give it to all ranks in \
+     FARWIRE_TOKEN or FARWIRE_TOKEN_FILE"
 )]
 pub struct TokenError(&'static str);
 
@@ -52,8 +54,9 @@ impl Token {
 
     /// The token in a file, which nobody but its owner may be able to read.
     pub(crate) fn read(path: &Path) -> io::Result<Self> {
-        let mut file = fs::File::open(path)?;
-        let about = file.metadata()?;
+        let at = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
+        let mut file = fs::File::open(path).map_err(at)?;
+        let about = file.metadata().map_err(at)?;
         if !about.is_file() {
             return Err(io::Error::other(format!("{} is not a file with a token in it", path.display())));
         }
@@ -66,8 +69,8 @@ impl Token {
             )));
         }
         let mut text = String::new();
-        Read::by_ref(&mut file).take(1024).read_to_string(&mut text)?;
-        text.trim().parse().map_err(io::Error::other)
+        Read::by_ref(&mut file).take(1024).read_to_string(&mut text).map_err(at)?;
+        text.trim().parse().map_err(|error| at(io::Error::other::<TokenError>(error)))
     }
 
     /// This user's token for clusters on loopback, made on first use.

@@ -7,10 +7,11 @@ mod common;
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 
 use common::{assert_succeeds, on_threads, start_processes_with};
 use farwire::flight::{Flight, State};
-use farwire::{Options, ReduceOp};
+use farwire::{Communicator, Options, ReduceOp, Token};
 use rustix::process::{Signal, getpid, kill_process};
 
 fn scratch(name: &str) -> PathBuf {
@@ -160,4 +161,51 @@ fn metrics_are_served_to_prometheus() {
     for child in children {
         assert_succeeds(child, "a rank");
     }
+}
+
+/// Whoever set a variable is told which one, what it says, and what to do.
+#[test]
+fn settings_that_cannot_be_used_are_named_with_their_value() {
+    let folder = std::env::temp_dir().join(format!("farwire-settings-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let path = |name: &str| folder.join(name).into_os_string().into_string().unwrap();
+    std::fs::write(path("others.token"), Token::generate().reveal()).unwrap();
+    std::fs::write(path("bad.token"), "fw-0").unwrap();
+    let mode = |mode| std::os::unix::fs::PermissionsExt::from_mode(mode);
+    std::fs::set_permissions(path("others.token"), mode(0o644)).unwrap();
+    std::fs::set_permissions(path("bad.token"), mode(0o600)).unwrap();
+    for (variable, value, advice) in [
+        ("FARWIRE_TRACE", path("no/trace.json"), "a folder that exists"),
+        ("FARWIRE_METRICS", "192.0.2.1:9464".to_owned(), "an address of this host"),
+        ("FARWIRE_TOKEN_FILE", path("no.token"), "farwire token"),
+        ("FARWIRE_TOKEN_FILE", path("bad.token"), "farwire token"),
+        ("FARWIRE_TOKEN_FILE", path("others.token"), "chmod 600"),
+        ("FARWIRE_TOKEN_FILE", path(""), "farwire token"),
+    ] {
+        let error = join_alone(&[(variable, &value)]);
+        // A trace of rank 0 goes to a file with its rank in the name.
+        let shown = value.trim_end_matches(".json");
+        assert!(error.contains(variable) && error.contains(shown), "{variable}={value}: {error}");
+        assert!(error.contains(advice), "{variable}={value}: {error}");
+    }
+    let error = join_alone(&[("FARWIRE_TOKEN", "fw-0")]);
+    assert!(error.contains("FARWIRE_TOKEN is not a cluster token"), "{error}");
+    std::fs::remove_dir_all(folder).unwrap();
+}
+
+/// Why a job of one rank cannot be joined in this environment, in a process of its own.
+fn join_alone(variables: &[(&str, &str)]) -> String {
+    const TEST: &str = "settings_that_cannot_be_used_are_named_with_their_value";
+    const MARK: &str = "FARWIRE_TEST_ALONE";
+    if std::env::var_os(MARK).is_some() {
+        println!("{}", Communicator::from_env().map(|_| "it has joined").unwrap_err());
+        std::process::exit(0);
+    }
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args([TEST, "--exact", "--nocapture"])
+        .env(MARK, "1")
+        .envs([("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "9")])
+        .envs(variables.iter().copied())
+        .output();
+    String::from_utf8(output.unwrap().stdout).unwrap()
 }

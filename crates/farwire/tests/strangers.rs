@@ -354,6 +354,18 @@ fn a_rank_that_does_not_come_is_named() {
 }
 
 #[test]
+fn a_rank_with_another_token_is_named_by_those_who_wait_for_it() {
+    let (token, port) = (Token::generate(), free_port());
+    std::thread::scope(|scope| {
+        let one = scope.spawn(|| join(1, 2, port, &Token::generate(), 3).unwrap_err().to_string());
+        let zero = join(0, 2, port, &token, 3).unwrap_err().to_string();
+        assert!(zero.contains("a process at 127.0.0.1:"), "{zero}");
+        assert!(zero.contains("another token"), "{zero}");
+        assert!(one.join().unwrap().contains("same token"));
+    });
+}
+
+#[test]
 fn any_address_but_loopback_needs_a_token() {
     let place = Place { master_host: "192.0.2.1".to_owned(), ..place(1, 2, 29500) };
     let error = Communicator::builder().place(place).join().unwrap_err().to_string();

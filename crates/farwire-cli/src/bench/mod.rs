@@ -9,7 +9,6 @@ use std::num::NonZeroUsize;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
-use clap::ValueEnum;
 use farwire::{
     CodecChoice, CodecPolicy, CodecSpec, Communicator, Compressor, Element, Error, ErrorFeedback, Float,
     LinkChoice, Options,
@@ -25,6 +24,7 @@ use rustix::time::ClockId;
 use serde::Serialize;
 
 use crate::launch::{GRACE, Job, JobOutput, LaunchError, hold_port, random_name};
+use crate::links::{LinkArg, Links};
 use crate::named::{codec_help, named};
 use crate::units::{self, show_bytes};
 use pattern::Stretch;
@@ -65,8 +65,8 @@ pub(crate) struct Args {
     /// Threads that `codec` uses.
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..=256))]
     threads: u32,
-    /// What carries the data: ranks as threads (inproc), or processes.
-    #[arg(long, value_enum, default_value_t)]
+    /// What carries the data.
+    #[arg(long, default_value_t, value_parser = LinkArg::parser())]
     link: LinkArg,
     /// How to move the data; chosen if not given.
     #[arg(short, long, value_parser = named::<Algorithm, _>(Algorithm::ALL.map(Algorithm::name)))]
@@ -114,30 +114,6 @@ impl std::str::FromStr for Op {
     }
 }
 
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-enum LinkArg {
-    /// Shared memory where two processes can share it, QUIC elsewhere.
-    #[default]
-    Auto,
-    /// Threads of one process.
-    Inproc,
-    /// Shared memory between processes.
-    Shm,
-    /// QUIC between processes.
-    Quic,
-}
-
-impl LinkArg {
-    fn name(self) -> &'static str {
-        match self {
-            Self::Auto => "auto",
-            Self::Inproc => "inproc",
-            Self::Shm => "shm",
-            Self::Quic => "quic",
-        }
-    }
-}
-
 /// Why there is nothing to show.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum BenchError {
@@ -175,7 +151,7 @@ struct Row {
     codec: String,
     /// The codec itself, where `codec` is `auto`.
     chosen: String,
-    /// What carried the data: one of shm, quic, inproc, or several with `+` between; `none` for one rank.
+    /// What carried the data: the name of a link, or several with `+` between; `none` for one rank.
     link: String,
     /// Pairs of ranks by what is between them.
     links: Links,
@@ -191,52 +167,6 @@ struct Row {
     wrong: Option<u64>,
     #[serde(skip)]
     iters: u32,
-}
-
-/// Pairs of ranks by what is between them.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
-struct Links {
-    shm: u64,
-    quic: u64,
-    inproc: u64,
-}
-
-impl Links {
-    /// Of all ranks, which all ask.
-    fn of(comm: &Communicator) -> Result<Self, Error> {
-        let mine = comm.flight().links;
-        let count = |name| mine.iter().flatten().filter(|link| **link == name).count() as u64;
-        let ends = vec![count("shm"), count("quic"), count("inproc")];
-        let ends = comm.all_reduce(ends, ReduceOp::Sum).wait()?;
-        // Both ends of a pair have counted it.
-        Ok(Self { shm: ends[0] / 2, quic: ends[1] / 2, inproc: ends[2] / 2 })
-    }
-
-    fn pairs(self) -> impl Iterator<Item = (&'static str, u64)> {
-        [("shm", self.shm), ("quic", self.quic), ("inproc", self.inproc)]
-            .into_iter()
-            .filter(|(_, pairs)| *pairs > 0)
-    }
-
-    fn name(self) -> String {
-        let names: Vec<_> = self.pairs().map(|(name, _)| name).collect();
-        if names.is_empty() { "none".to_owned() } else { names.join("+") }
-    }
-}
-
-impl fmt::Display for Links {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let pairs: Vec<_> = self.pairs().collect();
-        match &pairs[..] {
-            [] => f.write_str("none"),
-            [(name, _)] => f.write_str(name),
-            several => {
-                let several: Vec<_> =
-                    several.iter().map(|(name, pairs)| format!("{name} ({pairs} pairs)")).collect();
-                f.write_str(&several.join(", "))
-            }
-        }
-    }
 }
 
 /// Runs the command.
@@ -265,9 +195,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, BenchError> {
         (None, link) => {
             let builder = Communicator::builder();
             let builder = match link {
-                LinkArg::Shm => builder.link(LinkChoice::Shm),
-                LinkArg::Quic => builder.link(LinkChoice::Quic),
-                LinkArg::Auto | LinkArg::Inproc => builder,
+                LinkArg::Between(link) if link != LinkChoice::AUTO => builder.link(link),
+                _ => builder, // FARWIRE_LINK counts
             };
             measure_all(args, &builder.join()?).map(exit_code)
         }
@@ -323,7 +252,7 @@ fn on_processes(args: &Args, ranks: u32) -> Result<ExitCode, BenchError> {
         master: hold_port()?,
         name: Some(random_name()),
         token: Some(farwire::Token::generate()),
-        variables: vec![("FARWIRE_LINK", args.link.name().to_owned())],
+        variables: vec![("FARWIRE_LINK", args.link.to_string())],
         output: JobOutput::Plain,
         grace: GRACE,
         namespaces: Vec::new(),
@@ -339,7 +268,7 @@ fn measure_all(args: &Args, comm: &Communicator) -> Result<u64, BenchError> {
         return Err(BenchError::TooFew(Kind::Message));
     }
     let policy = args.choice().settle(&args.tuned(comm), comm)?;
-    let links = Links::of(comm)?;
+    let links = &Links::of(comm)?;
     if comm.rank() == 0 && !args.json {
         writeln!(out, "{}", Heading(args, &policy, comm.size(), links))?;
     }
@@ -387,7 +316,7 @@ fn measure<T: Element>(
     args: &Args,
     comm: &Communicator,
     policy: &CodecPolicy,
-    links: Links,
+    links: &Links,
     bytes: usize,
 ) -> Result<Row, BenchError> {
     let tuned = args.tuned(comm);
@@ -447,7 +376,7 @@ fn measure<T: Element>(
         codec: args.choice().to_string(),
         chosen: trial.codec.to_string(),
         link: links.name(),
-        links,
+        links: links.clone(),
         ranks,
         bytes,
         p50_us,
@@ -600,7 +529,7 @@ fn cpu_time() -> Duration {
 }
 
 /// The lines above the table.
-struct Heading<'a>(&'a Args, &'a CodecPolicy, usize, Links);
+struct Heading<'a>(&'a Args, &'a CodecPolicy, usize, &'a Links);
 
 impl fmt::Display for Heading<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

@@ -109,7 +109,8 @@ fn one_line(operation: &Operation) -> String {
     let seconds = operation.took_us as f64 / 1e6;
     let Operation { call, number, sent_bytes, received_bytes, .. } = operation;
     format!(
-        "{call} {number}{on} {state} after {seconds:.3} s{whom} ({sent_bytes} bytes sent, {received_bytes} received)"
+        "{call} {number}{on} {state} after {seconds:.3} s{whom} \
+         ({sent_bytes} bytes sent, {received_bytes} received)"
     )
 }
 
@@ -211,7 +212,8 @@ pub(super) fn merge(paths: &[PathBuf], merged: &Path) -> Result<usize, DoctorErr
     Ok(events.len())
 }
 
-/// The events of a trace, one per line. Ranks leave the list open, so that they may end at any time, and one that was killed may have left half an event.
+/// The events of a trace, one per line. Ranks leave the list open, so that they may end at any
+/// time, and one that was killed may have left half an event.
 fn trace_events(text: &str) -> serde_json::Result<Vec<serde_json::Value>> {
     let parse =
         |text: &str| serde_json::from_str(&format!("{}]", text.trim_end().trim_end_matches([']', ','])));
@@ -236,8 +238,8 @@ mod tests {
     fn flights(ranks: &[(u32, Vec<serde_json::Value>)]) -> Flights {
         let flight = |rank: u32, operations: &Vec<serde_json::Value>| {
             serde_json::from_value(serde_json::json!({
-                "rank": rank, "world": 4, "epoch": 0, "pid": 7, "written_us": 9, "reason": "process 2 is lost",
-                "links": [], "operations": operations,
+                "rank": rank, "world": 4, "epoch": 0, "pid": 7, "written_us": 9,
+                "reason": "process 2 is lost", "links": [], "operations": operations,
             }))
             .unwrap()
         };

@@ -11,8 +11,10 @@ use farwire::{Communicator, EnvError, Place};
 
 /// Say what this machine offers, how ranks reach each other, or why a job failed.
 ///
-/// Alone, it looks at this machine: interfaces, UDP buffers, batching, shared memory. Run as a job (`farwire launch -n 4 -- farwire doctor`, or under any launcher), it also measures latency
-/// and bandwidth between all pairs of ranks. Given the flight records that the ranks of a failed job left, it says who was missing.
+/// Alone, it looks at this machine: interfaces, UDP buffers, batching, shared memory. Run as a job
+/// (`farwire launch -n 4 -- farwire doctor`, or under any launcher), it also measures latency and
+/// bandwidth between all pairs of ranks. Given the flight records that the ranks of a failed job
+/// left, it says who was missing.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -38,9 +40,15 @@ pub(crate) enum DoctorError {
     NotWhat { path: PathBuf, what: &'static str, source: serde_json::Error },
     #[error("could not write {}: {source}", path.display())]
     Write { path: PathBuf, source: std::io::Error },
-    #[error("{} and {} are both of rank {rank}; give the records of one job, each once", one.display(), other.display())]
+    #[error(
+        "{} and {} are both of rank {rank}; give the records of one job, each once",
+        one.display(), other.display()
+    )]
     Twice { one: PathBuf, other: PathBuf, rank: u32 },
-    #[error("{} is of a job of {theirs} ranks, {} of one of {ours}; give the records of one job", other.display(), one.display())]
+    #[error(
+        "{} is of a job of {theirs} ranks, {} of one of {ours}; give the records of one job",
+        other.display(), one.display()
+    )]
     Worlds { one: PathBuf, ours: u32, other: PathBuf, theirs: u32 },
     #[error(transparent)]
     Run(#[from] farwire::Error),

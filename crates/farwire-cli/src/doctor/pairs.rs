@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
-use farwire::{Communicator, Error, ReduceOp};
+use farwire::{Communicator, Error, ReduceOp, link_names};
 
 use crate::units::{show_rate, show_time};
 
@@ -13,8 +13,6 @@ const ROUND_TRIPS: usize = 200;
 const LONG: usize = 8 << 20;
 const LONGS: usize = 3;
 
-const LINKS: [&str; 4] = ["", "inproc", "shm", "quic"];
-
 /// What was measured, as a table on rank 0; the others get none.
 pub(super) fn measure(comm: &Communicator) -> Result<Option<String>, Error> {
     let (me, ranks) = (comm.rank(), comm.size());
@@ -22,18 +20,18 @@ pub(super) fn measure(comm: &Communicator) -> Result<Option<String>, Error> {
         return Ok(Some("One rank: there are no pairs to measure.\n".to_owned()));
     }
     let links = comm.flight().links;
-    // By sender and receiver: seconds one way, bytes per second, and which link.
+    // By sender and receiver: seconds one way, bytes per second, and which link (1 is the first).
     let mut cells = vec![0f64; ranks * ranks * 3];
     for (a, b) in (0..ranks).flat_map(|a| (0..ranks).map(move |b| (a, b))).filter(|(a, b)| a != b) {
         comm.barrier().wait()?;
         if me == a {
             let (latency, bandwidth) = send_to(comm, b)?;
-            let link = links[b].as_deref().and_then(|name| LINKS.iter().position(|link| *link == name));
+            let link = links[b].as_deref().and_then(|name| link_names().position(|link| link == name));
             let cell = (a * ranks + b) * 3;
             cells[cell..cell + 3].copy_from_slice(&[
                 latency.as_secs_f64(),
                 bandwidth,
-                link.unwrap_or(0) as f64,
+                link.map_or(0, |link| link + 1) as f64,
             ]);
         } else if me == b {
             receive_from(comm, a)?;
@@ -80,7 +78,10 @@ fn table(cells: &[f64], ranks: usize) -> String {
     let cell = |a: usize, b: usize| &cells[(a * ranks + b) * 3..][..3];
     type Show = fn(&[f64]) -> String;
     let shows: [(&str, Show); 3] = [
-        ("Link", |cell| LINKS[cell[2] as usize % LINKS.len()].to_owned()),
+        ("Link", |cell| {
+            let link = (cell[2] as usize).checked_sub(1).and_then(|link| link_names().nth(link));
+            link.unwrap_or_default().to_owned()
+        }),
         ("Latency, one way, of 8 bytes (median)", |cell| show_time(Duration::from_secs_f64(cell[0]))),
         ("Bandwidth of 8 MiB (best)", |cell| show_rate(cell[1])),
     ];

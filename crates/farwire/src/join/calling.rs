@@ -12,8 +12,8 @@ use super::identity::Identity;
 use super::rendezvous::{Acquaintance, Answer, Hello, JoinError, NONSENSE, read, read_up_to, write};
 use crate::quic::transport::Transport;
 
-/// How long to wait for a peer to answer before asking again; each time twice as long, up to a limit. A
-/// peer that is not there yet should be found soon, a slow one needs time.
+/// How long to wait for a peer to answer before asking again; each time twice as long, up to a
+/// limit. A peer that is not there yet should be found soon, a slow one needs time.
 const FIRST_RETRY: Duration = Duration::from_secs(3);
 const MAX_RETRY: Duration = Duration::from_secs(12);
 
@@ -73,8 +73,8 @@ impl Caller {
         let connection = connection.map_err(|error| error.to_string())?;
         let (mut to, mut from) = connection.open_bi().await.map_err(|error| error.to_string())?;
         write(&mut to, &self.hello).await?;
-        // Only now is it known that the peer has let this process in: it may have had no place for it, or
-        // found its certificate wrong.
+        // Only now is it known that the peer has let this process in: it may have had no place for
+        // it, or found its certificate wrong.
         let answer = read(&mut from).await?;
         let member = self.hello.member.clone(); // until it says who it is
         Ok((Acquaintance { connection, to, from, member }, answer))

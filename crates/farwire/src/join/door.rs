@@ -1,20 +1,20 @@
 //! The door: from a stranger's first packet to a connection with a process of the cluster.
 //!
 //! 1. A stranger must first show that packets reach the address it claims
-//!    ([`Incoming::retry`](quinn::Incoming::retry)). Asking costs one packet and no memory, so a forged
-//!    address gets no further.
-//! 2. It then gets one of a fixed number of places for the length of its handshake, which ends with a
-//!    certificate or a timeout.
-//! 3. When all places are taken, the oldest handshake of the most crowded address is dropped. A rank
-//!    needs its place for a few round trips and asks again when it has lost it; a stranger that only
-//!    holds places loses them to those that use them, and those of its own address first.
+//!    ([`Incoming::retry`](quinn::Incoming::retry)). Asking costs one packet and no memory, so a
+//!    forged address gets no further.
+//! 2. It then gets one of a fixed number of places for the length of its handshake, which ends with
+//!    a certificate or a timeout.
+//! 3. When all places are taken, the oldest handshake of the most crowded address is dropped. A
+//!    rank needs its place for a few round trips and asks again when it has lost it; a stranger
+//!    that only holds places loses them to those that use them, and those of its own address first.
 
 use std::collections::{HashMap, VecDeque};
-use std::net::{IpAddr, Ipv6Addr};
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use quinn::{Connection, Endpoint, ServerConfig};
+use quinn::{Connection, ConnectionError, Endpoint, ServerConfig};
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
@@ -32,15 +32,16 @@ pub(crate) fn limit_incoming(server: &mut quinn::ServerConfig) {
     server.max_incoming(1024).incoming_buffer_size(64 << 10).incoming_buffer_size_total(4 << 20);
 }
 
-/// Answers all that connect, for as long as the endpoint lives, and passes on those that have proven to
-/// be of the cluster.
+/// Answers all that connect, for as long as the endpoint lives. Passes on those that have proven to
+/// be of the cluster, and tells of those that have another token.
 pub(crate) async fn keep(
     endpoint: Endpoint,
     server: ServerConfig,
     transport: Transport,
     pass: impl Fn(Connection) + Send + Sync + 'static,
+    tell: impl Fn(SocketAddr) + Send + Sync + 'static,
 ) {
-    let (pass, porch) = (Arc::new(pass), Arc::new(Porch::default()));
+    let (pass, tell, porch) = (Arc::new(pass), Arc::new(tell), Arc::new(Porch::default()));
     while let Some(incoming) = endpoint.accept().await {
         if !incoming.remote_address_validated() {
             let _ = incoming.retry(); // cannot fail for an address that is not validated
@@ -58,12 +59,13 @@ pub(crate) async fn keep(
         };
         let mut places = porch.places();
         let id = places.next_id();
-        let (pass, door) = (pass.clone(), porch.clone());
+        let (pass, tell, door) = (pass.clone(), tell.clone(), porch.clone());
         let handshake = tokio::spawn(async move {
             let outcome = timeout(HANDSHAKE, connecting).await;
             door.places().leave(id);
             match outcome {
                 Ok(Ok(connection)) => pass(connection),
+                Ok(Err(error)) if is_about_certificates(&error) => tell(from),
                 Ok(Err(error)) => door.say(&format!("refused a stranger from {from}: {error}")),
                 Err(_) => door.say(&format!("refused a stranger from {from} that did not go on")),
             }
@@ -74,6 +76,20 @@ pub(crate) async fn keep(
             porch.say("too many handshakes at once; the oldest of the most crowded address were refused");
         }
     }
+}
+
+/// Whether one of the two sides did not accept the other's certificate: they have different tokens.
+fn is_about_certificates(error: &ConnectionError) -> bool {
+    /// TLS's bad_certificate, certificate_unknown, unknown_ca and decrypt_error.
+    const ALERTS: [u64; 4] = [42, 46, 48, 51];
+    /// Where QUIC's codes for TLS's alerts begin.
+    const FIRST_ALERT: u64 = 0x100;
+    let code = match error {
+        ConnectionError::TransportError(error) => error.code,
+        ConnectionError::ConnectionClosed(close) => close.error_code,
+        _ => return false,
+    };
+    ALERTS.iter().any(|alert| u64::from(code) == FIRST_ALERT + alert)
 }
 
 /// What counts as one address: whoever has one of IPv6 has at least 2⁶⁴ of them.

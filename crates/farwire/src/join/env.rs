@@ -27,8 +27,8 @@ pub struct Place {
 pub enum EnvError {
     /// No launcher's variables are set.
     #[error(
-        "no launcher has said which rank this is; start it with `farwire launch -n 4 -- COMMAND`, torchrun, mpirun or srun, \
-         or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        "no launcher has said which rank this is; start it with \
+         `farwire launch -n 4 -- COMMAND`, torchrun, mpirun or srun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
     )]
     Nothing,
     /// A variable is missing beside others that are set.
@@ -79,7 +79,8 @@ struct Launcher {
     job: &'static [&'static [&'static str]],
 }
 
-/// In the order they are looked for: what a user sets by hand, and what runs inside another, comes first.
+/// In the order they are looked for: what a user sets by hand, and what runs inside another, comes
+/// first.
 const LAUNCHERS: [Launcher; 5] = [
     Launcher { source: "torchrun", rank: "RANK", size: "WORLD_SIZE", job: &[&["TORCHELASTIC_RUN_ID"]] },
     Launcher {
@@ -219,8 +220,8 @@ pub(crate) fn time(name: &'static str, value: &str) -> Result<Duration, EnvError
 /// No clock overflows for want of this much room.
 pub(crate) const MAX_TIME: Duration = Duration::from_secs(8760 * 3600);
 
-/// A port that all processes of a job derive from its name: from 20000 to 51999, below the upper half
-/// of the ports that most systems hand out by themselves.
+/// A port that all processes of a job derive from its name: from 20000 to 51999, below the upper
+/// half of the ports that most systems hand out by themselves.
 fn port_of_job(job: &str) -> u16 {
     let hash =
         job.bytes().fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
@@ -273,7 +274,8 @@ mod tests {
         let job = |variables: &[(&str, &str)]| {
             place(&[variables, &master[..]].concat()).map(|place| (place.job, place.master_port))
         };
-        // A pod is called after its index, and PMI_ID is a process's own number: neither is a job's name.
+        // A pod is called after its index, and PMI_ID is a process's own number: neither is a job's
+        // name.
         let pod =
             |rank, host| job(&[("JOB_COMPLETION_INDEX", rank), ("JOB_COMPLETIONS", "4"), ("HOSTNAME", host)]);
         assert_eq!(pod("0", "train-0"), pod("3", "train-3"));

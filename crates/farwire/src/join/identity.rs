@@ -1,13 +1,13 @@
 //! Certificates from the token.
 //!
-//! From the token every process derives the same certificate authority. It then makes a key pair and
-//! a short-lived certificate of its own, in memory, for two names: `r<rank>.e<epoch>.<cluster>.farwire`
-//! and `r<rank>.e<epoch>.<job>.<cluster>.farwire`. Both ends of every connection check that the other's
-//! certificate is from this authority, for the rank it claims, and of the same job. A process that does
-//! not know the token cannot make one.
+//! From the token every process derives the same certificate authority. It then makes a key pair
+//! and a short-lived certificate of its own, in memory, for two names:
+//! `r<rank>.e<epoch>.<cluster>.farwire` and `r<rank>.e<epoch>.<job>.<cluster>.farwire`. Both ends
+//! of every connection check that the other's certificate is from this authority, for the rank it
+//! claims, and of the same job. A process that does not know the token cannot make one.
 //!
-//! A connection is made to the first name, so that a process of another job gets as far as being told
-//! what is wrong; the second is checked before anything it says is acted on.
+//! A connection is made to the first name, so that a process of another job gets as far as being
+//! told what is wrong; the second is checked before anything it says is acted on.
 
 use std::sync::Arc;
 
@@ -27,7 +27,8 @@ use crate::token::Token;
 
 /// What the two sides agree to speak.
 const ALPN: &[u8] = b"farwire/1";
-/// How long a certificate is good for. It is looked at when a connection is made, and a process makes all of its own at the start.
+/// How long a certificate is good for. It is looked at when a connection is made, and a process
+/// makes all of its own at the start.
 const VALID: Duration = Duration::days(7);
 /// How far clocks may differ.
 const SKEW: Duration = Duration::days(1);
@@ -95,8 +96,8 @@ impl Identity {
         name(&self.cluster, peer, self.epoch)
     }
 
-    /// Whether the certificate that a peer showed, which is from the cluster's authority, is for the
-    /// rank it claims.
+    /// Whether the certificate that a peer showed, which is from the cluster's authority, is for
+    /// the rank it claims.
     pub(crate) fn is_certified(&self, connection: &quinn::Connection, peer: Peer) -> bool {
         is_for(connection, self.name_of(peer))
     }

@@ -1,8 +1,8 @@
 //! Which job a process belongs to.
 //!
 //! A token names a cluster, and several jobs of a cluster may run at once, even at one address one
-//! after the other. A job's name keeps them apart: it is part of every certificate, and both ends of
-//! a connection compare it before anything else.
+//! after the other. A job's name keeps them apart: it is part of every certificate, and both ends
+//! of a connection compare it before anything else.
 //!
 //! A job without a name is told from others by its number of ranks and by its address alone. The
 //! address is not made part of a name, because ranks may spell it differently or reach it through a

@@ -3,9 +3,8 @@
 mod calling;
 pub(crate) mod door;
 pub(crate) mod env;
-pub(crate) mod files;
 pub(crate) mod held_port;
 pub(crate) mod identity;
 pub(crate) mod job;
+mod refusals;
 pub(crate) mod rendezvous;
-pub(crate) mod same_host;

@@ -8,11 +8,11 @@
 //! stream*, on which the hello was said and heartbeats will be.
 //!
 //! A process that does not belong (of another job, for another number of ranks, with a rank that is
-//! taken, of another version) is told so and forgotten; the group goes on waiting for its own ranks. The
-//! same happens to any that come when the group is complete.
+//! taken, of another version) is told so and forgotten; the group goes on waiting for its own
+//! ranks. The same happens to any that come when the group is complete.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::Arc;
 use std::time::Duration;
 
 use farwire_proto::{Epoch, Peer, VERSION};
@@ -26,8 +26,11 @@ use tokio::time::{Instant, timeout, timeout_at};
 use super::env::Place;
 use super::identity::{Identity, IdentityError};
 use super::job::JobName;
+use super::refusals::Refusals;
 use super::{calling::Caller, door, held_port};
-use crate::quic::transport::{KEEP_ALIVE, Transport};
+use crate::link::Boxed;
+use crate::link::negotiation::Control;
+use crate::quic::transport::{KEEP_ALIVE, Transport, widen};
 
 /// How long one hello may take.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
@@ -47,6 +50,16 @@ pub(crate) struct Acquaintance {
     pub(crate) to: SendStream,
     pub(crate) from: RecvStream,
     pub(crate) member: Member,
+}
+
+impl Control for Acquaintance {
+    fn send<'a>(&'a mut self, message: &'a [u8]) -> Boxed<'a, Result<(), String>> {
+        Box::pin(write_bytes(&mut self.to, message))
+    }
+
+    fn recv(&mut self) -> Boxed<'_, Result<Vec<u8>, String>> {
+        Box::pin(read_bytes(&mut self.from, MAX_MESSAGE))
+    }
 }
 
 /// What a process says first.
@@ -76,7 +89,8 @@ pub(crate) struct Member {
 
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Answer {
-    /// All members and their addresses, by rank; rank 0's address is where the connection already is.
+    /// All members and their addresses, by rank; rank 0's address is where the connection already
+    /// is.
     Welcome(Vec<(Member, Option<SocketAddr>)>),
     /// Your hello has been heard; wait.
     Heard,
@@ -126,7 +140,8 @@ pub enum JoinError {
     },
     /// Rank 0, or a peer that it named, was not reached.
     #[error(
-        "{here} could not reach {peer} at {address} within {waited:?}: {last}; check MASTER_ADDR, MASTER_PORT, that UDP is let through, and that all ranks have the same token"
+        "{here} could not reach {peer} at {address} within {waited:?}: {last}; check MASTER_ADDR, \
+         MASTER_PORT, that UDP is let through, and that all ranks have the same token"
     )]
     Unreachable {
         /// This rank.
@@ -174,9 +189,9 @@ pub enum JoinError {
     /// No certificate.
     #[error("{0}")]
     Identity(String),
-    /// This process may not open enough files.
+    /// Two processes have no link in common, or this one cannot have what a link needs.
     #[error("{0}")]
-    Files(String),
+    Link(String),
 }
 
 impl From<IdentityError> for JoinError {
@@ -221,10 +236,13 @@ pub(crate) async fn join(
     let (door, mut newcomers) = mpsc::channel(world.len());
     let refusals = Arc::new(Refusals::default());
     let (certified, mine, refused, pass) = (identity.clone(), hello.clone(), refusals.clone(), door.clone());
-    tokio::spawn(door::keep(endpoint.clone(), server, transport, move |connection| {
+    let pass = move |connection| {
         let (certified, mine, refused) = (certified.clone(), mine.clone(), refused.clone());
         tokio::spawn(hear(connection, certified, mine, refused, pass.clone()));
-    }));
+    };
+    let strangers = refusals.clone();
+    let tell = move |from| strangers.add_stranger(from, OTHER_TOKEN);
+    tokio::spawn(door::keep(endpoint.clone(), server, transport, pass, tell));
     let mut peers: Vec<Option<Acquaintance>> = (0..world.get()).map(|_| None).collect();
 
     let caller = Caller {
@@ -408,37 +426,16 @@ fn turn_away(known: Box<Acquaintance>, reason: String, refusals: &Refusals) {
     tokio::spawn(async move { refuse(*known, &reason).await });
 }
 
-/// The processes that were refused: for the log, and for an error if somebody turns out to be missing.
-#[derive(Debug, Default)]
-struct Refusals {
-    log: door::Log,
-    so_far: Mutex<(u64, String)>,
-}
-
-impl Refusals {
-    fn add(&self, from: SocketAddr, reason: &str) {
-        let line = format!("refused a process at {from}: {reason}");
-        self.log.say(&line);
-        let mut so_far = self.so_far.lock().unwrap_or_else(PoisonError::into_inner);
-        *so_far = (so_far.0 + 1, format!("a process at {from}: {reason}"));
-    }
-
-    fn clause(&self) -> String {
-        match &*self.so_far.lock().unwrap_or_else(PoisonError::into_inner) {
-            (0, _) => String::new(),
-            (count, last) => format!(" (refused meanwhile: {count}, the last {last})"),
-        }
-    }
-}
-
 pub(super) const NONSENSE: &str = "it answered something unexpected";
+const OTHER_TOKEN: &str = "it has another token; give all ranks the same FARWIRE_TOKEN";
 const COMPLETE: &str = "the group is complete and running";
 
 /// A rank of this job.
 struct Newcomer {
     process: u64,
     known: Box<Acquaintance>,
-    /// If another process has come as this rank before: packets of that one, up to when this one came.
+    /// If another process has come as this rank before: packets of that one, up to when this one
+    /// came.
     heard_before: Option<u64>,
 }
 
@@ -446,8 +443,8 @@ fn is_open(connection: &Connection) -> bool {
     connection.close_reason().is_none()
 }
 
-/// Hears what a process of the cluster has to say. Once nobody listens at the other end of `door`, the
-/// group is complete.
+/// Hears what a process of the cluster has to say. Once nobody listens at the other end of `door`,
+/// the group is complete.
 async fn hear(
     connection: Connection,
     identity: Arc<Identity>,
@@ -543,12 +540,12 @@ fn encode(message: &impl Serialize) -> Result<Vec<u8>, String> {
 }
 
 /// Writes a message.
-pub(crate) async fn write(to: &mut SendStream, message: &impl Serialize) -> Result<(), String> {
+pub(super) async fn write(to: &mut SendStream, message: &impl Serialize) -> Result<(), String> {
     to.write_all(&encode(message)?).await.map_err(|error| error.to_string())
 }
 
 /// Reads what [`write()`] wrote, if it is not too long.
-pub(crate) async fn read<T: DeserializeOwned>(from: &mut RecvStream) -> Result<T, String> {
+pub(super) async fn read<T: DeserializeOwned>(from: &mut RecvStream) -> Result<T, String> {
     read_up_to(from, MAX_MESSAGE).await
 }
 
@@ -557,6 +554,13 @@ pub(super) async fn read_up_to<T: DeserializeOwned>(
     limit: usize,
 ) -> Result<T, String> {
     serde_json::from_slice(&read_bytes(from, limit).await?).map_err(|error| error.to_string())
+}
+
+/// Writes the bytes of a message, and their length before them.
+async fn write_bytes(to: &mut SendStream, message: &[u8]) -> Result<(), String> {
+    let length = u32::try_from(message.len()).map_err(|error| error.to_string())?;
+    let message = [&length.to_le_bytes()[..], message].concat();
+    to.write_all(&message).await.map_err(|error| error.to_string())
 }
 
 async fn read_bytes(from: &mut RecvStream, limit: usize) -> Result<Vec<u8>, String> {
@@ -571,29 +575,6 @@ async fn read_bytes(from: &mut RecvStream, limit: usize) -> Result<Vec<u8>, Stri
     Ok(text)
 }
 
-/// Makes the system keep more packets for a socket while this process is busy, as far as it allows; those it cannot keep have to be sent again.
-/// Returns the bytes it keeps for the receiver.
-pub(crate) fn widen(socket: &UdpSocket) -> usize {
-    use rustix::net::sockopt;
-    // Beyond the system's limit for a privileged process, up to it for any other.
-    if sockopt::set_socket_recv_buffer_size_force(socket, BUFFER).is_err() {
-        let _ = sockopt::set_socket_recv_buffer_size(socket, BUFFER);
-    }
-    let _ = sockopt::set_socket_send_buffer_size(socket, BUFFER);
-    let got = sockopt::socket_recv_buffer_size(socket).unwrap_or(0);
-    if got < BUFFER {
-        tracing::debug!(
-            got,
-            wanted = BUFFER,
-            "the system limits UDP buffers; raise net.core.rmem_max for speed"
-        );
-    }
-    got
-}
-
-/// Bytes that are asked for.
-pub(crate) const BUFFER: usize = 8 << 20;
-
 /// Whether a peer says it is on this host.
 pub(crate) fn is_this_host(member: &Member) -> bool {
     !member.host.is_empty() && member.host == host_id()
@@ -607,117 +588,4 @@ fn host_id() -> String {
 }
 
 #[cfg(test)]
-mod tests {
-    use farwire_proto::WorldSize;
-
-    use super::*;
-    use crate::token::Token;
-
-    fn hello(job: &str, rank: u32, version: u8) -> Hello {
-        let member = Member { rank, port: 1, host: "h".to_owned(), cores: 1 };
-        Hello { version, job: JobName::new(job).unwrap(), world: 4, epoch: 0, process: 7, member }
-    }
-
-    /// A rank that listens, and what others are told who say these hellos, all of which have the
-    /// certificate of their job and rank.
-    async fn answers(hellos: &[Hello]) -> Vec<Result<(), String>> {
-        let token = Token::generate();
-        let place = Place {
-            rank: Peer(1),
-            world: WorldSize::new(4).unwrap(),
-            master_host: String::new(),
-            master_port: 1,
-            job: None,
-            source: "the test",
-        };
-        let job = JobName::new("here").unwrap();
-        let terms = Terms {
-            place: &place,
-            job: &job,
-            epoch: Epoch(0),
-            master: SocketAddr::from(([127, 0, 0, 1], 1)),
-            port_is_held: false,
-            port: 0,
-            timeout: Duration::from_secs(60),
-        };
-        let identity = Arc::new(Identity::new(&token, Peer(1), Epoch(0), &job).unwrap());
-        let (listening, server) = listen(&terms, &identity).unwrap();
-        let address = listening.local_addr().unwrap();
-        let (door, _newcomers) = mpsc::channel(100);
-        tokio::spawn(door::keep(listening, server, Transport::default(), move |connection| {
-            let mine = hello("here", 1, VERSION);
-            tokio::spawn(hear(connection, identity.clone(), mine, Arc::default(), door.clone()));
-        }));
-        let mut answers = Vec::new();
-        for hello in hellos {
-            let rank = Peer(hello.member.rank);
-            let identity = Identity::new(&token, rank, Epoch(0), &hello.job).unwrap();
-            let caller = Caller {
-                endpoint: Endpoint::client(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap(),
-                client: identity.client_config().unwrap(),
-                transport: Transport::default(),
-                identity: Arc::new(identity),
-                hello: hello.clone(),
-                deadline: Instant::now() + Duration::from_secs(60),
-                patience: Duration::from_secs(60),
-            };
-            let heard = caller.connect(Peer(1), address).await;
-            answers.push(heard.map(|_| ()).map_err(|error| error.to_string()));
-        }
-        answers
-    }
-
-    /// Not only rank 0 looks at who comes: so does every rank that others connect to.
-    #[tokio::test]
-    async fn every_rank_refuses_strangers_and_says_why() {
-        let large = Hello { world: 5, ..hello("here", 2, VERSION) };
-        let older = Hello { epoch: 1, ..hello("here", 2, VERSION) };
-        let mut long = hello("here", 2, VERSION);
-        long.member.host = "h".repeat(65);
-        let cases = [
-            (hello("elsewhere", 2, VERSION), "rank 2 belongs to job \"elsewhere\", rank 1 to job \"here\""),
-            (hello("here", 2, VERSION + 1), "run the same farwire on all"),
-            (large, "started for 5 ranks, rank 1 for 4"),
-            (hello("here", 4, VERSION), "rank 4 is not below the world size"),
-            (older, "generation"),
-            (long, "too long"),
-        ];
-        let (hellos, says): (Vec<_>, Vec<_>) = cases.into_iter().unzip();
-        for (answer, says) in answers(&hellos).await.into_iter().zip(says) {
-            let error = answer.unwrap_err();
-            assert!(error.contains("rank 1 refused rank") && error.contains(says), "{error}");
-        }
-        assert_eq!(answers(&[hello("here", 2, VERSION)]).await, [Ok(())]);
-    }
-
-    /// Else a large job could not be joined.
-    #[test]
-    fn every_entry_of_the_table_of_ranks_fits() {
-        let host = "\u{1}".repeat(MAX_HOST); // which JSON writes with six bytes each
-        let member = Member { rank: u32::MAX, port: u16::MAX, host, cores: u32::MAX };
-        let address = "[ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff%4294967295]:65535".parse().unwrap();
-        let table = |ranks| encode(&Answer::Welcome(vec![(member.clone(), Some(address)); ranks])).unwrap();
-        assert!(table(2).len() - table(1).len() <= MAX_ENTRY);
-    }
-
-    /// A name that is only claimed is not enough.
-    #[tokio::test]
-    async fn a_certificate_of_another_job_is_not_of_this_one() {
-        let token = Token::generate();
-        let of = |job: &str| Identity::new(&token, Peer(1), Epoch(0), &JobName::new(job).unwrap()).unwrap();
-        let server = Endpoint::server(of("a").server_config().unwrap(), ([127, 0, 0, 1], 0).into()).unwrap();
-        let address = server.local_addr().unwrap();
-        let accepted = tokio::spawn(async move { server.accept().await.unwrap().await.unwrap() });
-        let mut client = Endpoint::client(([127, 0, 0, 1], 0).into()).unwrap();
-        client.set_default_client_config(of("b").client_config().unwrap());
-        let here = client.connect(address, &of("b").name_of(Peer(1))).unwrap().await.unwrap();
-        let there = accepted.await.unwrap();
-        for (connection, job) in [(&here, "a"), (&there, "b")] {
-            assert!(of("c").is_certified(connection, Peer(1)));
-            assert!(!of("c").is_certified(connection, Peer(2)));
-            assert!(of(job).is_of_this_job(connection, Peer(1)));
-            assert!(!of(job).is_of_this_job(connection, Peer(2)));
-            assert!(!of("c").is_of_this_job(connection, Peer(1)));
-        }
-    }
-}
+mod tests;

@@ -1,12 +1,13 @@
 //! The flight recorder: the last operations of each rank, for when things have gone wrong.
 //!
-//! It is always on. When a communicator fails, each rank writes what it knows to a file of its own; `farwire doctor FILE…` reads those of all ranks and says who was
-//! missing. [`Communicator::flight`](crate::Communicator::flight) gives the same at any time.
+//! It is always on. When a communicator fails, each rank writes what it knows to a file of its own;
+//! `farwire doctor FILE…` reads those of all ranks and says who was missing.
+//! [`Communicator::flight`](crate::Communicator::flight) gives the same at any time.
 //!
 //! Files go to the folder that [`Builder::flight_dir`](crate::Builder::flight_dir) or
 //! `FARWIRE_FLIGHT_DIR` names (`farwire launch` sets it for its ranks); if that is empty, none are
-//! written. Else they go to [a folder of this user's](user_folder), where the 64 newest are kept for a
-//! week.
+//! written. Else they go to [a folder of this user's](user_folder), where the 64 newest are kept
+//! for a week.
 
 use std::collections::VecDeque;
 use std::io;
@@ -36,7 +37,8 @@ pub struct Flight {
     pub written_us: u64,
     /// Why it was written.
     pub reason: String,
-    /// What carried data to each rank: `shm`, `quic`, `inproc`; nothing to itself and to those it had lost.
+    /// What carried data to each rank, by [name](crate::link_names); nothing to itself and to those
+    /// it had lost.
     pub links: Vec<Option<String>>,
     /// The last operations, oldest first.
     pub operations: Vec<Operation>,
@@ -112,7 +114,7 @@ impl Flight {
             Ok(path) => {
                 tracing::warn!(path = %path.display(), "wrote a flight record; `farwire doctor` reads it")
             }
-            Err(error) => tracing::warn!(%error, "could not write a flight record"),
+            Err(error) => tracing::warn!(%error, records = ?self.records, "could not write a flight record"),
         }
     }
 }
@@ -137,13 +139,26 @@ impl Records {
             Some(path) => Self::Folder(path),
         }
     }
+
+    /// Warns if records cannot be written there. Better now than when there is something to write.
+    pub(super) fn check(&self) {
+        if let Self::Folder(path) = self
+            && let Err(error) = Folder::check_named(path)
+        {
+            tracing::warn!(
+                "this rank will leave no flight record if it fails: FARWIRE_FLIGHT_DIR (or \
+                 Builder::flight_dir) is {}: {error}; name a folder that you may write to",
+                path.display()
+            );
+        }
+    }
 }
 
-/// This user's folder for flight records: `farwire` in `XDG_RUNTIME_DIR`, if that is this user's, else
-/// `farwire-` and the user's number among the system's temporary files.
+/// This user's folder for flight records: `farwire` in `XDG_RUNTIME_DIR`, if that is this user's,
+/// else `farwire-` and the user's number among the system's temporary files.
 ///
-/// Makes it if need be, removes old records, and fails if the folder is a link, another user's, or open
-/// to others.
+/// Makes it if need be, removes old records, and fails if the folder is a link, another user's, or
+/// open to others.
 pub fn user_folder() -> io::Result<PathBuf> {
     Folder::of_user().map(|folder| folder.path().to_owned())
 }

@@ -1,18 +1,18 @@
 //! Folders for flight records, safe from other users of the machine.
 //!
-//! Records go to a folder of this user's by default. Its name is known to all, so others may try to put
-//! a folder or a link of theirs in its place. Therefore:
+//! Records go to a folder of this user's by default. Its name is known to all, so others may try to
+//! put a folder or a link of theirs in its place. Therefore:
 //!
-//! 1. The folder itself is never reached through a link, belongs to this user, and nobody else may read
-//!    or write in it. One that is otherwise is not used.
+//! 1. The folder itself is never reached through a link, belongs to this user, and nobody else may
+//!    read or write in it. One that is otherwise is not used.
 //! 2. It is looked at once, when it is opened; files are then named relative to the open folder.
-//! 3. A record is written to a new file, which must not exist, and then renamed. Links are replaced,
-//!    never followed.
-//! 4. Old records are removed: those of a week ago, and all but the 64 newest entries. (A job's folder
-//!    is one entry.)
+//! 3. A record is written to a new file, which must not exist, and then renamed. Links are
+//!    replaced, never followed.
+//! 4. Old records are removed: those of a week ago, and all but the 64 newest entries. (A job's
+//!    folder is one entry.)
 //!
-//! In a folder that the user has named, 3 holds alone: who may read and write there is for the user to
-//! decide, and nothing is removed.
+//! In a folder that the user has named, 3 holds alone: who may read and write there is for the user
+//! to decide, and nothing is removed.
 
 use std::ffi::{CStr, CString};
 use std::io::{self, Write};
@@ -21,7 +21,7 @@ use std::os::unix::fs::DirBuilderExt;
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use rustix::fs::{AtFlags, CWD, Dir, Mode, OFlags};
+use rustix::fs::{Access, AtFlags, CWD, Dir, Mode, OFlags};
 use rustix::io::Errno;
 
 /// Entries of the user's folder that are kept.
@@ -39,8 +39,8 @@ pub(super) struct Folder {
 }
 
 impl Folder {
-    /// This user's own: `farwire` in `XDG_RUNTIME_DIR`, if that is this user's, else `farwire-` and the
-    /// user's number among the system's temporary files. Made if need be, and tidied.
+    /// This user's own: `farwire` in `XDG_RUNTIME_DIR`, if that is this user's, else `farwire-` and
+    /// the user's number among the system's temporary files. Made if need be, and tidied.
     pub(super) fn of_user() -> io::Result<Self> {
         let user = rustix::process::geteuid().as_raw();
         let runtime = std::env::var_os("XDG_RUNTIME_DIR").map(PathBuf::from);
@@ -85,6 +85,24 @@ impl Folder {
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)?;
         let file = rustix::fs::open(path, FOLDER, Mode::empty())?;
         Ok(Self { file, path: path.to_owned() })
+    }
+
+    /// Whether [`named`](Self::named) would work, as far as can be told without making the folder.
+    pub(super) fn check_named(path: &Path) -> io::Result<()> {
+        for place in path.ancestors() {
+            let place = if place.as_os_str().is_empty() { Path::new(".") } else { place };
+            match std::fs::metadata(place) {
+                Ok(found) if found.is_dir() => {
+                    let access = Access::WRITE_OK | Access::EXEC_OK;
+                    return rustix::fs::accessat(CWD, place, access, AtFlags::EACCESS)
+                        .map_err(|error| at(place, &error));
+                }
+                Ok(_) => return Err(at(place, &Errno::NOTDIR)),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
     }
 
     pub(super) fn path(&self) -> &Path {

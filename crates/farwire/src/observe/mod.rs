@@ -43,9 +43,10 @@ impl Observer {
     ) -> Result<Self, Error> {
         let trace = trace.map(|path| Trace::create(path, me)).transpose();
         let trace = trace.map_err(|error| Error::System {
-            what: "could not write the trace that was asked for (FARWIRE_TRACE)",
+            what: "could not write the trace (FARWIRE_TRACE or Builder::trace)",
             error,
         })?;
+        records.check();
         let recorder = Recorder::new(me, world, epoch, records);
         Ok(Self { recorder, trace, ..Self::quiet(me, world, epoch) })
     }

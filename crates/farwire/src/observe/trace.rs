@@ -1,7 +1,9 @@
-//! A trace that Perfetto (ui.perfetto.dev) and `chrome://tracing` open: each operation as a slice, in the JSON event format.
+//! A trace that Perfetto (ui.perfetto.dev) and `chrome://tracing` open: each operation as a slice,
+//! in the JSON event format.
 //!
-//! Each rank writes its own file: `trace.json` becomes `trace.rank0.json`, and so on. Times are those of the clock on the wall, so that the files of several ranks fit together;
-//! `farwire doctor --merge trace.json trace.rank*.json` puts them into one.
+//! Each rank writes its own file: `trace.json` becomes `trace.rank0.json`, and so on. Times are
+//! those of the clock on the wall, so that the files of several ranks fit together; `farwire doctor
+//! --merge trace.json trace.rank*.json` puts them into one.
 
 use std::fs::File;
 use std::io::{self, BufWriter, Write};
@@ -24,7 +26,12 @@ const FLUSH_EVERY: u32 = 64;
 
 impl Trace {
     pub(super) fn create(path: &Path, me: Peer) -> io::Result<Self> {
-        let mut file = BufWriter::new(File::create(path_of_rank(path, me))?);
+        let path = path_of_rank(path, me);
+        let file = File::create(&path).map_err(|error| {
+            let advice = "name a file in a folder that exists and that you may write to";
+            io::Error::new(error.kind(), format!("{}: {error}; {advice}", path.display()))
+        })?;
+        let mut file = BufWriter::new(file);
         let name = serde_json::json!({ "name": format!("rank {}", me.0) });
         let event = serde_json::json!({ "name": "process_name", "ph": "M", "pid": me.0, "args": name });
         // The closing bracket is optional in this format, so that a process may end at any time.

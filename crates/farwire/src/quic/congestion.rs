@@ -1,22 +1,23 @@
 //! How much may be under way: congestion control by a model of the path.
 //!
-//! CUBIC takes every lost packet for congestion. At 100 ms and one packet in a thousand lost, that is
-//! 4 Mbit/s, whatever the line could carry. This controller, in the manner of BBRv3, measures the path
-//! instead:
+//! CUBIC takes every lost packet for congestion. At 100 ms and one packet in a thousand lost, that
+//! is 4 Mbit/s, whatever the line could carry. This controller, in the manner of BBRv3, measures
+//! the path instead:
 //!
-//! - **bandwidth**: the highest rate at which data was delivered lately. Each packet remembers what had
-//!   been delivered when it was sent; when it is acknowledged, what was delivered since, over the time
-//!   that took (or the time it took to send it, if that was longer), is a sample. Samples from times in
-//!   which this side had nothing to send, or did not fill the window, say little: they count only if they
-//!   are higher.
-//! - **least round trip**: the shortest round trip of the last ten seconds. If none came near it for
-//!   that long, or the path seems to have become longer, *ProbeRtt* lowers the window for a moment and
-//!   measures anew.
+//! - **bandwidth**: the highest rate at which data was delivered lately. Each packet remembers what
+//!   had been delivered when it was sent; when it is acknowledged, what was delivered since, over
+//!   the time that took (or the time it took to send it, if that was longer), is a sample. Samples
+//!   from times in which this side had nothing to send, or did not fill the window, say little:
+//!   they count only if they are higher.
+//! - **least round trip**: the shortest round trip of the last ten seconds. If none came near it
+//!   for that long, or the path seems to have become longer, *ProbeRtt* lowers the window for a
+//!   moment and measures anew.
 //!
 //! Their product is what the path holds without a queue. The window is that, plus a fifth (at least
-//! 8 ms) so that a late acknowledgement or a busy core leaves no gap, plus what is usually lost. If a queue
-//! stays although this side has drained its own, others fill it (CUBIC does), and the window covers the
-//! wait behind them too, up to twice the least round trip: else they would push this side out.
+//! 8 ms) so that a late acknowledgement or a busy core leaves no gap, plus what is usually lost. If
+//! a queue stays although this side has drained its own, others fill it (CUBIC does), and the
+//! window covers the wait behind them too, up to twice the least round trip: else they would push
+//! this side out.
 //!
 //! ```text
 //!         Startup ──▶ Down ──▶ Cruise ──▶ Up ──▶ Down ──▶ Cruise …
@@ -24,26 +25,28 @@
 //! rounds  as needed   2        6 to 11    2 + n  2
 //! ```
 //!
-//! - **Startup** doubles the window each round, up to twice what the path is known to hold, until the queue
-//!   begins to fill: the rate stops growing, and even the fastest packet of a round had to wait. (Or the rate
-//!   has not grown for three rounds, or a tenth is lost.)
-//! - **Up** asks once in a while whether there is more: one round with a quarter more. It goes on for as
-//!   long as the rate grows, so a doubled rate is found within a few round trips. **Down** drains what
-//!   Up left in the queue, which also shows the least round trip again.
-//! - **Loss** lowers the window's ceiling only if it is more than the path loses anyway. What it loses
-//!   anyway is learnt from rounds whose packets met no queue: no queue can have dropped those. A round
-//!   that loses 1 % more than twice that, and met a queue, sets the ceiling to what did get through.
-//!   Up raises it again.
-//! - **A fallen rate** shows as a round trip longer than the window explains. ProbeRtt then tells whether
-//!   this side's own queue is to blame: if so, the rate is what was delivered lately; if not, the path has
-//!   become longer, or is shared. In any case the highest rate is forgotten after two cycles.
+//! - **Startup** doubles the window each round, up to twice what the path is known to hold, until
+//!   the queue begins to fill: the rate stops growing, and even the fastest packet of a round had
+//!   to wait. (Or the rate has not grown for three rounds, or a tenth is lost.)
+//! - **Up** asks once in a while whether there is more: one round with a quarter more. It goes on
+//!   for as long as the rate grows, so a doubled rate is found within a few round trips. **Down**
+//!   drains what Up left in the queue, which also shows the least round trip again.
+//! - **Loss** lowers the window's ceiling only if it is more than the path loses anyway. What it
+//!   loses anyway is learnt from rounds whose packets met no queue: no queue can have dropped
+//!   those. A round that loses 1 % more than twice that, and met a queue, sets the ceiling to what
+//!   did get through. Up raises it again.
+//! - **A fallen rate** shows as a round trip longer than the window explains. ProbeRtt then tells
+//!   whether this side's own queue is to blame: if so, the rate is what was delivered lately; if
+//!   not, the path has become longer, or is shared. In any case the highest rate is forgotten after
+//!   two cycles.
 //!
-//! **Pacing.** quinn has one number for both window and pace: it sends at 1.25 × window / round trip. So
-//! there is no pace to set here, and no gain on it; all gains act on the window. That is enough: with a
-//! window of 1.2 times what the path holds, quinn's pace is above the line's rate, acknowledgements
-//! set the pace, and the queue cannot exceed the window's excess. quinn's pace also falls by itself as
-//! the round trip rises. What is lost against BBR is that Up fills its quarter in a burst at 1.25 times the
-//! rate over one round, not more slowly; with a queue shorter than that, the ceiling takes over.
+//! **Pacing.** quinn has one number for both window and pace: it sends at 1.25 × window / round
+//! trip. So there is no pace to set here, and no gain on it; all gains act on the window. That is
+//! enough: with a window of 1.2 times what the path holds, quinn's pace is above the line's rate,
+//! acknowledgements set the pace, and the queue cannot exceed the window's excess. quinn's pace also falls by itself
+//! as the round trip rises. What is lost against BBR is that Up fills its quarter in a burst at
+//! 1.25 times the rate over one round, not more slowly; with a queue shorter than that, the ceiling
+//! takes over.
 
 mod by_distance;
 
@@ -72,12 +75,12 @@ pub(crate) enum Congestion {
 
 impl Congestion {
     /// What the variable's value means.
-    pub(crate) fn parse(text: Option<&str>) -> Result<Self, String> {
+    pub(crate) fn parse(text: &str) -> Option<Self> {
         match text {
-            None | Some("auto") => Ok(Self::ByDistance),
-            Some("model") => Ok(Self::Model),
-            Some("cubic") => Ok(Self::Cubic),
-            Some(other) => Err(other.to_owned()),
+            "auto" => Some(Self::ByDistance),
+            "model" => Some(Self::Model),
+            "cubic" => Some(Self::Cubic),
+            _ => None,
         }
     }
 
@@ -114,7 +117,8 @@ const HEADROOM: f64 = 0.9;
 const ABOVE: f64 = 1.1;
 /// A round that had less of the window under way was limited by the application.
 const FILLED: f64 = 0.75;
-/// ProbeRtt's window, as a share of what the path holds: enough to leave no queue, and most of the rate.
+/// ProbeRtt's window, as a share of what the path holds: enough to leave no queue, and most of the
+/// rate.
 const PROBE: f64 = 0.75;
 /// Startup's window, as a multiple of what the path is known to hold.
 const STARTUP: f64 = 2.0;
@@ -132,8 +136,8 @@ const SHORT: u64 = 600;
 /// Records of sent batches; more than a window of any path has.
 const MOST_RECORDS: usize = 1 << 16;
 
-/// Makes [`Model`]s. Each has a seed of its own: flows that ask for more at the same times would not learn
-/// that they share a line unequally.
+/// Makes [`Model`]s. Each has a seed of its own: flows that ask for more at the same times would
+/// not learn that they share a line unequally.
 #[derive(Debug)]
 pub(crate) struct ModelConfig {
     next_seed: AtomicU64,
@@ -182,8 +186,8 @@ struct Sent {
     app_limited: bool,
 }
 
-/// What happened since the last round began. A round lasts until something is acknowledged that was sent
-/// in it.
+/// What happened since the last round began. A round lasts until something is acknowledged that was
+/// sent in it.
 #[derive(Clone, Copy, Debug)]
 struct Round {
     /// It ends when something is acknowledged that was sent when this much had been delivered.
@@ -316,8 +320,8 @@ impl Model {
         self.rates[0].max(self.rates[1])
     }
 
-    /// Takes in a round's rate. The highest of a cycle may be chance: acknowledgements that were held up and
-    /// then came together. So the second highest counts, but while Up looks for more.
+    /// Takes in a round's rate. The highest of a cycle may be chance: acknowledgements that were
+    /// held up and then came together. So the second highest counts, but while Up looks for more.
     fn learn(&mut self, rate: f64) {
         if rate > self.best_rounds[0] {
             self.best_rounds = [rate, self.best_rounds[0]];
@@ -352,9 +356,9 @@ impl Model {
         }
     }
 
-    /// Packets took `rtt` although this side left no queue: others did, or the acknowledgements' way is
-    /// busy. The window then covers that, and a quarter of the usual excess; more would have flows like
-    /// this one lengthen each other's queues without end.
+    /// Packets took `rtt` although this side left no queue: others did, or the acknowledgements'
+    /// way is busy. The window then covers that, and a quarter of the usual excess; more would have
+    /// flows like this one lengthen each other's queues without end.
     fn set_others(&mut self, rtt: Duration) {
         let most = self.least_rtt.max(LEAST_EXCESS / 2);
         self.others = rtt.saturating_sub(self.least_rtt + 3 * self.excess() / 4).min(most);
@@ -462,7 +466,8 @@ impl Model {
         }
         if delivered > LEARN_PACKETS * self.mtu {
             let loss = round.lost as f64 / (round.lost + delivered) as f64;
-            // In the last round of Down, this side leaves no queue. Others' may lose some packets, too.
+            // In the last round of Down, this side leaves no queue. Others' may lose some packets,
+            // too.
             let down = self.phase == Phase::Down && self.phase_rounds == self.down_rounds();
             let empty = round.mean_rtt() < self.expected_rtt();
             if down && empty {
@@ -575,8 +580,8 @@ impl Model {
         }
     }
 
-    /// One to drain the queue, one more if losses of an overfull queue are still to be reported, and one
-    /// that shows the path as it is.
+    /// One to drain the queue, one more if losses of an overfull queue are still to be reported,
+    /// and one that shows the path as it is.
     fn down_rounds(&self) -> u32 {
         2 + u32::from(self.overfull)
     }
@@ -589,7 +594,8 @@ impl Model {
         self.enter(Phase::ProbeRtt { why, least: Duration::MAX, rate });
     }
 
-    /// Forgets the highest rate of the cycle before the last, unless the window was never filled since.
+    /// Forgets the highest rate of the cycle before the last, unless the window was never filled
+    /// since.
     fn begin_cycle(&mut self, now: Instant) {
         self.cycle_began = now;
         if std::mem::take(&mut self.learnt) && self.rates[0] > 0.0 {

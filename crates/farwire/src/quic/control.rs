@@ -1,8 +1,9 @@
 //! Is the peer alive? Answered heartbeats, and the goodbye.
 //!
-//! Each side sends a ping now and then and answers the other's. Only an *answer* counts as life: what leaves this process may go nowhere. A peer that does not
-//! answer for long enough, stopped, dead or cut off, is lost. How long is enough grows with the round trip,
-//! so that a link that is merely long, or has a long queue, is not declared dead.
+//! Each side sends a ping now and then and answers the other's. Only an *answer* counts as life:
+//! what leaves this process may go nowhere. A peer that does not answer for long enough, stopped,
+//! dead or cut off, is lost. How long is enough grows with the round trip, so that a link that is
+//! merely long, or has a long queue, is not declared dead.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,7 +19,8 @@ use crate::shm::bell::Bell;
 /// How often to look at the clock, and how long to wait for an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Beats {
-    /// Every other time, the peer is asked: with many ranks on one host, questions and answers are what keeps it busy.
+    /// Every other time, the peer is asked: with many ranks on one host, questions and answers are
+    /// what keeps it busy.
     pub(crate) every: Duration,
     pub(crate) lost_after: Duration,
 }
@@ -28,7 +30,8 @@ pub(crate) struct Beats {
 pub(crate) struct Health {
     lost: AtomicBool,
     reason: Mutex<String>,
-    /// How many data streams the peer has opened in all, plus one, once it has said goodbye; zero before.
+    /// How many data streams the peer has opened in all, plus one, once it has said goodbye; zero
+    /// before.
     goodbye: AtomicU64,
     /// Set by this side when it leaves, with the number of streams that it has opened.
     leaving: Notify,
@@ -98,6 +101,8 @@ const PING: u8 = 1;
 const PONG: u8 = 2;
 const BYE: u8 = 3;
 
+const NONSENSE: &str = "it said something on the control stream that means nothing";
+
 /// Asks and answers until either side leaves.
 pub(crate) async fn watch(
     connection: Connection,
@@ -117,7 +122,8 @@ pub(crate) async fn watch(
     let reason = loop {
         let message = tokio::select! {
             _ = tick.tick() => {
-                // Time in which this process itself did not run is not the peer's silence: its answer may be here, unread.
+                // Time in which this process itself did not run is not the peer's silence: its
+                // answer may be here, unread.
                 silence += looked.elapsed().min(2 * beats.every);
                 looked = Instant::now();
                 // Who has said goodbye answers no more.
@@ -149,7 +155,7 @@ pub(crate) async fn watch(
                     health.bell.ring();
                     None
                 }
-                Some(_) => break Some("it said something on the control stream that means nothing".to_owned()),
+                Some(_) => break Some(NONSENSE.to_owned()),
                 None if health.goodbye().is_some() => {
                     // It has left; this side will, too.
                     health.leaving.notified().await;

@@ -1,15 +1,17 @@
 //! A link whose lanes are QUIC streams.
 //!
-//! A lane is spread over several streams, frame by frame in turn, and put together again by the index in
-//! each frame's header. So one operation can fill a long link, although a stream holds little, and a lost
-//! packet holds up the frames of one stream only. A stream is a sequence of frames:
+//! A lane is spread over several streams, frame by frame in turn, and put together again by the
+//! index in each frame's header. So one operation can fill a long link, although a stream holds
+//! little, and a lost packet holds up the frames of one stream only. A stream is a sequence of
+//! frames:
 //!
 //! ```text
 //! one byte: 1 if this is its lane's last frame, else 0 │ header │ payload
 //! ```
 //!
-//! Frames of one stream have rising indices. Notices, which belong to no lane, have a stream of their own.
-//! A sender that gives a lane up resets its streams, and the receiver drops what came of it.
+//! Frames of one stream have rising indices. Notices, which belong to no lane, have a stream of
+//! their own. A sender that gives a lane up resets its streams, and the receiver drops what came of
+//! it.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -27,8 +29,8 @@ use super::control::Health;
 use crate::link::{Arrival, Broken, Link};
 use crate::shm::bell::Bell;
 
-// What a peer can make this process hold, whether by mistake or by malice. With the default segments,
-// whose frames have up to 128 KiB:
+// What a peer can make this process hold, whether by mistake or by malice. With the default
+// segments, whose frames have up to 128 KiB:
 //
 //   CONNECTION_WINDOW            256 MiB  in streams, unread
 //   lanes × one frame                     the heads of lanes
@@ -36,27 +38,28 @@ use crate::shm::bell::Bell;
 //
 // What is sent for operations that are wanted must not have to wait behind what is not wanted yet:
 //
-// - The next frame of a lane may always be read, whatever else is held. It is at the front of its stream,
-//   since indices rise, so it can be reached. Only frames beyond it count against SPARE_FRAMES, and a lane
-//   may read LANE_FRAMES of those ahead.
-// - What is not read holds its stream's window, so a lane holds at most as many windows as its sender
-//   gives it streams: those that the path needs, and LANE_STREAMS at most.
+// - The next frame of a lane may always be read, whatever else is held. It is at the front of its
+//   stream, since indices rise, so it can be reached. Only frames beyond it count against
+//   SPARE_FRAMES, and a lane may read LANE_FRAMES of those ahead.
+// - What is not read holds its stream's window, so a lane holds at most as many windows as its
+//   sender gives it streams: those that the path needs, and LANE_STREAMS at most.
 //
-// How much of it is for operations that this rank has not called is for the engine's allowance. Beyond these
-// numbers, operations that both sides have called, on several communicators and in different orders, can
-// wait for each other until their deadline.
+// How much of it is for operations that this rank has not called is for the engine's allowance.
+// Beyond these numbers, operations that both sides have called, on several communicators and in
+// different orders, can wait for each other until their deadline.
 
 /// Streams of a peer that may be open.
 const STREAMS: VarInt = VarInt::from_u32(4096);
-/// Bytes of one stream that are unread. quinn ends a connection one of whose streams has more than 1,024
-/// gaps. Packets carry 1,150 bytes or more, so this many have 912 gaps if every other one is lost.
+/// Bytes of one stream that are unread. quinn ends a connection one of whose streams has more than
+/// 1,024 gaps. Packets carry 1,150 bytes or more, so this many have 912 gaps if every other one is
+/// lost.
 pub(crate) const STREAM_WINDOW: VarInt = VarInt::from_u32(2 << 20);
 /// Bytes of all streams of a connection that are unread.
 pub(crate) const CONNECTION_WINDOW: VarInt = VarInt::from_u32(256 << 20);
 /// Streams of one lane, at most: with these, 64 MiB of one operation can be under way.
 const LANE_STREAMS: u64 = 32;
-/// A lane's streams hold this many times what the path does, so that the line stays busy while a packet
-/// is found to be lost, sent again, and lost again.
+/// A lane's streams hold this many times what the path does, so that the line stays busy while a
+/// packet is found to be lost, sent again, and lost again.
 const WINDOWS_PER_PATH: u64 = 4;
 /// Frames of one stream that wait here to be sent.
 const QUEUE: usize = 2;
@@ -64,6 +67,9 @@ const QUEUE: usize = 2;
 const SPARE_FRAMES: usize = 512;
 /// Frames of one lane that are read ahead.
 const LANE_FRAMES: u32 = 128;
+
+/// The name of this kind of link.
+pub(super) const NAME: &str = "quic";
 
 /// The driver's end. The other ends are tasks, one per stream.
 #[derive(Debug)]
@@ -171,8 +177,8 @@ impl Shared {
         self.lanes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until a frame may be read from `stream`: it is the next of its lane, or there is room to
-    /// spare.
+    /// Waits until a frame may be read from `stream`: it is the next of its lane, or there is room
+    /// to spare.
     async fn room(&self, lane: Lane, index: u32, stream: &mut RecvStream) -> Result<Room, Broken> {
         let mut may_be_reset = true;
         loop {
@@ -292,7 +298,7 @@ impl QuicLink {
 
 impl Link for QuicLink {
     fn kind(&self) -> &'static str {
-        "quic"
+        NAME
     }
 
     fn send(&mut self, lane: Option<Lane>, header: &Header, payload: &[u8], last: bool) -> bool {
@@ -331,7 +337,8 @@ impl Link for QuicLink {
             tracing::warn!(peer = %self.shared.from, reason, "lost a peer");
             return Err(Broken("the peer is lost"));
         }
-        // Read before the queue is found empty: what is counted as being read now may be in the queue a moment later.
+        // Read before the queue is found empty: what is counted as being read now may be in the
+        // queue a moment later.
         let all_here = self.health.goodbye().is_some_and(|streams| {
             self.shared.accepted.load(Ordering::SeqCst) >= streams
                 && self.shared.reading.load(Ordering::SeqCst) == 0
@@ -428,7 +435,8 @@ impl Drop for Writing {
     }
 }
 
-/// Sends frames of one lane in order, the first of them `ahead` of other streams; or notices, all of them.
+/// Sends frames of one lane in order, the first of them `ahead` of other streams; or notices, all
+/// of them.
 async fn write_stream(
     connection: Connection,
     mut writing: Writing,
@@ -452,7 +460,8 @@ async fn write_stream(
             shared.bell.ring();
         }
         stream.finish().ok()?;
-        // Until the peer has it all. (An error here is a lost peer, which the heartbeats will tell.)
+        // Until the peer has it all. (An error here is a lost peer, which the heartbeats will
+        // tell.)
         stream.stopped().await.ok()
     };
     written.await;
@@ -474,7 +483,8 @@ async fn accept_streams(connection: Connection, shared: Arc<Shared>) {
     }
 }
 
-/// Reads frames for as long as there is room for them; what there is no room for stays with the peer.
+/// Reads frames for as long as there is room for them; what there is no room for stays with the
+/// peer.
 async fn read_stream(mut stream: RecvStream, shared: &Shared) -> Result<(), Broken> {
     let mut lane = None;
     let given_up = loop {
@@ -513,270 +523,11 @@ async fn read_stream(mut stream: RecvStream, shared: &Shared) -> Result<(), Brok
     Ok(())
 }
 
-/// Whether a stream was given up by the peer. If it has ended, that is well; a connection that has is
-/// told by the heartbeats.
+/// Whether a stream was given up by the peer. If it has ended, that is well; a connection that has
+/// is told by the heartbeats.
 fn is_reset(end: &ReadExactError) -> bool {
     matches!(end, ReadExactError::ReadError(ReadError::Reset(_)))
 }
 
 #[cfg(test)]
-mod tests {
-    use std::net::SocketAddr;
-    use std::time::Duration;
-
-    use farwire_proto::{Call, CommId, Config, Engine, Epoch, OpSeq, Options, Time, WorldSize};
-    use quinn::Endpoint;
-    use tokio::runtime::Runtime;
-
-    use super::*;
-    use crate::join::identity::Identity;
-    use crate::quic::transport::Transport;
-    use crate::token::Token;
-
-    const LONGEST: usize = 1000;
-
-    /// A link, and the other end of its connection.
-    struct Ends {
-        runtime: Runtime,
-        link: QuicLink,
-        bell: Bell,
-        peer: Connection,
-        _endpoints: [Endpoint; 2],
-    }
-
-    fn ends() -> Ends {
-        let runtime =
-            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-        let token = Token::generate();
-        let endpoint = |rank| {
-            let identity = Identity::new(&token, Peer(rank), Epoch(0), &Default::default()).unwrap();
-            let (mut server, mut client) =
-                (identity.server_config().unwrap(), identity.client_config().unwrap());
-            let address = SocketAddr::from(([127, 0, 0, 1], 0));
-            let transport = Transport::default().to(address);
-            server.transport_config(transport.clone());
-            client.transport_config(transport);
-            let mut endpoint = Endpoint::server(server, address).unwrap();
-            endpoint.set_default_client_config(client);
-            (endpoint, identity)
-        };
-        let (connection, peer, endpoints) = runtime.block_on(async {
-            let ((here, identity), (there, _)) = (endpoint(0), endpoint(1));
-            let connecting = there.connect(here.local_addr().unwrap(), &identity.name_of(Peer(0))).unwrap();
-            let accepting = async { here.accept().await.unwrap().await.unwrap() };
-            let (connection, peer) = tokio::join!(accepting, connecting);
-            (connection, peer.unwrap(), [here, there])
-        });
-        let bell = Bell::new().unwrap();
-        let health = Health::new(bell.clone());
-        let handle = runtime.handle().clone();
-        let link = QuicLink::new(connection, Peer(1), LONGEST, bell.clone(), health, handle);
-        Ends { runtime, link, bell, peer, _endpoints: endpoints }
-    }
-
-    /// What arrives next.
-    fn next(link: &mut QuicLink, bell: &Bell) -> Result<Arrival, Broken> {
-        loop {
-            let count = bell.count();
-            if let Some(arrival) = link.poll_arrived()? {
-                return Ok(arrival);
-            }
-            bell.sleep(count, Duration::from_millis(100));
-        }
-    }
-
-    fn header(payload: usize) -> Header {
-        let mut engine = Engine::new(Peer(1), WorldSize::new(2).unwrap(), Config::default());
-        let plan = engine.plan(CommId::WORLD, &Call::Barrier, &Options::default()).unwrap();
-        engine.submit(Time::ZERO, plan).unwrap();
-        Header { payload: payload as u32, ..engine.poll_transmit().unwrap().header }
-    }
-
-    /// A frame as it goes on the wire; its payload is its index.
-    fn frame(seq: u64, index: u32, last: bool) -> Vec<u8> {
-        let header = Header { seq: OpSeq::Collective(seq), index, ..header(LONGEST) };
-        [&[last.into()][..], &header.encode(), &[index as u8; LONGEST]].concat()
-    }
-
-    /// Writes frames of one operation for as long as there is room for them.
-    async fn write_frames(peer: Connection, seq: u64, indices: impl Iterator<Item = u32>, last: u32) {
-        let mut stream = peer.open_uni().await.unwrap();
-        for index in indices {
-            stream.write_all(&frame(seq, index, index == last)).await.unwrap();
-        }
-        stream.finish().unwrap();
-        stream.stopped().await.unwrap();
-    }
-
-    #[test]
-    fn a_frame_with_a_huge_length_breaks_the_link_and_allocates_nothing() {
-        for payload in [LONGEST + 1, u32::MAX as usize] {
-            let Ends { runtime, mut link, bell, peer, _endpoints } = ends();
-            runtime.block_on(async {
-                let mut stream = peer.open_uni().await.unwrap();
-                stream.write_all(&[0]).await.unwrap();
-                stream.write_all(&header(payload).encode()).await.unwrap();
-            });
-            assert_eq!(next(&mut link, &bell).unwrap_err(), Broken("a frame is longer than agreed"));
-        }
-    }
-
-    #[test]
-    fn what_nobody_wants_yet_is_bounded_and_holds_up_nothing_that_is_wanted() {
-        const EARLY: usize = 200;
-        const WANTED: u64 = 9999;
-        let Ends { runtime, mut link, bell, peer, _endpoints } = ends();
-        let held = |link: &QuicLink| link.incoming.values().map(|lane| lane.frames.len()).sum::<usize>();
-        for seq in 0..EARLY {
-            runtime.spawn(write_frames(peer.clone(), seq as u64, 0..16, 15));
-        }
-        while held(&link) < EARLY + SPARE_FRAMES {
-            let count = bell.count();
-            if link.poll_arrived().unwrap().is_none() {
-                bell.sleep(count, Duration::from_millis(100));
-            }
-        }
-        let frames = 100;
-        runtime.spawn(write_frames(peer.clone(), WANTED, (0..frames).step_by(2), frames - 1));
-        runtime.spawn(write_frames(peer, WANTED, (1..frames).step_by(2), frames - 1));
-        for _ in 0..frames {
-            let Ok(Arrival::Frame(lane)) = next(&mut link, &bell) else { panic!("only frames are sent") };
-            assert_eq!(lane.seq, OpSeq::Collective(WANTED), "there is no room for others");
-            link.pop(&lane);
-        }
-        assert_eq!(held(&link), EARLY + SPARE_FRAMES);
-        assert_eq!(link.incoming.len(), EARLY, "a lane is forgotten with its last frame");
-        assert_eq!(link.shared.lanes().len(), EARLY);
-    }
-
-    #[test]
-    fn frames_that_overtake_others_wait_for_them() {
-        let Ends { runtime, mut link, bell, peer, _endpoints } = ends();
-        let write = |indices: &'static [u32]| {
-            runtime.block_on(write_frames(peer.clone(), 5, indices.iter().copied(), 4));
-        };
-        write(&[2, 3]);
-        write(&[1, 4]);
-        while link.incoming.values().next().is_none_or(|lane| lane.frames.len() < 4) {
-            let count = bell.count();
-            assert!(link.poll_arrived().unwrap().is_none(), "the first is not here");
-            bell.sleep(count, Duration::from_millis(100));
-        }
-        write(&[0]);
-        let Ok(Arrival::Frame(lane)) = next(&mut link, &bell) else { panic!("only frames are sent") };
-        for index in 0..5 {
-            let (header, body) = link.head(&lane).unwrap();
-            assert_eq!((header.index, body[0]), (index, index as u8));
-            link.pop(&lane);
-        }
-        assert!(link.head(&lane).is_none());
-        assert!(link.incoming.is_empty());
-    }
-
-    #[test]
-    fn a_frame_that_comes_twice_breaks_the_link() {
-        for indices in [[1, 1], [0, 0]] {
-            let Ends { runtime, mut link, bell, peer, _endpoints } = ends();
-            runtime.block_on(async {
-                for index in indices {
-                    let mut stream = peer.open_uni().await.unwrap();
-                    stream.write_all(&frame(5, index, false)).await.unwrap();
-                    stream.finish().unwrap();
-                }
-            });
-            let broken = loop {
-                match next(&mut link, &bell) {
-                    Ok(Arrival::Frame(lane)) => link.pop(&lane),
-                    Ok(other) => panic!("{other:?}"),
-                    Err(broken) => break broken,
-                }
-            };
-            assert_eq!(broken, Broken("a frame came twice"));
-        }
-    }
-
-    /// One stream's window must not limit what one operation has under way.
-    #[test]
-    fn a_lane_is_spread_over_streams() {
-        let Ends { runtime, mut link, peer, _endpoints, .. } = ends();
-        peer.set_max_concurrent_uni_streams(STREAMS);
-        let header = Header { seq: OpSeq::Collective(1), ..header(LONGEST) };
-        let lane = Lane::of(Peer(0), &header);
-        for index in 0..4 {
-            assert!(link.send(Some(lane), &Header { index, ..header }, &[0; LONGEST], index == 3));
-        }
-        link.close(); // which ends the stream of notices
-        let indices = runtime.block_on(async {
-            let mut indices = Vec::new();
-            for _ in 0..3 {
-                let mut stream = peer.accept_uni().await.unwrap();
-                let bytes = stream.read_to_end(usize::MAX).await.unwrap();
-                let frames = bytes.chunks(1 + HEADER_LEN + LONGEST);
-                indices.push(frames.map(|frame| Header::decode(&frame[1..]).unwrap().index).collect());
-            }
-            indices
-        });
-        let mut indices: Vec<Vec<u32>> = indices;
-        indices.sort();
-        assert_eq!(indices, [vec![], vec![0, 2], vec![1, 3]]);
-    }
-
-    /// What came of a lane that the peer has given up is dropped, and others have its room.
-    #[test]
-    fn a_lane_that_its_sender_gives_up_holds_nothing() {
-        let Ends { runtime, mut link, bell, peer, _endpoints } = ends();
-        // No frame is the first of its lane, so all of them need room to spare, and some find none.
-        let mut streams: Vec<_> = runtime.block_on(async {
-            let mut streams = Vec::new();
-            for seq in 0..8 {
-                let mut stream = peer.open_uni().await.unwrap();
-                for index in 1..=100 {
-                    stream.write_all(&frame(seq, index, false)).await.unwrap();
-                }
-                streams.push(stream);
-            }
-            streams
-        });
-        let wait_for = |link: &mut QuicLink, holds: &dyn Fn(&QuicLink) -> bool| {
-            while !holds(link) {
-                let count = bell.count();
-                assert!(link.poll_arrived().unwrap().is_none(), "none is the next of its lane");
-                bell.sleep(count, Duration::from_millis(100));
-            }
-        };
-        wait_for(&mut link, &|link| link.shared.spare.available_permits() == 0);
-        streams.iter_mut().for_each(|stream| stream.reset(VarInt::from_u32(0)).unwrap());
-        wait_for(&mut link, &|link| link.incoming.is_empty() && link.shared.lanes().is_empty());
-        assert_eq!(link.shared.spare.available_permits(), SPARE_FRAMES);
-    }
-
-    #[test]
-    fn giving_a_lane_up_resets_its_streams() {
-        let Ends { runtime, mut link, bell, peer, _endpoints } = ends();
-        peer.set_max_concurrent_uni_streams(STREAMS);
-        let header = Header { seq: OpSeq::Collective(1), ..header(LONGEST) };
-        let lane = Lane::of(Peer(0), &header);
-        for index in 0..4 {
-            assert!(link.send(Some(lane), &Header { index, ..header }, &[0; LONGEST], false));
-        }
-        while link.shared.writable.lock().unwrap().len() < 4 {
-            bell.sleep(bell.count(), Duration::from_millis(1));
-        }
-        link.abandon(lane.comm, Some(lane.seq));
-        link.close(); // which ends the stream of notices
-        let reset = runtime.block_on(async {
-            let mut reset = 0;
-            for _ in 0..3 {
-                let mut stream = peer.accept_uni().await.unwrap();
-                match stream.read_to_end(usize::MAX).await {
-                    Ok(_) => {}
-                    Err(quinn::ReadToEndError::Read(ReadError::Reset(_))) => reset += 1,
-                    Err(end) => panic!("{end}"),
-                }
-            }
-            reset
-        });
-        assert_eq!(reset, 2);
-        assert!(link.outgoing.is_empty());
-    }
-}
+mod tests;

@@ -18,8 +18,8 @@ const LONGEST_PAYLOAD: u16 = 6500;
 /// Bytes of the headers of IPv6 and UDP.
 const HEADERS: u32 = 48;
 
-/// After this time without a packet, one is sent. A peer that waits for others to join may have nothing to
-/// say for longer than the idle timeout.
+/// After this time without a packet, one is sent. A peer that waits for others to join may have
+/// nothing to say for longer than the idle timeout.
 pub(crate) const KEEP_ALIVE: Duration = Duration::from_secs(3);
 
 /// Settings for the connections of one endpoint.
@@ -36,8 +36,8 @@ impl Transport {
         config
     }
 
-    /// Settings for a connection to `peer`. They allow little: a link that carries data asks for more
-    /// later, and strangers never get there.
+    /// Settings for a connection to `peer`. They allow little: a link that carries data asks for
+    /// more later, and strangers never get there.
     pub(crate) fn to(self, peer: SocketAddr) -> Arc<TransportConfig> {
         let mut packets = MtuDiscoveryConfig::default();
         packets.upper_bound(longest_payload(peer));
@@ -50,7 +50,8 @@ impl Transport {
             .stream_receive_window(link::STREAM_WINDOW)
             .receive_window(link::STREAM_WINDOW)
             .send_window(link::CONNECTION_WINDOW.into_inner())
-            // A frame that has begun is sent to its end before the next, which nobody can use earlier.
+            // A frame that has begun is sent to its end before the next, which nobody can use
+            // earlier.
             .send_fairness(false)
             .datagram_receive_buffer_size(None)
             .keep_alive_interval(Some(KEEP_ALIVE))
@@ -61,8 +62,8 @@ impl Transport {
     }
 }
 
-/// The longest payload that the first link of the route to `peer` carries. Whether the rest of the path
-/// does is for quinn to find out, which begins with the least and tries longer ones.
+/// The longest payload that the first link of the route to `peer` carries. Whether the rest of the
+/// path does is for quinn to find out, which begins with the least and tries longer ones.
 fn longest_payload(peer: SocketAddr) -> u16 {
     let route = || -> std::io::Result<u32> {
         // Connecting a UDP socket sends nothing.
@@ -74,6 +75,28 @@ fn longest_payload(peer: SocketAddr) -> u16 {
     let payload = route().map_or(0, |mtu| mtu.saturating_sub(HEADERS));
     u16::try_from(payload).unwrap_or(u16::MAX).clamp(LEAST_PAYLOAD, LONGEST_PAYLOAD)
 }
+
+/// Makes the system keep more packets for a socket while this process is busy, as far as it allows;
+/// those it cannot keep have to be sent again. Returns the bytes it keeps for the receiver.
+pub(crate) fn widen(socket: &UdpSocket) -> usize {
+    // Beyond the system's limit for a privileged process, up to it for any other.
+    if sockopt::set_socket_recv_buffer_size_force(socket, BUFFER).is_err() {
+        let _ = sockopt::set_socket_recv_buffer_size(socket, BUFFER);
+    }
+    let _ = sockopt::set_socket_send_buffer_size(socket, BUFFER);
+    let got = sockopt::socket_recv_buffer_size(socket).unwrap_or(0);
+    if got < BUFFER {
+        tracing::debug!(
+            got,
+            wanted = BUFFER,
+            "the system limits UDP buffers; raise net.core.rmem_max for speed"
+        );
+    }
+    got
+}
+
+/// Bytes that are asked for.
+pub(crate) const BUFFER: usize = 8 << 20;
 
 #[cfg(test)]
 mod tests {

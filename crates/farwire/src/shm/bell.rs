@@ -11,8 +11,8 @@ use rustix::thread::futex;
 use super::region::Region;
 use super::slots::{Memory, Word};
 
-/// One per process. Whoever has something for the process rings it; whoever waits for something notes
-/// the count, looks around, and sleeps until the count changes, so that no ring is missed.
+/// One per process. Whoever has something for the process rings it; whoever waits for something
+/// notes the count, looks around, and sleeps until the count changes, so that no ring is missed.
 #[derive(Clone, Debug)]
 pub(crate) struct Bell {
     region: Arc<Region>,
@@ -62,8 +62,8 @@ pub(super) trait Alarm: Word {
     fn add(&self, value: u32);
     /// `std::sync::atomic::fence` with sequential consistency.
     fn fence();
-    /// Sleeps until [`wake`](Self::wake), if the word is still `value`, or until the timeout, or for no
-    /// reason less.
+    /// Sleeps until [`wake`](Self::wake), if the word is still `value`, or until the timeout, or
+    /// for no reason less.
     fn wait(&self, value: u32, timeout: Duration);
     /// Wakes all who sleep.
     fn wake(&self);
@@ -91,7 +91,8 @@ impl Alarm for AtomicU32 {
     }
 }
 
-/// What a bell does with its two words. Apart, so that a model checker can do the same with its own.
+/// What a bell does with its two words. Apart, so that a model checker can do the same with its
+/// own.
 #[derive(Debug)]
 pub(super) struct Words<'a, A> {
     pub(super) rings: &'a A,
@@ -105,8 +106,8 @@ impl<A: Alarm> Words<'_, A> {
 
     pub(super) fn ring(&self) {
         self.rings.add(1);
-        // A sleeper announces itself before the count is compared. Between the two fences, either it
-        // finds the new count, or it is found here.
+        // A sleeper announces itself before the count is compared. Between the two fences, either
+        // it finds the new count, or it is found here.
         A::fence();
         if self.sleepers.load(Ordering::Relaxed) > 0 {
             self.rings.wake();

@@ -7,6 +7,10 @@ use farwire_proto::{Header, Lane};
 use super::bell::Bell;
 use super::ring::{Receiver, Sender};
 use crate::link::{Arrival, Broken, Link, Liveness};
+use crate::local::INPROC;
+
+/// The name of this kind of link between processes.
+pub(super) const NAME: &str = "shm";
 
 /// Two rings, one each way, and the peer's bell.
 #[derive(Debug)]
@@ -33,7 +37,7 @@ impl SharedLink {
 
 impl Link for SharedLink {
     fn kind(&self) -> &'static str {
-        if self.health.is_some() { "shm" } else { "inproc" }
+        if self.health.is_some() { NAME } else { INPROC }
     }
 
     fn send(&mut self, lane: Option<Lane>, header: &Header, payload: &[u8], _last: bool) -> bool {

@@ -1,8 +1,10 @@
-//! The protocols of `slots.rs` and `bell.rs` under a model checker, which runs every interleaving of a few
-//! threads (up to so many switches that nothing asked for) and every value that each load may see.
+//! The protocols of `slots.rs` and `bell.rs` under a model checker, which runs every interleaving
+//! of a few threads (up to so many switches that nothing asked for) and every value that each load
+//! may see.
 //!
-//! The code is the same as in production; words and bytes are the checker's. So that the checks are known
-//! to see what they are there for, each is also made with the ordering taken away, and must fail.
+//! The code is the same as in production; words and bytes are the checker's. So that the checks are
+//! known to see what they are there for, each is also made with the ordering taken away, and must
+//! fail.
 
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -14,8 +16,8 @@ use loom::thread;
 use super::bell::{Alarm, Words};
 use super::slots::{self, Memory, Receiving, Slot, Word};
 
-/// Explores `f`. Three unasked-for switches find all that is known to be found here; each more takes
-/// several times as long.
+/// Explores `f`. Three unasked-for switches find all that is known to be found here; each more
+/// takes several times as long.
 fn check(f: impl Fn() + Sync + Send + 'static) {
     let mut model = loom::model::Builder::new();
     model.preemption_bound = Some(3);
@@ -87,9 +89,9 @@ impl Memory for ModelMemory {
     }
 }
 
-/// Twice as many frames as slots, so that every place in both rings is used again. The receiver gives
-/// slots back in another order than they came in. At the end it hears the goodbye, and not before all
-/// that was sent.
+/// Twice as many frames as slots, so that every place in both rings is used again. The receiver
+/// gives slots back in another order than they came in. At the end it hears the goodbye, and not
+/// before all that was sent.
 fn frames_and_a_goodbye(weak: Option<usize>) {
     const FRAMES: u8 = 2 * SLOTS as u8;
     let ((mut sender, mut free), mut receiver) = slots::pair::<_, SLOTS>(ModelMemory::new(weak), 1);
@@ -157,7 +159,8 @@ fn without_release_the_goodbye_overtakes_a_frame() {
     check(|| frames_and_a_goodbye(Some(CLOSED)));
 }
 
-/// A word of the checker's to sleep on: a futex is a lock under which the word is compared, and a queue.
+/// A word of the checker's to sleep on: a futex is a lock under which the word is compared, and a
+/// queue.
 struct ModelAlarm<const FENCED: bool> {
     word: atomic::AtomicU32,
     queue: (Mutex<()>, Condvar),

@@ -11,8 +11,9 @@
 //!    `unsafe`, and it is the owner's handle, `slots::Slot`, that entitles to them. Nothing else
 //!    calls them.
 //! 4. Within one process this is sound. A *process* at the other end could still write to a slot
-//!    that it does not own, and no check here can see that. It is an authenticated member of the job
-//!    and runs this code, so that would be a bug, not an attack. What such a bug can do is bounded:
+//!    that it does not own, and no check here can see that. It is an authenticated member of the
+//!    job and runs this code, so that would be a bug, not an attack. What such a bug can do is
+//!    bounded:
 //!    - Whatever is decoded or used as a length or an index (headers, news of failures) is first
 //!      copied out by [`Memory::copy_out`], which reads each byte once and is sound while others
 //!      write.
@@ -75,8 +76,9 @@ impl Region {
         Self::map(file, words, len)
     }
 
-    /// Words in whole blocks of 4 KiB, so that what is behind them can be aligned, and bytes of all. Not
-    /// by the machine's page size: the mapping starts on a page whatever that is, and may end within one.
+    /// Words in whole blocks of 4 KiB, so that what is behind them can be aligned, and bytes of
+    /// all. Not by the machine's page size: the mapping starts on a page whatever that is, and may
+    /// end within one.
     fn layout(words: usize, bytes: usize) -> (usize, usize) {
         let words = (words * 4).next_multiple_of(Self::BLOCK) / 4;
         (words, words * 4 + bytes.next_multiple_of(Self::BLOCK))
@@ -141,8 +143,8 @@ impl Memory for Region {
 
     fn word(&self, index: usize) -> &AtomicU32 {
         assert!(index < self.words);
-        // SAFETY: inside the mapping, aligned (the mapping starts on a page), and by rule 2 only ever
-        // accessed atomically.
+        // SAFETY: inside the mapping, aligned (the mapping starts on a page), and by rule 2 only
+        // ever accessed atomically.
         unsafe { AtomicU32::from_ptr(self.start.as_ptr().cast::<u32>().add(index)) }
     }
 
@@ -155,8 +157,8 @@ impl Memory for Region {
 
     unsafe fn read(&self, at: usize, len: usize) -> &[u8] {
         let start = self.place(at, len);
-        // SAFETY: inside the mapping, checked by `place`, and initialised (the file is zero-filled).
-        // That nobody writes to the bytes meanwhile is the caller's promise.
+        // SAFETY: inside the mapping, checked by `place`, and initialised (the file is
+        // zero-filled). That nobody writes to the bytes meanwhile is the caller's promise.
         unsafe { std::slice::from_raw_parts(start, len) }
     }
 
@@ -164,8 +166,8 @@ impl Memory for Region {
         let start = self.place(at, target.len());
         let (head, tail) = target.split_at_mut(if at.is_multiple_of(8) { target.len() / 8 * 8 } else { 0 });
         for (k, word) in head.as_chunks_mut::<8>().0.iter_mut().enumerate() {
-            // SAFETY: inside the mapping. Aligned: the bytes start on a page, and `at` is a multiple of
-            // eight wherever `head` has any. Atomic, so sound whatever others do.
+            // SAFETY: inside the mapping. Aligned: the bytes start on a page, and `at` is a
+            // multiple of eight wherever `head` has any. Atomic, so sound whatever others do.
             let atomic = unsafe { AtomicU64::from_ptr(start.add(8 * k).cast()) };
             *word = atomic.load(Ordering::Relaxed).to_ne_bytes();
         }

@@ -8,11 +8,12 @@
 //!  frees it             ◀─── returned ring ────── returns its number
 //! ```
 //!
-//! Slots come back in any order, so a frame that has to wait blocks no other lane. Frames that may wait
-//! for long, since the receiver has not called their operation, are copied out when they take too many
-//! slots; the engine sees to it that they do not fill the memory instead. The sender gives the most recently freed slot out first: the one that is still in the cache. Who may
-//! access a slot is for `slots.rs`, which refuses numbers that make no sense; headers are copied out
-//! before they are looked at, and checked before they are used.
+//! Slots come back in any order, so a frame that has to wait blocks no other lane. Frames that may
+//! wait for long, since the receiver has not called their operation, are copied out when they take
+//! too many slots; the engine sees to it that they do not fill the memory instead. The sender gives
+//! the most recently freed slot out first: the one that is still in the cache. Who may access a
+//! slot is for `slots.rs`, which refuses numbers that make no sense; headers are copied out before
+//! they are looked at, and checked before they are used.
 
 use std::collections::VecDeque;
 use std::io;
@@ -27,11 +28,14 @@ use crate::link::{Arrival, Broken};
 
 /// Frames that can be on their way.
 const SLOTS: usize = 256;
-/// Slots that only lanes without a frame on its way may take, so that one operation cannot keep the others out.
+/// Slots that only lanes without a frame on its way may take, so that one operation cannot keep the
+/// others out.
 const RESERVE: usize = SLOTS / 2;
-/// Slots that only notices may take. These are read as soon as they arrive, so they always get through.
+/// Slots that only notices may take. These are read as soon as they arrive, so they always get
+/// through.
 const NOTICES: usize = 8;
-/// Slots that may hold frames for operations which the receiver has not called; more are copied out.
+/// Slots that may hold frames for operations which the receiver has not called; more are copied
+/// out.
 const EARLY: usize = SLOTS / 4;
 /// Frames of one lane that can be on their way.
 const WINDOW: usize = 8;
@@ -91,8 +95,8 @@ impl Sender {
         }
     }
 
-    /// Publishes a frame; `false` if its lane has to wait until [`poll_writable`](Self::poll_writable)
-    /// names it.
+    /// Publishes a frame; `false` if its lane has to wait until
+    /// [`poll_writable`](Self::poll_writable) names it.
     ///
     /// # Panics
     ///
@@ -225,7 +229,8 @@ impl Receiver {
         }
     }
 
-    /// The frames of a lane may wait for long. If too many are in slots, they are copied out of theirs.
+    /// The frames of a lane may wait for long. If too many are in slots, they are copied out of
+    /// theirs.
     pub(crate) fn set_aside(&mut self, lane: &Lane) -> bool {
         if self.in_slots <= EARLY {
             return false;
@@ -264,8 +269,8 @@ mod tests {
         engine.poll_transmit().unwrap().header
     }
 
-    /// A process at the other end that writes anything anywhere: control words, headers, payloads. The
-    /// kernel writes for it, as for any other process.
+    /// A process at the other end that writes anything anywhere: control words, headers, payloads.
+    /// The kernel writes for it, as for any other process.
     fn scribble(file: impl AsFd, start: u64, seed: u64, stop: &AtomicBool) {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let words = 4 * slots::words(SLOTS) as u64;
@@ -279,7 +284,8 @@ mod tests {
             let at = match rng.random_range(0..4) {
                 0 => rng.random_range(0..3) * 64, // a count, or the goodbye
                 1 => rng.random_range(0..words) / 4 * 4,
-                // Some field of a header, or what follows it, in one of the slots that are used first.
+                // Some field of a header, or what follows it, in one of the slots that are used
+                // first.
                 _ => {
                     let slot = rng.random_range(0..SLOTS as u64 / 16) * slot_stride(PAYLOAD) as u64;
                     start + slot + rng.random_range(0..HEADER_LEN as u64 + 8)
@@ -297,8 +303,8 @@ mod tests {
             let files = regions.each_ref().map(|region| region.file().try_clone_to_owned().unwrap());
             let start = regions[0].offset();
             let [there, back] = regions;
-            // Towards a peer that scribbles on what it is sent, and does not read it; and from a sender in
-            // order, whose ring a third process scribbles on.
+            // Towards a peer that scribbles on what it is sent, and does not read it; and from a
+            // sender in order, whose ring a third process scribbles on.
             let mut lonely = Sender::new(there, PAYLOAD);
             let (mut sender, mut receiver) = pair(back, PAYLOAD, Peer(0));
             let stop = AtomicBool::new(false);
@@ -326,7 +332,8 @@ mod tests {
                     }
                     Ok::<_, Broken>(())
                 };
-                // A count that makes no sense comes sooner or later, however the threads are scheduled.
+                // A count that makes no sense comes sooner or later, however the threads are
+                // scheduled.
                 while turn().is_ok() {
                     std::thread::yield_now();
                 }

@@ -7,21 +7,21 @@
 //!     take ◀─────────── returned ring ──────────── pass
 //! ```
 //!
-//! A [`Slot`] is the only way to the bytes of a slot. It cannot be copied, only its own end takes it,
-//! and passing it on gives it up. So an end cannot touch a slot that it has passed on, nor pass one on
-//! twice. It takes the same from the other end as little on trust as memory lets it: a number that is
-//! out of range, or of a slot that the other end does not have, is refused.
+//! A [`Slot`] is the only way to the bytes of a slot. It cannot be copied, only its own end takes
+//! it, and passing it on gives it up. So an end cannot touch a slot that it has passed on, nor pass
+//! one on twice. It takes the same from the other end as little on trust as memory lets it: a
+//! number that is out of range, or of a slot that the other end does not have, is refused.
 //!
 //! # Rules
 //!
 //! 1. In one process, a region has one sending and one receiving end: [`pair`], [`sending`] and
 //!    [`receiving`] take the region, and hand out no second one.
 //! 2. Of each slot number one end holds the [`Slot`], or it is on its way: at first the sending end
-//!    holds all. An end makes a `Slot` only for a number that it has passed on (or, receiving, not had
-//!    yet) and that has come back through a ring; each number is noted as away while it is.
-//! 3. Numbers are stored before their ring's count is, with release ordering, and read after the count
-//!    was loaded with acquire ordering. So all that one end did to a slot happens before all that the
-//!    other does. `model.rs` has a model checker look for an exception.
+//!    holds all. An end makes a `Slot` only for a number that it has passed on (or, receiving, not
+//!    had yet) and that has come back through a ring; each number is noted as away while it is.
+//! 3. Numbers are stored before their ring's count is, with release ordering, and read after the
+//!    count was loaded with acquire ordering. So all that one end did to a slot happens before all
+//!    that the other does. `model.rs` has a model checker look for an exception.
 
 #![allow(unsafe_code, reason = "access to shared memory; see the rules above")]
 
@@ -244,8 +244,8 @@ impl<M: Memory, const SLOTS: usize> End<M, Sending, SLOTS> {
     pub(crate) fn write(&self, slot: &mut Slot<Sending>, from: usize, source: &[u8]) {
         let at = self.place(slot, from, source.len());
         // SAFETY: by rules 1 and 2 this end owns the slot as long as it holds the handle, and the
-        // handle is borrowed mutably. `source` may lie in another slot, which the other end of a pair
-        // reads, but not in this one.
+        // handle is borrowed mutably. `source` may lie in another slot, which the other end of a
+        // pair reads, but not in this one.
         unsafe { self.memory.write(at, source) };
     }
 
@@ -264,12 +264,13 @@ impl<M: Memory, const SLOTS: usize> End<M, Receiving, SLOTS> {
     pub(crate) fn read<'a>(&'a self, slot: &'a Slot<Receiving>, from: usize, len: usize) -> &'a [u8] {
         let at = self.place(slot, from, len);
         // SAFETY: by rules 1 and 2 this end owns the slot as long as it holds the handle, which is
-        // borrowed as long as the slice is, and it never writes. (For a peer that breaks the rules from
-        // another process, see rule 4 of `region.rs`.)
+        // borrowed as long as the slice is, and it never writes. (For a peer that breaks the rules
+        // from another process, see rule 4 of `region.rs`.)
         unsafe { self.memory.read(at, len) }
     }
 
-    /// Copies bytes of a slot out, each read once: for what is decoded or checked before it is used.
+    /// Copies bytes of a slot out, each read once: for what is decoded or checked before it is
+    /// used.
     ///
     /// # Panics
     ///
@@ -278,7 +279,8 @@ impl<M: Memory, const SLOTS: usize> End<M, Receiving, SLOTS> {
         self.memory.copy_out(self.place(slot, from, target.len()), target);
     }
 
-    /// Whether the sender has said that nothing more will come. Ask before looking for the last slot.
+    /// Whether the sender has said that nothing more will come. Ask before looking for the last
+    /// slot.
     pub(crate) fn is_closed(&self) -> bool {
         self.memory.word(CLOSED).load(Ordering::Acquire) != 0
     }
@@ -299,7 +301,8 @@ mod tests {
         Region::new(words(SLOTS), SLOTS * 8).unwrap()
     }
 
-    /// The other end, in a process that keeps to no rules: sets what has been passed on through a ring.
+    /// The other end, in a process that keeps to no rules: sets what has been passed on through a
+    /// ring.
     fn claim(memory: &Region, ring: usize, count: u32, numbers: &[u32]) {
         for (place, number) in numbers.iter().enumerate() {
             memory.word(RINGS + ring * SLOTS + place).store(*number, Ordering::Relaxed);

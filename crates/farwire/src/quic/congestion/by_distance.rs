@@ -1,8 +1,9 @@
 //! CUBIC between neighbours, the model over a distance.
 //!
-//! Where round trips are short, CUBIC fills the line, shares it as everything else there does, and a lost
-//! packet costs it little: it grows back within milliseconds. The farther the peer, the longer that takes,
-//! and the more a model of the path pays. So the first round trips of a connection decide.
+//! Where round trips are short, CUBIC fills the line, shares it as everything else there does, and
+//! a lost packet costs it little: it grows back within milliseconds. The farther the peer, the
+//! longer that takes, and the more a model of the path pays. So the first round trips of a
+//! connection decide.
 
 use std::any::Any;
 use std::sync::Arc;

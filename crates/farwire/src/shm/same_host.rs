@@ -1,9 +1,9 @@
 //! Shared memory with a peer on the same host.
 //!
 //! Two processes that name the same host try: one listens on a socket that only this host has, the
-//! other connects to it with a word it was told over the authenticated connection, and they pass each
-//! other the files behind the memory. Success proves what the name only suggests. If it fails (containers
-//! with separate networks, a limit on files) the two use QUIC, and say so in the log.
+//! other connects to it with a word it was told over the authenticated connection, and they pass
+//! each other the files behind the memory. Success proves what the name only suggests. If it fails
+//! (containers with separate networks, a limit on files) the two use QUIC, and say so in the log.
 //!
 //! The name of such a socket can be seen by every user of the host. Connections of other users are
 //! dropped at once, and those of this user are served side by side, so none can delay the peer.
@@ -23,11 +23,11 @@ use rustix::net::{
 use tokio::io::AsyncReadExt;
 use tokio::task::JoinSet;
 
-use crate::shm::bell::Bell;
-use crate::shm::ring::{self, Receiver, Sender};
+use super::bell::Bell;
+use super::ring::{self, Receiver, Sender};
 
-/// How long the exchange may take. Long, because ranks may outnumber cores by far; that a peer is lost
-/// or cannot share memory is found out by other means.
+/// How long the exchange may take. Long, because ranks may outnumber cores by far; that a peer is
+/// lost or cannot share memory is found out by other means.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Connections that are waited on at once. The peer makes one.
 const MAX_CONNECTIONS: usize = 64;

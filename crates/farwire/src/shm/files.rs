@@ -1,17 +1,18 @@
 //! Room for open files.
 //!
-//! Memory shared with a peer takes a few open files on each side, and many systems let a process have
-//! 1024 unless it asks for more: enough for some 190 ranks on a host.
+//! Memory shared with a peer takes a few open files on each side, and many systems let a process
+//! have 1024 unless it asks for more: enough for some 190 ranks on a host.
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-/// Files that each peer on this host takes while memory is shared with it, and while that is set up.
+/// Files that each peer on this host takes while memory is shared with it, and while that is set
+/// up.
 const PER_PEER: u64 = 5;
 /// Files for everything else that a program may want to open meanwhile.
 const SPARE: u64 = 32;
 
-/// Sees to it that memory can be shared with so many peers, if need be by raising this process's limit
-/// as far as it may be raised; else says what to do.
+/// Sees to it that memory can be shared with so many peers, if need be by raising this process's
+/// limit as far as it may be raised; else says what to do.
 pub(crate) fn make_room(peers: usize) -> Result<(), String> {
     let open = std::fs::read_dir("/proc/self/fd").map_or(0, |files| files.count() as u64);
     let needed = open + PER_PEER * peers as u64 + SPARE;

@@ -1,0 +1,113 @@
+use farwire_proto::WorldSize;
+
+use super::*;
+use crate::token::Token;
+
+fn hello(job: &str, rank: u32, version: u8) -> Hello {
+    let member = Member { rank, port: 1, host: "h".to_owned(), cores: 1 };
+    Hello { version, job: JobName::new(job).unwrap(), world: 4, epoch: 0, process: 7, member }
+}
+
+/// A rank that listens, and what others are told who say these hellos, all of which have the
+/// certificate of their job and rank.
+async fn answers(hellos: &[Hello]) -> Vec<Result<(), String>> {
+    let token = Token::generate();
+    let place = Place {
+        rank: Peer(1),
+        world: WorldSize::new(4).unwrap(),
+        master_host: String::new(),
+        master_port: 1,
+        job: None,
+        source: "the test",
+    };
+    let job = JobName::new("here").unwrap();
+    let terms = Terms {
+        place: &place,
+        job: &job,
+        epoch: Epoch(0),
+        master: SocketAddr::from(([127, 0, 0, 1], 1)),
+        port_is_held: false,
+        port: 0,
+        timeout: Duration::from_secs(60),
+    };
+    let identity = Arc::new(Identity::new(&token, Peer(1), Epoch(0), &job).unwrap());
+    let (listening, server) = listen(&terms, &identity).unwrap();
+    let address = listening.local_addr().unwrap();
+    let (door, _newcomers) = mpsc::channel(100);
+    let pass = move |connection| {
+        let mine = hello("here", 1, VERSION);
+        tokio::spawn(hear(connection, identity.clone(), mine, Arc::default(), door.clone()));
+    };
+    tokio::spawn(door::keep(listening, server, Transport::default(), pass, |_| ()));
+    let mut answers = Vec::new();
+    for hello in hellos {
+        let rank = Peer(hello.member.rank);
+        let identity = Identity::new(&token, rank, Epoch(0), &hello.job).unwrap();
+        let caller = Caller {
+            endpoint: Endpoint::client(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap(),
+            client: identity.client_config().unwrap(),
+            transport: Transport::default(),
+            identity: Arc::new(identity),
+            hello: hello.clone(),
+            deadline: Instant::now() + Duration::from_secs(60),
+            patience: Duration::from_secs(60),
+        };
+        let heard = caller.connect(Peer(1), address).await;
+        answers.push(heard.map(|_| ()).map_err(|error| error.to_string()));
+    }
+    answers
+}
+
+/// Not only rank 0 looks at who comes: so does every rank that others connect to.
+#[tokio::test]
+async fn every_rank_refuses_strangers_and_says_why() {
+    let large = Hello { world: 5, ..hello("here", 2, VERSION) };
+    let older = Hello { epoch: 1, ..hello("here", 2, VERSION) };
+    let mut long = hello("here", 2, VERSION);
+    long.member.host = "h".repeat(65);
+    let cases = [
+        (hello("elsewhere", 2, VERSION), "rank 2 belongs to job \"elsewhere\", rank 1 to job \"here\""),
+        (hello("here", 2, VERSION + 1), "run the same farwire on all"),
+        (large, "started for 5 ranks, rank 1 for 4"),
+        (hello("here", 4, VERSION), "rank 4 is not below the world size"),
+        (older, "generation"),
+        (long, "too long"),
+    ];
+    let (hellos, says): (Vec<_>, Vec<_>) = cases.into_iter().unzip();
+    for (answer, says) in answers(&hellos).await.into_iter().zip(says) {
+        let error = answer.unwrap_err();
+        assert!(error.contains("rank 1 refused rank") && error.contains(says), "{error}");
+    }
+    assert_eq!(answers(&[hello("here", 2, VERSION)]).await, [Ok(())]);
+}
+
+/// Else a large job could not be joined.
+#[test]
+fn every_entry_of_the_table_of_ranks_fits() {
+    let host = "\u{1}".repeat(MAX_HOST); // which JSON writes with six bytes each
+    let member = Member { rank: u32::MAX, port: u16::MAX, host, cores: u32::MAX };
+    let address = "[ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff%4294967295]:65535".parse().unwrap();
+    let table = |ranks| encode(&Answer::Welcome(vec![(member.clone(), Some(address)); ranks])).unwrap();
+    assert!(table(2).len() - table(1).len() <= MAX_ENTRY);
+}
+
+/// A name that is only claimed is not enough.
+#[tokio::test]
+async fn a_certificate_of_another_job_is_not_of_this_one() {
+    let token = Token::generate();
+    let of = |job: &str| Identity::new(&token, Peer(1), Epoch(0), &JobName::new(job).unwrap()).unwrap();
+    let server = Endpoint::server(of("a").server_config().unwrap(), ([127, 0, 0, 1], 0).into()).unwrap();
+    let address = server.local_addr().unwrap();
+    let accepted = tokio::spawn(async move { server.accept().await.unwrap().await.unwrap() });
+    let mut client = Endpoint::client(([127, 0, 0, 1], 0).into()).unwrap();
+    client.set_default_client_config(of("b").client_config().unwrap());
+    let here = client.connect(address, &of("b").name_of(Peer(1))).unwrap().await.unwrap();
+    let there = accepted.await.unwrap();
+    for (connection, job) in [(&here, "a"), (&there, "b")] {
+        assert!(of("c").is_certified(connection, Peer(1)));
+        assert!(!of("c").is_certified(connection, Peer(2)));
+        assert!(of(job).is_of_this_job(connection, Peer(1)));
+        assert!(!of(job).is_of_this_job(connection, Peer(2)));
+        assert!(!of("c").is_of_this_job(connection, Peer(1)));
+    }
+}

@@ -1,0 +1,135 @@
+//! What carries frames between two processes.
+//!
+//! A [`Link`] moves frames to and from one peer. A [`LinkKind`] sets such links up: it says which
+//! pairs of processes it can serve, and talks to the peer until both sides have an end of the link
+//! ([`negotiation`]). [`KINDS`] lists every kind; what names links (`FARWIRE_LINK`,
+//! [`Builder::link`](crate::Builder::link), `--link`, `farwire doctor`, errors and `--help`) goes
+//! through that list.
+//!
+//! To add a kind, write a module with its `LinkKind` and its `Link`, declare it here, and list it.
+
+mod choice;
+pub(crate) mod negotiation;
+
+use std::pin::Pin;
+use std::sync::Arc;
+
+use farwire_proto::{CommId, Header, Lane, OpSeq, Peer};
+
+use crate::doctor::Finding;
+use crate::quic::control::Health;
+use crate::quic::kind::Quic;
+use crate::shm::bell::Bell;
+use crate::shm::kind::SharedMemory;
+pub use choice::{LinkChoice, UnknownLink, link_names};
+use negotiation::Negotiation;
+
+/// Every kind of link between processes. Where several can serve a pair, the first is used.
+static KINDS: &[&dyn LinkKind] = &[&SharedMemory, &Quic];
+
+/// A way to link two processes.
+pub(crate) trait LinkKind: Send + Sync + std::fmt::Debug {
+    /// Its name, one word in lower case: what users write, and what its links call themselves.
+    fn name(&self) -> &'static str;
+    /// What it is, in a sentence for `--help`.
+    fn about(&self) -> &'static str;
+    /// Whether it can serve this pair, as far as this side can tell without trying; else why not.
+    fn serves(&self, pair: &Pair) -> Result<(), String>;
+    /// Called once, before links to so many peers are set up. An error ends the joining, so it
+    /// should say what to do.
+    fn prepare(&self, _peers: usize) -> Result<(), String> {
+        Ok(())
+    }
+    /// Sets up a link. Both sides do this at the same time and may tell each other what they need
+    /// to. The link is used only if both succeed; otherwise the next kind is tried.
+    fn connect<'a>(
+        &'a self,
+        pair: &'a Pair,
+        health: Arc<Health>,
+        talk: &'a mut Negotiation<'_>,
+    ) -> Boxed<'a, Result<Box<dyn Link>, String>>;
+    /// Whether data passes through the network thread, which then wants a core of its own.
+    fn uses_network_thread(&self) -> bool {
+        true
+    }
+    /// What `farwire doctor` should say of this machine, as far as this kind depends on it.
+    fn examine(&self) -> Vec<Finding> {
+        Vec::new()
+    }
+}
+
+/// A future behind a pointer, for traits whose implementation is chosen at run time.
+pub(crate) type Boxed<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
+
+/// Two processes that are to be linked, as one of them sees it.
+#[derive(Debug)]
+pub(crate) struct Pair {
+    pub(crate) me: Peer,
+    pub(crate) peer: Peer,
+    /// The peer says that it runs on this host. (It may still be in another container.)
+    pub(crate) same_host: bool,
+    /// Bytes of the longest payload of a frame.
+    pub(crate) payload: usize,
+    /// To be rung when something has arrived, or there is room to send again.
+    pub(crate) bell: Bell,
+    /// The connection by which the two met, if it was over QUIC.
+    pub(crate) connection: Option<quinn::Connection>,
+}
+
+/// What `farwire doctor` should say of this machine, as far as links depend on it.
+pub(crate) fn examine() -> impl Iterator<Item = Finding> {
+    KINDS.iter().flat_map(|kind| kind.examine())
+}
+
+/// A connection to one peer. Frames of one lane stay in order; lanes do not hold each other up.
+pub(crate) trait Link: Send + std::fmt::Debug {
+    /// Takes a frame; `false` if its lane has to wait until [`poll_writable`](Self::poll_writable)
+    /// names it. A notice belongs to no lane; it is tried again on the next turn. `last` says that
+    /// nothing more comes on the lane.
+    fn send(&mut self, lane: Option<Lane>, header: &Header, payload: &[u8], last: bool) -> bool;
+    /// A lane that had to wait and may try again.
+    fn poll_writable(&mut self) -> Result<Option<Lane>, Broken>;
+    /// What has arrived next.
+    fn poll_arrived(&mut self) -> Result<Option<Arrival>, Broken>;
+    /// The next frame of a lane.
+    fn head(&self, lane: &Lane) -> Option<(Header, &[u8])>;
+    /// Done with the next frame of a lane.
+    fn pop(&mut self, lane: &Lane);
+    /// The frames of a lane may wait for long: if they take room that others need, they are moved.
+    /// `true` if so.
+    fn set_aside(&mut self, _lane: &Lane) -> bool {
+        false
+    }
+    /// Nothing more comes on the lanes of an operation, or of a whole communicator: it has failed.
+    fn abandon(&mut self, _comm: CommId, _seq: Option<OpSeq>) {}
+    /// Tells the peer that there is something to see.
+    fn ring(&self);
+    /// The name of its kind.
+    fn kind(&self) -> &'static str;
+    /// Says goodbye: what was sent will still be read.
+    fn close(&mut self);
+}
+
+/// Whether a peer that is another process is alive, which nothing in shared memory shows.
+pub(crate) trait Liveness: Send + Sync + std::fmt::Debug {
+    /// Why the peer is lost, if it is.
+    fn loss(&self) -> Option<String>;
+    /// Says goodbye.
+    fn leave(&self);
+}
+
+/// Something that arrived.
+#[derive(Debug)]
+pub(crate) enum Arrival {
+    /// A frame, now last in its lane.
+    Frame(Lane),
+    /// A frame of any kind but data, which belongs to no lane.
+    Notice(Header, Vec<u8>),
+    /// The peer has gone, and everything it sent has arrived.
+    Closed,
+}
+
+/// The other side does not keep to the protocol.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("the link is broken: {0}")]
+pub(crate) struct Broken(pub(crate) &'static str);

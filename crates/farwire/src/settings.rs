@@ -1,0 +1,436 @@
+//! How to join a job: what a program sets, what the environment says, and the defaults.
+
+use std::ffi::{OsStr, OsString};
+use std::net::SocketAddr;
+use std::num::NonZeroU32;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use farwire_proto::Config;
+
+use crate::error::Error;
+use crate::join::env::{self, EnvError, Place};
+use crate::join::held_port;
+use crate::join::job::{self, JobName};
+use crate::link::LinkChoice;
+use crate::observe::flight::Records;
+use crate::quic::congestion::Congestion;
+use crate::quic::control::Beats;
+use crate::token::Token;
+
+/// Settings that fit a situation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Preset {
+    /// One room or one data centre: a silent peer is lost after 2 s. (Where ranks outnumber a
+    /// host's cores by more than four, those on it get more time in proportion.)
+    #[default]
+    Lan,
+    /// Far apart: a silent peer is lost after 10 s.
+    Wan,
+}
+
+impl Preset {
+    fn parse(name: &str) -> Option<Self> {
+        match name {
+            "lan" => Some(Self::Lan),
+            "wan" => Some(Self::Wan),
+            _ => None,
+        }
+    }
+
+    /// How often peers are asked whether they are alive, and when they are given up.
+    pub(crate) fn beats(self) -> Beats {
+        match self {
+            Self::Lan => Beats { every: MILLISECOND * 200, lost_after: MILLISECOND * 1800 },
+            Self::Wan => Beats { every: MILLISECOND * 1000, lost_after: MILLISECOND * 9000 },
+        }
+    }
+}
+
+const MILLISECOND: Duration = Duration::from_millis(1);
+/// How long to wait for the other ranks, unless somebody says.
+const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
+/// Frames that a lane may have under way, as [`Config::credit`] counts them.
+const CREDIT: NonZeroU32 = NonZeroU32::new(4).expect("it is not zero");
+
+/// How to join a job. Made by [`Communicator::builder`].
+///
+/// # What counts
+///
+/// For every setting, a call of the builder wins over the environment, and the environment wins
+/// over the default. A variable that is set to something that does not parse is an error, unless a
+/// call of the builder has made it irrelevant.
+///
+/// | method | variable | default |
+/// |---|---|---|
+/// | [`place`](Self::place) | `RANK` and so on, as the launcher sets them | an error |
+/// | [`job`](Self::job) | `FARWIRE_JOB` | the launcher's name for the job, else none |
+/// | [`token`](Self::token) | `FARWIRE_TOKEN`, else `FARWIRE_TOKEN_FILE` | on loopback, the user's key file |
+/// | [`link`](Self::link) | `FARWIRE_LINK` | `auto` |
+/// | | `FARWIRE_CONGESTION` | `auto`: CUBIC within 5 ms, else a model of the path |
+/// | [`preset`](Self::preset) | `FARWIRE_PRESET` | `lan` |
+/// | [`port`](Self::port) | `FARWIRE_PORT` | any free port |
+/// | [`join_timeout`](Self::join_timeout) | `FARWIRE_JOIN_TIMEOUT` | 60 s |
+/// | [`deadline`](Self::deadline), else [`config`](Self::config) | `FARWIRE_DEADLINE` | 600 s |
+/// | [`metrics`](Self::metrics) | `FARWIRE_METRICS` | none are served |
+/// | [`trace`](Self::trace) | `FARWIRE_TRACE` | none is written |
+/// | [`flight_dir`](Self::flight_dir) | `FARWIRE_FLIGHT_DIR` | a folder of the user's ([`flight`](crate::flight)) |
+///
+/// Times in variables are written `90s`, `500ms`, `10m` or `2h`; a bare number counts seconds.
+#[derive(Clone, Debug, Default)]
+pub struct Builder {
+    place: Option<Place>,
+    job: Option<String>,
+    token: Option<Token>,
+    preset: Option<Preset>,
+    link: Option<LinkChoice>,
+    port: Option<u16>,
+    join_timeout: Option<Duration>,
+    deadline: Option<Duration>,
+    config: Option<Config>,
+    metrics: Option<SocketAddr>,
+    trace: Option<PathBuf>,
+    flight_dir: Option<PathBuf>,
+}
+
+impl Builder {
+    /// Where this process stands: its rank, the number of ranks, and where rank 0 listens.
+    pub fn place(self, place: Place) -> Self {
+        Self { place: Some(place), ..self }
+    }
+
+    /// The job's name, the same on all ranks: up to 255 bytes. A process of another job that comes
+    /// to the same address, with the same token, is told so and refused.
+    pub fn job(self, job: impl Into<String>) -> Self {
+        Self { job: Some(job.into()), ..self }
+    }
+
+    /// The cluster token.
+    pub fn token(self, token: Token) -> Self {
+        Self { token: Some(token), ..self }
+    }
+
+    /// Settings that fit the situation.
+    pub fn preset(self, preset: Preset) -> Self {
+        Self { preset: Some(preset), ..self }
+    }
+
+    /// What carries data: [`LinkChoice::AUTO`], or one kind of link (`"quic".parse()?`).
+    pub fn link(self, link: LinkChoice) -> Self {
+        Self { link: Some(link), ..self }
+    }
+
+    /// This rank's UDP port; 0 for any free one. Rank 0 listens where its [`Place`] says.
+    pub fn port(self, port: u16) -> Self {
+        Self { port: Some(port), ..self }
+    }
+
+    /// How long to wait for the other ranks, at most a year.
+    pub fn join_timeout(self, timeout: Duration) -> Self {
+        Self { join_timeout: Some(timeout), ..self }
+    }
+
+    /// How long an operation may take, unless [`Options`](crate::Options) say otherwise for it.
+    pub fn deadline(self, deadline: Duration) -> Self {
+        Self { deadline: Some(deadline), ..self }
+    }
+
+    /// Segment sizes, what links are like, and the deadline of operations. The same on all ranks.
+    ///
+    /// All of it counts as set, so the environment's deadline does not apply;
+    /// [`deadline`](Self::deadline) wins over the one in here.
+    pub fn config(self, config: Config) -> Self {
+        Self { config: Some(config), ..self }
+    }
+
+    /// Where to serve counters to Prometheus: the first free port from there on.
+    pub fn metrics(self, address: SocketAddr) -> Self {
+        Self { metrics: Some(address), ..self }
+    }
+
+    /// The file, or the folder, for a trace.
+    pub fn trace(self, path: impl Into<PathBuf>) -> Self {
+        Self { trace: Some(path.into()), ..self }
+    }
+
+    /// The folder for this rank's flight record, should it fail; if empty, there is none.
+    pub fn flight_dir(self, path: impl Into<PathBuf>) -> Self {
+        Self { flight_dir: Some(path.into()), ..self }
+    }
+
+    /// What is not set by the builder comes from an environment.
+    pub(crate) fn settings(self, lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Settings, Error> {
+        let variables = Variables(lookup);
+        let place = match self.place {
+            Some(place) => place,
+            None => Place::from_lookup(&|name| variables.text(name))?,
+        };
+        let job = match (self.job, lookup("FARWIRE_JOB"), &place.job) {
+            (Some(job), ..) => named("Builder::job", job.as_ref())?,
+            (None, Some(job), _) => named("FARWIRE_JOB", &job)?,
+            (None, None, Some(job)) => named("the launcher's job", job.as_ref())?,
+            (None, None, None) => JobName::default(),
+        };
+        let token = match (self.token, variables.text("FARWIRE_TOKEN"), lookup("FARWIRE_TOKEN_FILE")) {
+            (Some(token), ..) => Some(token),
+            (None, Some(text), _) => Some(text.parse().map_err(|source| Error::Token { source })?),
+            (None, None, Some(path)) => {
+                let what = "could not read FARWIRE_TOKEN_FILE (`farwire token` makes what it should hold)";
+                let token = Token::read(&PathBuf::from(path));
+                Some(token.map_err(|error| Error::System { what, error })?)
+            }
+            (None, None, None) => None,
+        };
+        let link =
+            variables.or(self.link, "FARWIRE_LINK", LinkChoice::expected(), |text| text.parse().ok())?;
+        let preset = variables.or(self.preset, "FARWIRE_PRESET", "lan or wan", Preset::parse)?;
+        let congestion =
+            variables.or(None, "FARWIRE_CONGESTION", "auto, model or cubic", Congestion::parse)?;
+        let what = "a port from 1 to 65535, or 0 for any";
+        let port = variables.or(self.port, "FARWIRE_PORT", what, |text| text.parse().ok())?;
+        let join_timeout = variables.time(self.join_timeout, "FARWIRE_JOIN_TIMEOUT")?;
+        let deadline = self.deadline.or(self.config.map(|config| config.deadline));
+        let deadline = variables.time(deadline, "FARWIRE_DEADLINE")?;
+        let config = self.config.unwrap_or_default();
+        let config = Config { credit: CREDIT, deadline: deadline.unwrap_or(config.deadline), ..config };
+        let what = "an address and a port, like 127.0.0.1:9464";
+        let metrics = variables.or(self.metrics.map(Some), "FARWIRE_METRICS", what, |text| {
+            if text.is_empty() { Some(None) } else { text.parse().ok().map(Some) }
+        })?;
+        let what = "a port, which launchers set";
+        let held_port: Option<u16> =
+            variables.or(None, held_port::VARIABLE, what, |text| text.parse().ok())?;
+        let path = |set: Option<PathBuf>, name| set.or_else(|| lookup(name).map(PathBuf::from));
+        Ok(Settings {
+            port_is_held: held_port == Some(place.master_port),
+            place,
+            job,
+            token,
+            preset: preset.unwrap_or_default(),
+            link: link.unwrap_or_default(),
+            congestion: congestion.unwrap_or_default(),
+            port: port.unwrap_or(0),
+            join_timeout: join_timeout.unwrap_or(JOIN_TIMEOUT),
+            config,
+            metrics: metrics.flatten(),
+            trace: path(self.trace, "FARWIRE_TRACE").filter(|path| !path.as_os_str().is_empty()),
+            records: Records::from_setting(path(self.flight_dir, "FARWIRE_FLIGHT_DIR")),
+        })
+    }
+}
+
+/// The name of a job; two names that are not text must not become one.
+fn named(from: &'static str, name: &OsStr) -> Result<JobName, EnvError> {
+    name.to_str().and_then(JobName::new).ok_or_else(|| wrong(from, &name.to_string_lossy(), job::WHAT))
+}
+
+fn wrong(name: &'static str, value: &str, what: &'static str) -> EnvError {
+    EnvError::Value { name, value: value.to_owned(), what }
+}
+
+/// An environment.
+struct Variables<'a>(&'a dyn Fn(&str) -> Option<OsString>);
+
+impl Variables<'_> {
+    fn text(&self, name: &str) -> Option<String> {
+        (self.0)(name).map(|value| value.to_string_lossy().into_owned())
+    }
+
+    /// What was set, or else what the variable says, if there is one; `what` it must say.
+    fn or<T>(
+        &self,
+        set: Option<T>,
+        name: &'static str,
+        what: &'static str,
+        parse: impl Fn(&str) -> Option<T>,
+    ) -> Result<Option<T>, EnvError> {
+        match self.text(name).filter(|_| set.is_none()) {
+            None => Ok(set),
+            Some(text) => parse(&text).map(Some).ok_or_else(|| wrong(name, &text, what)),
+        }
+    }
+
+    /// The same for a time.
+    fn time(&self, set: Option<Duration>, name: &'static str) -> Result<Option<Duration>, EnvError> {
+        match self.text(name).filter(|_| set.is_none()) {
+            None => Ok(set.map(|time| time.min(env::MAX_TIME))),
+            Some(text) => env::time(name, &text).map(Some),
+        }
+    }
+}
+
+/// A [`Builder`] with nothing left open.
+#[derive(Debug)]
+pub(crate) struct Settings {
+    pub(crate) place: Place,
+    pub(crate) job: JobName,
+    pub(crate) token: Option<Token>,
+    pub(crate) preset: Preset,
+    pub(crate) link: LinkChoice,
+    pub(crate) congestion: Congestion,
+    /// This rank's UDP port; 0 for any.
+    pub(crate) port: u16,
+    /// Whether the launcher keeps rank 0's port free for it.
+    pub(crate) port_is_held: bool,
+    pub(crate) join_timeout: Duration,
+    pub(crate) config: Config,
+    pub(crate) metrics: Option<SocketAddr>,
+    pub(crate) trace: Option<PathBuf>,
+    pub(crate) records: Records,
+}
+
+#[cfg(test)]
+mod tests {
+    use farwire_proto::Peer;
+
+    use super::*;
+
+    const PLACE: [(&str, &str); 4] =
+        [("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")];
+
+    fn settings(builder: Builder, variables: &[(&str, &str)]) -> Result<Settings, Error> {
+        builder.settings(&|name| {
+            let set = variables.iter().chain(&PLACE).find(|(key, _)| *key == name);
+            set.map(|(_, value)| (*value).into())
+        })
+    }
+
+    /// For every setting: the builder, else the environment, else the default. And what does not
+    /// parse is an error, if it counts.
+    #[test]
+    fn the_builder_wins_over_the_environment_and_that_over_the_default() {
+        type Set = fn(Builder) -> Builder;
+        type Get = fn(&Settings) -> String;
+        const TOKEN: &str = "fw-000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f";
+        const OTHER: &str = "fw-1f1e1d1c1b1a191817161514131211100f0e0d0c0b0a09080706050403020100";
+        /// A variable, a value, one that does not parse (or is empty), and what is expected: from
+        /// the builder, from the environment, by default.
+        type Case = (&'static str, &'static str, &'static str, Set, Get, [&'static str; 3]);
+        let cases: [Case; 10] = [
+            (
+                "FARWIRE_JOB",
+                "env",
+                "",
+                |builder| builder.job("built"),
+                |settings| settings.job.to_string(),
+                ["job \"built\"", "job \"env\"", "a job without a name"],
+            ),
+            (
+                "FARWIRE_TOKEN",
+                TOKEN,
+                "fw-0",
+                |builder| builder.token(OTHER.parse().unwrap()),
+                |settings| settings.token.as_ref().map_or_else(String::new, Token::reveal),
+                [OTHER, TOKEN, ""],
+            ),
+            (
+                "FARWIRE_LINK",
+                "quic",
+                "carrier pigeon",
+                |builder| builder.link("shm".parse().unwrap()),
+                |settings| settings.link.to_string(),
+                ["shm", "quic", "auto"],
+            ),
+            (
+                "FARWIRE_PRESET",
+                "wan",
+                "moon",
+                |builder| builder.preset(Preset::Lan),
+                |settings| format!("{:?}", settings.preset),
+                ["Lan", "Wan", "Lan"],
+            ),
+            (
+                "FARWIRE_PORT",
+                "7",
+                "70000",
+                |builder| builder.port(8),
+                |settings| settings.port.to_string(),
+                ["8", "7", "0"],
+            ),
+            (
+                "FARWIRE_JOIN_TIMEOUT",
+                "2m",
+                "soon",
+                |builder| builder.join_timeout(Duration::from_secs(9)),
+                |settings| format!("{:?}", settings.join_timeout),
+                ["9s", "120s", "60s"],
+            ),
+            (
+                "FARWIRE_DEADLINE",
+                "7s",
+                "0",
+                |builder| builder.config(Config::default()).deadline(Duration::from_secs(9)),
+                |settings| format!("{:?}", settings.config.deadline),
+                ["9s", "7s", "600s"],
+            ),
+            (
+                "FARWIRE_METRICS",
+                "127.0.0.1:7",
+                "9464",
+                |builder| builder.metrics(([127, 0, 0, 1], 8).into()),
+                |settings| format!("{:?}", settings.metrics),
+                ["Some(127.0.0.1:8)", "Some(127.0.0.1:7)", "None"],
+            ),
+            (
+                "FARWIRE_TRACE",
+                "env",
+                "",
+                |builder| builder.trace("built"),
+                |settings| format!("{:?}", settings.trace),
+                ["Some(\"built\")", "Some(\"env\")", "None"],
+            ),
+            (
+                "FARWIRE_FLIGHT_DIR",
+                "env",
+                "",
+                |builder| builder.flight_dir("built"),
+                |settings| format!("{:?}", settings.records),
+                ["Folder(\"built\")", "Folder(\"env\")", "UserFolder"],
+            ),
+        ];
+        for (name, value, wrong, set, get, [built, environment, default]) in cases {
+            let empty = Builder::default;
+            assert_eq!(get(&settings(set(empty()), &[(name, value)]).unwrap()), built, "{name}");
+            assert_eq!(get(&settings(set(empty()), &[(name, wrong)]).unwrap()), built, "{name}");
+            assert_eq!(get(&settings(empty(), &[(name, value)]).unwrap()), environment, "{name}");
+            assert_eq!(get(&settings(empty(), &[]).unwrap()), default, "{name}");
+            // For a trace and a folder, empty means none.
+            if !["FARWIRE_TRACE", "FARWIRE_FLIGHT_DIR"].contains(&name) {
+                let error = settings(empty(), &[(name, wrong)]).unwrap_err().to_string();
+                assert!(error.contains(name), "{name}: {error}");
+            }
+        }
+        // The place, which is several variables; and a configuration, which has a deadline, too.
+        let place = Place { rank: Peer(0), ..settings(Builder::default(), &[]).unwrap().place };
+        assert_eq!(settings(Builder::default().place(place), &[]).unwrap().place.rank, Peer(0));
+        let config = Config { deadline: Duration::from_secs(3), ..Config::default() };
+        let both = settings(Builder::default().config(config), &[("FARWIRE_DEADLINE", "7s")]).unwrap();
+        assert_eq!(both.config.deadline, Duration::from_secs(3));
+        let forever = settings(Builder::default().join_timeout(Duration::MAX), &[]).unwrap();
+        assert_eq!(forever.join_timeout, env::MAX_TIME, "no clock overflows");
+    }
+
+    #[test]
+    fn odd_names_of_jobs_are_names_or_errors() {
+        let job =
+            |text: &str| settings(Builder::default(), &[("FARWIRE_JOB", text)]).map(|settings| settings.job);
+        for text in ["a b", "\n", "é", "../../etc", "*", "-n", &"x".repeat(255)] {
+            assert_eq!(job(text).unwrap(), JobName::new(text).unwrap());
+        }
+        for text in ["", &"x".repeat(10 << 10)] {
+            let error = job(text).unwrap_err().to_string();
+            assert!(error.contains("FARWIRE_JOB") && error.len() < 300, "{error}");
+        }
+        let bytes = std::os::unix::ffi::OsStringExt::from_vec(vec![0xff]);
+        let lookup = |name: &str| match name {
+            "FARWIRE_JOB" => Some(OsString::clone(&bytes)),
+            _ => PLACE.iter().find(|(key, _)| *key == name).map(|(_, value)| (*value).into()),
+        };
+        assert!(Builder::default().settings(&lookup).is_err(), "not text");
+        // A launcher's name counts if nobody says otherwise.
+        let run = [("TORCHELASTIC_RUN_ID", "run")];
+        assert_eq!(settings(Builder::default(), &run).unwrap().job, JobName::new("run").unwrap());
+        let both = [("TORCHELASTIC_RUN_ID", "run"), ("FARWIRE_JOB", "mine")];
+        assert_eq!(settings(Builder::default(), &both).unwrap().job, JobName::new("mine").unwrap());
+    }
+}
