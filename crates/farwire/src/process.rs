@@ -202,7 +202,13 @@ async fn acquaint(
     choice: LinkChoice,
     beats: Beats,
 ) -> Result<Linked, JoinError> {
-    let linked = negotiation::agree(&pair, choice.kinds(), &mut known).await?;
+    let linked = match negotiation::agree(&pair, choice.kinds(), &mut known).await {
+        Ok(linked) => linked,
+        Err(error) => {
+            known.part().await; // so that the peer finds out, too
+            return Err(error);
+        }
+    };
     let Acquaintance { connection, to, from, .. } = known;
     tokio::spawn(control::watch(connection, to, from, linked.health.clone(), beats));
     Ok(linked)

@@ -53,7 +53,7 @@ const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
 /// Frames that a lane may have under way, as [`Config::credit`] counts them.
 const CREDIT: NonZeroU32 = NonZeroU32::new(4).expect("it is not zero");
 
-/// How to join a job. Made by [`Communicator::builder`].
+/// How to join a job. Made by [`Communicator::builder`](crate::Communicator::builder).
 ///
 /// # What counts
 ///

@@ -366,6 +366,22 @@ fn a_rank_with_another_token_is_named_by_those_who_wait_for_it() {
 }
 
 #[test]
+fn ranks_without_a_link_in_common_both_say_so() {
+    let (token, port) = (Token::generate(), free_port());
+    std::thread::scope(|scope| {
+        let join = |rank, link: &'static str| {
+            let builder = builder(rank, 2, port, &token, 60).link(link.parse().unwrap());
+            scope.spawn(move || refusal(builder))
+        };
+        for rank in [join(0, "shm"), join(1, "quic")] {
+            let error = rank.join().unwrap();
+            assert!(error.contains("[shm]") && error.contains("[quic]"), "{error}");
+            assert!(error.contains("FARWIRE_LINK"), "{error}");
+        }
+    });
+}
+
+#[test]
 fn any_address_but_loopback_needs_a_token() {
     let place = Place { master_host: "192.0.2.1".to_owned(), ..place(1, 2, 29500) };
     let error = Communicator::builder().place(place).join().unwrap_err().to_string();

@@ -52,6 +52,14 @@ pub(crate) struct Acquaintance {
     pub(crate) member: Member,
 }
 
+impl Acquaintance {
+    /// Leaves a peer that has been told why: waits until it has read that, or for a moment.
+    pub(crate) async fn part(mut self) {
+        let _ = self.to.finish();
+        let _ = timeout(Duration::from_secs(1), self.to.stopped()).await;
+    }
+}
+
 impl Control for Acquaintance {
     fn send<'a>(&'a mut self, message: &'a [u8]) -> Boxed<'a, Result<(), String>> {
         Box::pin(write_bytes(&mut self.to, message))
@@ -406,9 +414,7 @@ async fn welcome(
 
 async fn refuse(mut peer: Acquaintance, reason: &str) {
     let _ = write(&mut peer.to, &Answer::Refused(reason.to_owned())).await;
-    let _ = peer.to.finish();
-    // Until it has read that, or for a moment.
-    let _ = timeout(Duration::from_secs(1), peer.to.stopped()).await;
+    peer.part().await;
 }
 
 async fn refuse_all(peers: &mut [Option<Acquaintance>], reason: &str) {
