@@ -1,4 +1,5 @@
-//! `farwire bench codec`: how fast a codec is by itself, against a `b += a` pass over the same memory in the same run.
+//! `farwire bench codec`: how fast a codec is by itself, against a `b += a` pass over the same
+//! memory in the same run.
 
 use std::fmt;
 use std::hint::black_box;
@@ -48,7 +49,8 @@ struct Row {
     /// Of elements that are sent, decoded and added to an accumulator out of cache, and in cache.
     kept_per_s: f64,
     kept_per_s_cached: f64,
-    /// The bare additions of the same elements, indices and values known: what memory allows. Of sparse codecs.
+    /// The bare additions of the same elements, indices and values known: what memory allows. Of
+    /// sparse codecs.
     scatter_per_s: Option<f64>,
     scatter_per_s_cached: Option<f64>,
     bits_per_kept: f64,
@@ -183,7 +185,8 @@ fn partitioned(
     row
 }
 
-/// PowerSGD on one rank: its encoding is the products with Q and P, its decoding the product of the sums.
+/// PowerSGD on one rank: its encoding is the products with Q and P, its decoding the product of the
+/// sums.
 fn low_rank(args: &Args, spec: &CodecSpec, coder: PowerSgd, gradient: &[f32], owed: &[f32]) -> Row {
     let n = gradient.len();
     let shape = Shape::of(&[n]);

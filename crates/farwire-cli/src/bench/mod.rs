@@ -31,9 +31,10 @@ use pattern::Stretch;
 
 /// Measure an operation between real processes or threads.
 ///
-/// With --ranks it starts them here. Without, it is one rank of a job that some launcher started (`farwire launch`, torchrun, mpirun, srun), and rank 0 prints. Times are of the
-/// slowest rank in each iteration. Bandwidth is in GB/s: `algbw` is size over time, `busbw` is what each rank's link carried by the least-volume algorithm, comparable between
-/// operations and numbers of ranks.
+/// With --ranks it starts them here. Without, it is one rank of a job that some launcher started
+/// (`farwire launch`, torchrun, mpirun, srun), and rank 0 prints. Times are of the slowest rank in
+/// each iteration. Bandwidth is in GB/s: `algbw` is size over time, `busbw` is what each rank's
+/// link carried by the least-volume algorithm, comparable between operations and numbers of ranks.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -59,8 +60,10 @@ pub(crate) struct Args {
     /// How elements are combined.
     #[arg(long, alias = "op", default_value = "sum", value_parser = named::<ReduceOp, _>(ReduceOp::ALL.map(ReduceOp::name)))]
     reduce: ReduceOp,
-    /// How gradients are compressed on the wire, with error feedback: none, topk:0.01, randk:0.01, int8, sign, powersgd:4, … For all_reduce, reduce_scatter, all_gather, and by itself
-    /// for `codec`, which takes several. `auto` measures first, for a second, and takes bf16 or int8 at sizes at which that is faster than none; `auto:topk:0.01` does so with that codec.
+    /// How gradients are compressed on the wire, with error feedback: none, topk:0.01, randk:0.01,
+    /// int8, sign, powersgd:4, … For all_reduce, reduce_scatter, all_gather, and by itself for
+    /// `codec`, which takes several. `auto` measures first, for a second, and takes bf16 or int8 at
+    /// sizes at which that is faster than none; `auto:topk:0.01` does so with that codec.
     #[arg(long)]
     codec: Vec<CodecChoice>,
     /// Threads that `codec` uses.
@@ -176,7 +179,8 @@ struct Row {
     codec: String,
     /// The codec itself, where `codec` is `auto`.
     chosen: String,
-    /// What carried the data: one of shm, quic, inproc, or several with `+` between; `none` for one rank.
+    /// What carried the data: one of shm, quic, inproc, or several with `+` between; `none` for one
+    /// rank.
     link: String,
     /// Pairs of ranks by what is between them.
     links: Links,
@@ -367,7 +371,8 @@ struct Trial<'a, T> {
     shape: Shape,
     /// The first takes the data, the last has the result.
     calls: Vec<Call>,
-    /// Goes in, and, where it can, comes back as the result of the iteration before: so the loop touches no fresh memory.
+    /// Goes in, and, where it can, comes back as the result of the iteration before: so the loop
+    /// touches no fresh memory.
     data: Vec<T>,
     compressor: Option<Compressor>,
     /// What that does at this size.
@@ -466,7 +471,8 @@ impl<T: Element> Trial<'_, T> {
     /// One iteration, and how long it took; what comes back goes in again, if it has the length.
     fn turn(&mut self) -> Result<Duration, Error> {
         let length = self.data.len();
-        // A codec's work depends on the data, and sums of sums would overflow: it gets the same gradient each time.
+        // A codec's work depends on the data, and sums of sums would overflow: it gets the same
+        // gradient each time.
         let same = (self.codec != CodecSpec::None).then(|| self.data.clone());
         let start = Instant::now();
         let result = self.call()?;
@@ -537,7 +543,8 @@ impl<T: Element> Trial<'_, T> {
 }
 
 impl<T: Element> Trial<'_, T> {
-    /// What this rank must get through a codec: the same rounds, with all ranks in this one process and no network.
+    /// What this rank must get through a codec: the same rounds, with all ranks in this one process
+    /// and no network.
     fn expected_coded(&self) -> Vec<T> {
         let ranks = self.comm.size();
         let world = WorldSize::new(ranks as u32).expect("a communicator has a rank");
