@@ -21,7 +21,8 @@ use serde::Serialize;
 use crate::named::named;
 use crate::units::{self, show_bytes, show_rate, show_time};
 
-/// Runs of more than this many bytes, all ranks together, carry lengths only, and the result is checked on a short vector.
+/// Runs of more than this many bytes, all ranks together, carry lengths only, and the result is
+/// checked on a short vector.
 const CARRY_AT_MOST: usize = 256 << 20;
 /// Elements of that short vector, per rank and besides.
 const SHORT_VECTOR: (usize, usize) = (3, 1007);
@@ -33,8 +34,9 @@ const DRAWN_WIDTH: u32 = 60;
 
 /// Run one operation on a simulated network, in virtual time.
 ///
-/// Shows how long it would take, what each rank sends, and how near that is to the least possible. The protocol is the real one; the network
-/// is a model in which every rank has one full-duplex interface. The same flags and seed give the same run on any machine.
+/// Shows how long it would take, what each rank sends, and how near that is to the least possible.
+/// The protocol is the real one; the network is a model in which every rank has one full-duplex
+/// interface. The same flags and seed give the same run on any machine.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -51,8 +53,8 @@ pub(crate) struct Args {
     /// How many ranks.
     #[arg(short = 'n', long, default_value = "8", value_parser = clap::value_parser!(u32).range(1..=1024))]
     ranks: u32,
-    /// Bytes of the vector, as 64MiB, 100MB or 512: each rank's own for reductions, scans, broadcast and messages; all blocks
-    /// together for gathers, scatters and all_to_all.
+    /// Bytes of the vector, as 64MiB, 100MB or 512: each rank's own for reductions, scans,
+    /// broadcast and messages; all blocks together for gathers, scatters and all_to_all.
     #[arg(short, long, default_value = "100MB", value_parser = units::size)]
     size: usize,
     /// What each rank can send, and receive, as 1gbit, 100mbit or 125MB/s.
@@ -85,7 +87,8 @@ pub(crate) struct Args {
     /// Bytes of one stream that may be on their way or unread.
     #[arg(long, default_value = "8MiB", value_parser = units::size)]
     window: usize,
-    /// Kill a rank as it is about to take a step (submit, send a frame, take a frame), counted from 0. May be repeated.
+    /// Kill a rank as it is about to take a step (submit, send a frame, take a frame), counted from
+    /// 0. May be repeated.
     #[arg(long, value_name = "RANK@STEP", value_parser = crash)]
     crash: Vec<(u32, u64)>,
     /// How long after it falls silent a rank is taken for lost.
@@ -264,7 +267,8 @@ impl<'a> Task<'a> {
             ..Network::lan(ranks)
         };
         let tuning = Tuning { segment_bytes, links: Links { latency, bandwidth, ..Links::default() } };
-        // Slow networks are slow, not stuck. A hang is found by the simulator, which sees that nothing more will happen.
+        // Slow networks are slow, not stuck. A hang is found by the simulator, which sees that
+        // nothing more will happen.
         let config = Config { tuning, deadline: Duration::MAX, ..Config::default() };
         let mut task = Self {
             args,

@@ -22,8 +22,9 @@ use crate::pending::Pending;
 
 /// A group of ranks, and this process's place in it.
 ///
-/// All ranks of the group must make the same calls in the same order; ranks that do not get an error that shows what each side called. Several calls may be in
-/// flight at once. Cloning is cheap and gives another handle to the same group.
+/// All ranks of the group must make the same calls in the same order; ranks that do not get an
+/// error that shows what each side called. Several calls may be in flight at once. Cloning is cheap
+/// and gives another handle to the same group.
 #[derive(Clone)]
 pub struct Communicator {
     node: Arc<Membership>,
@@ -90,30 +91,34 @@ impl Communicator {
         self.node.driver().traffic()
     }
 
-    /// The same group, with other settings for the calls made through this handle: algorithm, segment, deadline. All ranks must set the same, but for the deadline.
+    /// The same group, with other settings for the calls made through this handle: algorithm,
+    /// segment, deadline. All ranks must set the same, but for the deadline.
     pub fn with_options(&self, options: Options) -> Self {
         Self { options, ..self.clone() }
     }
 
     /// Everyone gets the combination of everyone's vector.
     ///
-    /// Floats are combined in rank order, so the result has the same bits on every rank, in every run, for any size.
+    /// Floats are combined in rank order, so the result has the same bits on every rank, in every
+    /// run, for any size.
     pub fn all_reduce<T: Element>(&self, data: Vec<T>, op: ReduceOp) -> Pending<Vec<T>> {
         self.start(Call::AllReduce { count: data.len(), dtype: T::DTYPE, op }, data, unwrap)
     }
 
-    /// The combination of everyone's vector, of which each rank gets its block. Blocks are as even as possible; the first ones are longer.
+    /// The combination of everyone's vector, of which each rank gets its block. Blocks are as even
+    /// as possible; the first ones are longer.
     pub fn reduce_scatter<T: Element>(&self, data: Vec<T>, op: ReduceOp) -> Pending<Vec<T>> {
         self.start(Call::ReduceScatter { count: data.len(), dtype: T::DTYPE, op }, data, unwrap)
     }
 
-    /// Everyone gets everyone's vector, one after the other in rank order. All must have the same length; see
-    /// [`all_gather_varied`](Self::all_gather_varied).
+    /// Everyone gets everyone's vector, one after the other in rank order. All must have the same
+    /// length; see [`all_gather_varied`](Self::all_gather_varied).
     pub fn all_gather<T: Element>(&self, data: Vec<T>) -> Pending<Vec<T>> {
         self.start(Call::AllGather { counts: Counts::Each(data.len()), dtype: T::DTYPE }, data, unwrap)
     }
 
-    /// [`all_gather`](Self::all_gather) of vectors that differ in length: `counts[r]` elements from rank r.
+    /// [`all_gather`](Self::all_gather) of vectors that differ in length: `counts[r]` elements from
+    /// rank r.
     pub fn all_gather_varied<T: Element>(&self, data: Vec<T>, counts: &[usize]) -> Pending<Vec<T>> {
         self.start(
             Call::AllGather { counts: Counts::listed(counts, self.world()), dtype: T::DTYPE },
@@ -141,7 +146,8 @@ impl Communicator {
         self.start(call, data, if root == self.rank() { unwrap_some } else { nothing })
     }
 
-    /// The root gets everyone's vector, one after the other in rank order; the others get `None`. All must have the same length.
+    /// The root gets everyone's vector, one after the other in rank order; the others get `None`.
+    /// All must have the same length.
     pub fn gather<T: Element>(&self, data: Vec<T>, root: usize) -> Pending<Option<Vec<T>>> {
         let call = Call::Gather { counts: Counts::Each(data.len()), dtype: T::DTYPE, root: rank(root) };
         self.start(call, data, if root == self.rank() { unwrap_some } else { nothing })
@@ -153,13 +159,15 @@ impl Communicator {
         self.start(call, self.roots(data, root), unwrap)
     }
 
-    /// Rank i's block j becomes rank j's block i. The vector is cut into equal blocks, one per rank.
+    /// Rank i's block j becomes rank j's block i. The vector is cut into equal blocks, one per
+    /// rank.
     pub fn all_to_all<T: Element>(&self, data: Vec<T>) -> Pending<Vec<T>> {
         let each = Counts::Each(data.len() / self.size());
         self.start(Call::AllToAll { send: each.clone(), recv: each, dtype: T::DTYPE }, data, unwrap)
     }
 
-    /// [`all_to_all`](Self::all_to_all) with blocks that differ: `send[r]` elements to rank r, `recv[r]` elements from it.
+    /// [`all_to_all`](Self::all_to_all) with blocks that differ: `send[r]` elements to rank r,
+    /// `recv[r]` elements from it.
     pub fn all_to_all_varied<T: Element>(
         &self,
         data: Vec<T>,
@@ -179,7 +187,8 @@ impl Communicator {
         self.start(Call::Scan { count: data.len(), dtype: T::DTYPE, op }, data, unwrap)
     }
 
-    /// Rank r gets the combination of the vectors of the ranks before it; rank 0 gets the operator's identity.
+    /// Rank r gets the combination of the vectors of the ranks before it; rank 0 gets the
+    /// operator's identity.
     pub fn exclusive_scan<T: Element>(&self, data: Vec<T>, op: ReduceOp) -> Pending<Vec<T>> {
         self.start(Call::ExclusiveScan { count: data.len(), dtype: T::DTYPE, op }, data, unwrap)
     }
@@ -221,10 +230,13 @@ impl Communicator {
         self.start(call, Vec::<T>::new(), unwrap)
     }
 
-    /// Has `handler` answer the calls that any rank of the group makes by this name: it is given the caller's rank and the request, and returns the response, or what went wrong.
+    /// Has `handler` answer the calls that any rank of the group makes by this name: it is given
+    /// the caller's rank and the request, and returns the response, or what went wrong.
     ///
-    /// Handlers run on threads of their own, several at once, and may take their time. A call that comes before this rank has registered anything waits for it; one by a name
-    /// that is not registered fails. Registering a name again replaces its handler. A handler that makes calls holds a clone of the communicator, until [`shutdown`](Self::shutdown).
+    /// Handlers run on threads of their own, several at once, and may take their time. A call that
+    /// comes before this rank has registered anything waits for it; one by a name that is not
+    /// registered fails. Registering a name again replaces its handler. A handler that makes calls
+    /// holds a clone of the communicator, until [`shutdown`](Self::shutdown).
     pub fn register<F>(&self, name: &str, handler: F) -> Result<(), Error>
     where
         F: Fn(usize, Vec<u8>) -> Result<Vec<u8>, String> + Send + Sync + 'static,
@@ -259,12 +271,14 @@ impl Communicator {
         Ok(self.group.calls.get().expect("it was just set"))
     }
 
-    /// What this process has been doing: its last operations, and who those in flight wait for. See [`flight`](crate::flight).
+    /// What this process has been doing: its last operations, and who those in flight wait for. See
+    /// [`flight`](crate::flight).
     pub fn flight(&self) -> Flight {
         self.node.driver().flight("asked")
     }
 
-    /// Splits the group: ranks that give the same color form a new one, ordered by key and then by rank. All ranks must call it.
+    /// Splits the group: ranks that give the same color form a new one, ordered by key and then by
+    /// rank. All ranks must call it.
     pub fn split(&self, color: u32, key: u32) -> Result<Self, Error> {
         let choices = self.all_gather(vec![color, key]).wait()?;
         let mut chosen: Vec<_> = choices
@@ -285,12 +299,14 @@ impl Communicator {
         Ok(Self::new(self.node.clone(), id, Rank(place as u32), members, self.options))
     }
 
-    /// A group of some of this group's ranks, which alone call this: the others need not know of it.
+    /// A group of some of this group's ranks, which alone call this: the others need not know of
+    /// it.
     ///
-    /// Their ranks in it are their places in `ranks`. All members must give the same `ranks`, in the
-    /// same order, and the same name; who gives another name waits for others that do, until its
-    /// deadline. Members that make a group of one name and the same ranks several times get a new group
-    /// each time, the first of each with each other, the second of each with each other, and so on.
+    /// Their ranks in it are their places in `ranks`. All members must give the same `ranks`, in
+    /// the same order, and the same name; who gives another name waits for others that do, until
+    /// its deadline. Members that make a group of one name and the same ranks several times get a
+    /// new group each time, the first of each with each other, the second of each with each other,
+    /// and so on.
     ///
     /// ```
     /// # use farwire::ReduceOp;
@@ -337,7 +353,8 @@ impl Communicator {
         Ok(all.chunks_exact(2).all(|theirs| theirs == [digest, data.len() as u64]))
     }
 
-    /// Leaves the group in good order: returns once every rank has come to this point, so that nothing is lost.
+    /// Leaves the group in good order: returns once every rank has come to this point, so that
+    /// nothing is lost.
     ///
     /// Handlers of calls are let go, with the communicators that they may hold.
     pub fn shutdown(self) -> Result<(), Error> {
@@ -353,16 +370,18 @@ impl Communicator {
         InPlace::new(self)
     }
 
-    /// [`all_reduce`](Self::all_reduce) in place, blocking: the result is where the input was, and there
-    /// is no second copy of it. All ranks must make this call, or [`InPlace::all_reduce`].
+    /// [`all_reduce`](Self::all_reduce) in place, blocking: the result is where the input was, and
+    /// there is no second copy of it. All ranks must make this call, or [`InPlace::all_reduce`].
     ///
-    /// A call that is refused leaves the vector as it was. One that fails half-way leaves anything in it.
+    /// A call that is refused leaves the vector as it was. One that fails half-way leaves anything
+    /// in it.
     pub fn all_reduce_in_place<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<(), Error> {
         self.lend(data, |memory| self.in_place().all_reduce(memory, op))
     }
 
-    /// [`broadcast`](Self::broadcast) in place, blocking: all give a vector of the same length, and have
-    /// the root's in it afterwards. A call that fails half-way leaves anything in the others' vectors.
+    /// [`broadcast`](Self::broadcast) in place, blocking: all give a vector of the same length, and
+    /// have the root's in it afterwards. A call that fails half-way leaves anything in the others'
+    /// vectors.
     pub fn broadcast_in_place<T: Element>(&self, data: &mut [T], root: usize) -> Result<(), Error> {
         self.lend(data, |memory| self.in_place().broadcast(memory, root))
     }
@@ -444,11 +463,13 @@ impl fmt::Debug for Communicator {
     }
 }
 
-/// Operations on more bytes than this go on in the background from the start. Shorter ones have sent all they can when they are submitted, and waking a
-/// thread for what is left would cost more than it gains.
+/// Operations on more bytes than this go on in the background from the start. Shorter ones have
+/// sent all they can when they are submitted, and waking a thread for what is left would cost more
+/// than it gains.
 pub(crate) const OVERLAP_FROM: usize = 256 << 10;
 
-/// A rank as callers give it. One that does not fit 32 bits is outside every group, and refused as such.
+/// A rank as callers give it. One that does not fit 32 bits is outside every group, and refused as
+/// such.
 pub(crate) fn rank(index: usize) -> Rank {
     Rank(u32::try_from(index).unwrap_or(u32::MAX))
 }

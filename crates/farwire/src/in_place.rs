@@ -6,14 +6,14 @@ use crate::comm::{Communicator, rank};
 use crate::memory::Memory;
 use crate::pending::Pending;
 
-/// The collectives of a [`Communicator`] that can work in place, in a vector or in [`Memory`] that somebody
-/// else owns: nothing is copied in or out, and there is no second copy of the vector.
+/// The collectives of a [`Communicator`] that can work in place, in a vector or in [`Memory`] that
+/// somebody else owns: nothing is copied in or out, and there is no second copy of the vector.
 ///
 /// Each takes the memory, which comes back with the result, or with the error
-/// ([`take_memory`](crate::Error::take_memory)). A call that is refused leaves it as it was. The price of
-/// working in place: a call that fails half-way leaves anything in it. The result has the bits of the call
-/// that keeps its input; but as that may move its data in another way, all ranks must make the one call or
-/// all the other.
+/// ([`take_memory`](crate::Error::take_memory)). A call that is refused leaves it as it was. The
+/// price of working in place: a call that fails half-way leaves anything in it. The result has the
+/// bits of the call that keeps its input; but as that may move its data in another way, all ranks
+/// must make the one call or all the other.
 ///
 /// ```
 /// use farwire::ReduceOp;
@@ -43,7 +43,8 @@ impl<'a> InPlace<'a> {
         self.start(data, |count| Call::AllReduce { count, dtype: T::DTYPE, op })
     }
 
-    /// The root gets the combination of everyone's vector. What is in the others' afterwards is unspecified.
+    /// The root gets the combination of everyone's vector. What is in the others' afterwards is
+    /// unspecified.
     pub fn reduce<T: Element>(
         &self,
         data: impl Into<Memory<T>>,
@@ -53,14 +54,15 @@ impl<'a> InPlace<'a> {
         self.start(data, |count| Call::Reduce { count, dtype: T::DTYPE, op, root: rank(root) })
     }
 
-    /// Each rank gets its block of the combination of everyone's vector, at its place in the vector: that of
-    /// an even division of it, in which the first blocks are the longer ones. The rest is as it was.
+    /// Each rank gets its block of the combination of everyone's vector, at its place in the
+    /// vector: that of an even division of it, in which the first blocks are the longer ones. The
+    /// rest is as it was.
     pub fn reduce_scatter<T: Element>(&self, data: impl Into<Memory<T>>, op: ReduceOp) -> Pending<Memory<T>> {
         self.start(data, |count| Call::ReduceScatter { count, dtype: T::DTYPE, op })
     }
 
-    /// Everyone gets everyone's block: the memory is cut into equal blocks, one per rank, and each rank's
-    /// holds what it gives.
+    /// Everyone gets everyone's block: the memory is cut into equal blocks, one per rank, and each
+    /// rank's holds what it gives.
     pub fn all_gather<T: Element>(&self, data: impl Into<Memory<T>>) -> Pending<Memory<T>> {
         let ranks = self.comm.size();
         self.start(data, |count| Call::AllGather { counts: Counts::Each(count / ranks), dtype: T::DTYPE })
@@ -71,8 +73,8 @@ impl<'a> InPlace<'a> {
         self.start(data, |count| Call::Broadcast { count, dtype: T::DTYPE, root: rank(root) })
     }
 
-    /// Sends a message out of the memory: see [`Communicator::send`]. The other end may receive it in place
-    /// or not.
+    /// Sends a message out of the memory: see [`Communicator::send`]. The other end may receive it
+    /// in place or not.
     pub fn send<T: Element>(&self, data: impl Into<Memory<T>>, to: usize, tag: u32) -> Pending<Memory<T>> {
         self.start(data, |count| Call::Send { to: rank(to), tag: Tag(tag), count, dtype: T::DTYPE })
     }

@@ -27,10 +27,11 @@ use std::sync::mpsc::{Receiver, TryRecvError, channel};
 
 use farwire_proto::{DType, Element};
 
-/// Elements in memory that an operation can work on in place: a vector, or memory that somebody else
-/// owns, with its owner.
+/// Elements in memory that an operation can work on in place: a vector, or memory that somebody
+/// else owns, with its owner.
 ///
-/// The owner is kept alive for as long as an operation may touch the memory, and comes back with it.
+/// The owner is kept alive for as long as an operation may touch the memory, and comes back with
+/// it.
 ///
 /// ```
 /// use farwire::{Memory, ReduceOp};
@@ -118,11 +119,11 @@ pub enum MemoryError {
 }
 
 impl<T: Element> Memory<T> {
-    /// The elements that `owner` gives access to. They are asked for once, and used until the owner is
-    /// dropped or taken back.
+    /// The elements that `owner` gives access to. They are asked for once, and used until the owner
+    /// is dropped or taken back.
     pub fn from_owner<O: AsMut<[T]> + Send + 'static>(owner: O) -> Self {
-        // This borrow ends with the buffer, before anything else is done with the owner (rule 3). So
-        // whatever its `as_mut` returns is valid until then, and nobody else's meanwhile.
+        // This borrow ends with the buffer, before anything else is done with the owner (rule 3).
+        // So whatever its `as_mut` returns is valid until then, and nobody else's meanwhile.
         let (mut whole, owner) = Owner::other(owner);
         // SAFETY: nobody else has a reference to the owner, which was just put there.
         let elements = unsafe { whole.as_mut() }.as_mut();
@@ -131,8 +132,8 @@ impl<T: Element> Memory<T> {
         unsafe { Self::new(start, len, owner) }
     }
 
-    /// `len` elements from `start`, in memory that stays valid until `owner` is dropped. Null may only
-    /// be the address of no elements.
+    /// `len` elements from `start`, in memory that stays valid until `owner` is dropped. Null may
+    /// only be the address of no elements.
     ///
     /// # Safety
     ///
@@ -164,13 +165,14 @@ impl<T: Element> Memory<T> {
         Ok(unsafe { Self::new(start, len, owner) })
     }
 
-    /// The owner that this memory was made with, if it is of this type: it was, and it is not a vector.
+    /// The owner that this memory was made with, if it is of this type: it was, and it is not a
+    /// vector.
     pub fn into_owner<O: 'static>(self) -> Result<O, Self> {
         match self.buffer.owner {
             Owner::Other { owner, type_id } if type_id == TypeId::of::<O>() => {
                 let _ended = ManuallyDrop::new(self);
-                // SAFETY: the box was leaked when this memory was made, with an owner of this type, and
-                // nobody else will free it.
+                // SAFETY: the box was leaked when this memory was made, with an owner of this type,
+                // and nobody else will free it.
                 Ok(*unsafe { Box::from_raw(owner.cast::<O>().as_ptr()) })
             }
             _ => Err(self),
@@ -276,8 +278,8 @@ impl Buffer {
             Owner::Vec { capacity, .. } if self.dtype == T::DTYPE => {
                 let len = self.len();
                 let start = ManuallyDrop::new(self).start.cast().as_ptr();
-                // SAFETY: these are the parts that `from` took a vector of this type to, and it was left
-                // for this to free.
+                // SAFETY: these are the parts that `from` took a vector of this type to, and it was
+                // left for this to free.
                 Ok(unsafe { Vec::from_raw_parts(start, len, capacity) })
             }
             _ => Err(self),
@@ -325,16 +327,17 @@ impl Drop for Buffer {
     }
 }
 
-/// Type and length: an error that holds a long input, shown by a `main` that returns it, has to fit a screen.
+/// Type and length: an error that holds a long input, shown by a `main` that returns it, has to fit
+/// a screen.
 impl fmt::Debug for Buffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Buffer({:?}; {})", self.dtype, self.len())
     }
 }
 
-/// Has `run` use borrowed memory, and ends only when nothing holds that memory any more, also if `run`
-/// panics: an operation that is still in flight is then waited for, and `hurry` is told, because nobody
-/// else may be waiting for it.
+/// Has `run` use borrowed memory, and ends only when nothing holds that memory any more, also if
+/// `run` panics: an operation that is still in flight is then waited for, and `hurry` is told,
+/// because nobody else may be waiting for it.
 pub(crate) fn lend<T: Element, R>(data: &mut [T], hurry: impl Fn(), run: impl FnOnce(Memory<T>) -> R) -> R {
     struct UntilReleased<F: Fn()> {
         hurry: F,
@@ -353,8 +356,8 @@ pub(crate) fn lend<T: Element, R>(data: &mut [T], hurry: impl Fn(), run: impl Fn
     let _until_released = UntilReleased { hurry, released };
     let start = NonNull::from(&mut *data).cast();
     let (_, owner) = Owner::other(holds);
-    // SAFETY: `data` is borrowed until this function ends, which by the guard above is after the end of
-    // whoever got the memory, however this function ends.
+    // SAFETY: `data` is borrowed until this function ends, which by the guard above is after the
+    // end of whoever got the memory, however this function ends.
     run(unsafe { Memory::new(start, data.len(), owner) })
 }
 
@@ -423,7 +426,8 @@ mod tests {
         let mut words = [0u32; 4];
         let start = words.as_mut_ptr();
         let within = start.wrapping_byte_add(1);
-        // SAFETY: all but the last are refused before anything is accessed, and that has no elements.
+        // SAFETY: all but the last are refused before anything is accessed, and that has no
+        // elements.
         let made = unsafe {
             [
                 Memory::from_raw(std::ptr::null_mut(), 4, alive.clone()),

@@ -8,7 +8,7 @@ use std::sync::Barrier;
 use std::time::Duration;
 
 use common::{every_collective, on_threads, subgroups};
-use farwire::{Fault, Options, Peer, ReduceOp};
+use farwire::{Call, DType, Fault, Options, Peer, Rank, ReduceOp, Tag};
 use half::bf16;
 
 #[test]
@@ -45,6 +45,24 @@ fn sixty_four_operations_in_flight_at_once() {
                 assert_eq!(pending.wait().unwrap(), vec![4 * i as u32; 1000 + i]);
             }
         }
+    });
+}
+
+/// A call as a value names a type, which its vector must have.
+#[test]
+fn a_vector_of_another_type_than_its_call_is_refused_and_comes_back() {
+    on_threads(2, |comm| {
+        let count = 4;
+        let sum = |dtype| Call::AllReduce { count, dtype, op: ReduceOp::Sum };
+        let parcel = Call::SendParcel { to: Rank(1 - comm.rank() as u32), tag: Tag(0), len: 16 };
+        for call in [sum(DType::I32), sum(DType::F64), parcel] {
+            let mut error = comm.run(call, vec![1.0f32; count]).wait().unwrap_err();
+            assert!(error.to_string().contains("takes no vector of f32"), "{error}");
+            assert_eq!(error.take_input::<f32>(), Some(vec![1.0; count]));
+        }
+        // It does not count as called.
+        assert_eq!(comm.run(sum(DType::F32), vec![1.0f32; count]).wait().unwrap(), [2.0; 4]);
+        assert!(comm.run(Call::Barrier, Vec::<f32>::new()).wait().unwrap().is_empty());
     });
 }
 

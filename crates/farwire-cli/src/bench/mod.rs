@@ -31,9 +31,10 @@ use pattern::Stretch;
 
 /// Measure an operation between real processes or threads.
 ///
-/// With --ranks it starts them here. Without, it is one rank of a job that some launcher started (`farwire launch`, torchrun, mpirun, srun), and rank 0 prints. Times are of the
-/// slowest rank in each iteration. Bandwidth is in GB/s: `algbw` is size over time, `busbw` is what each rank's link carried by the least-volume algorithm, comparable between
-/// operations and numbers of ranks.
+/// With --ranks it starts them here. Without, it is one rank of a job that some launcher started
+/// (`farwire launch`, torchrun, mpirun, srun), and rank 0 prints. Times are of the slowest rank in
+/// each iteration. Bandwidth is in GB/s: `algbw` is size over time, `busbw` is what each rank's
+/// link carried by the least-volume algorithm, comparable between operations and numbers of ranks.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -295,7 +296,8 @@ struct Trial<'a, T> {
     shape: Shape,
     /// The first takes the data, the last has the result.
     calls: Vec<Call>,
-    /// Goes in, and, where it can, comes back as the result of the iteration before: so the loop touches no fresh memory.
+    /// Goes in, and, where it can, comes back as the result of the iteration before: so the loop
+    /// touches no fresh memory.
     data: Vec<T>,
     compressor: Option<Compressor>,
     /// What that does at this size.
@@ -465,7 +467,8 @@ impl<T: Element> Trial<'_, T> {
 }
 
 impl<T: Element> Trial<'_, T> {
-    /// What this rank must get through a codec: the same rounds, with all ranks in this one process and no network.
+    /// What this rank must get through a codec: the same rounds, with all ranks in this one process
+    /// and no network.
     fn expected_coded(&self) -> Vec<T> {
         let ranks = self.comm.size();
         let world = WorldSize::new(ranks as u32).expect("a communicator has a rank");

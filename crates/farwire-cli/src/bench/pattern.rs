@@ -1,12 +1,12 @@
 //! What `farwire bench` sends, and what must come back.
 //!
-//! Inputs repeat: element *i* of a rank depends on *i* modulo [`PERIOD`] and on the rank. So an input
-//! is filled by copying, and a result, which repeats as well, is checked by comparing stretches of
-//! memory with a few kilobytes of right values. Both run as fast as memory does. The right values of one
-//! period are the oracle's.
+//! Inputs repeat: element *i* of a rank depends on *i* modulo [`PERIOD`] and on the rank. So an
+//! input is filled by copying, and a result, which repeats as well, is checked by comparing
+//! stretches of memory with a few kilobytes of right values. Both run as fast as memory does. The
+//! right values of one period are the oracle's.
 //!
-//! Segments are powers of two, which the period does not divide: what arrives a segment too early, or
-//! too late, is seen.
+//! Segments are powers of two, which the period does not divide: what arrives a segment too early,
+//! or too late, is seen.
 
 use std::ops::Range;
 
@@ -18,9 +18,9 @@ use farwire_sim::oracle;
 /// Elements after which inputs repeat.
 pub(super) const PERIOD: usize = 97 * 11;
 
-/// The first period of a rank's input: small whole numbers, which every type holds exactly, different
-/// from rank to rank and from element to element. For products ones and twos. Whatever the order in
-/// which such numbers are combined, the result is the same to the bit.
+/// The first period of a rank's input: small whole numbers, which every type holds exactly,
+/// different from rank to rank and from element to element. For products ones and twos. Whatever
+/// the order in which such numbers are combined, the result is the same to the bit.
 pub(super) fn period<T: Element>(rank: usize, op: ReduceOp) -> Vec<T> {
     let number = |i: usize| {
         let number = ((i * 7 + rank * 13 + i / 97) % 11) as u8;

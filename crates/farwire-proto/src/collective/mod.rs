@@ -439,7 +439,10 @@ struct Row {
 /// The kinds: code on the wire, name, the algorithms that can run it, and the flags of [`Row`] that
 /// are set. Codes are never given twice.
 macro_rules! kinds {
-    ($($(#[$doc:meta])* $kind:ident = $code:literal $name:literal by [$($algorithm:ident),*] $($flag:ident)*;)*) => {
+    ($(
+        $(#[$doc:meta])*
+        $kind:ident = $code:literal $name:literal by [$($algorithm:ident),*] $($flag:ident)*;
+    )*) => {
         /// The kinds of operation, as they appear in frame headers.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
         #[repr(u8)]

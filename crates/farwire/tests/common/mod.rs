@@ -35,7 +35,8 @@ fn bytes<T: Element>(elements: &[T]) -> Vec<u8> {
     bytemuck::cast_slice(elements).to_vec()
 }
 
-/// Runs every collective with every algorithm on vectors of `len` elements, and panics on the first wrong bit.
+/// Runs every collective with every algorithm on vectors of `len` elements, and panics on the first
+/// wrong bit.
 pub(crate) fn every_collective<T: Element>(comm: &Communicator, len: usize, op: ReduceOp) {
     let (me, n) = (comm.rank(), comm.size());
     for kind in Kind::ALL.into_iter().filter(|kind| *kind != Kind::Message) {
@@ -142,7 +143,8 @@ pub(crate) fn on_threads(n: usize, rank: impl Fn(Communicator) + Sync) {
     });
 }
 
-/// Runs `rank` in a process for each of `n` ranks: the test starts itself again, `n` times, and panics if any of them fails.
+/// Runs `rank` in a process for each of `n` ranks: the test starts itself again, `n` times, and
+/// panics if any of them fails.
 ///
 /// `test` is the name of the calling test function, and `link` what FARWIRE_LINK is set to.
 pub(crate) fn on_processes(test: &str, n: usize, link: &str, rank: impl Fn(Communicator)) {
@@ -183,7 +185,8 @@ pub(crate) fn free_port() -> u16 {
     socket.expect("a free port").port()
 }
 
-/// The same for a job whose token and ports, one for each rank to find rank 0 at, the test knows. A child's input ends when the test drops its end of it.
+/// The same for a job whose token and ports, one for each rank to find rank 0 at, the test knows. A
+/// child's input ends when the test drops its end of it.
 pub(crate) fn start_processes_at(
     test: &str,
     ports: &[u16],
