@@ -1,4 +1,5 @@
-//! A plain candle model, made data-parallel: each rank learns from its own points, and all have the same model.
+//! A plain candle model, made data-parallel: each rank learns from its own points, and all have the
+//! same model.
 //!
 //! `farwire launch -n 4 -- cargo run -p farwire-candle --example data_parallel`
 

@@ -18,7 +18,12 @@ use crate::stage::{Segment, Stage};
 
 /// One of `stages` equal parts of the model: its blocks, with the embedding before the first and
 /// the head after the last.
-pub(crate) fn stage(params: &mut Params, config: Config, stage: usize, stages: usize) -> Result<Stage> {
+pub(crate) fn stage(
+    params: &mut Params,
+    config: Config,
+    stage: usize,
+    stages: usize,
+) -> Result<Stage> {
     let each = config.layers / stages;
     let mut segments = Vec::new();
     if stage == 0 {
@@ -27,7 +32,8 @@ pub(crate) fn stage(params: &mut Params, config: Config, stage: usize, stages: u
     }
     for index in stage * each..(stage + 1) * each {
         let block = Block::new(params, &format!("blocks.{index}"), config)?;
-        segments.push(Segment::new(format!("block {index}"), params.take(), move |x| block.forward(x)));
+        segments
+            .push(Segment::new(format!("block {index}"), params.take(), move |x| block.forward(x)));
     }
     if stage + 1 == stages {
         let head = Head::new(params, config)?;
@@ -102,8 +108,15 @@ struct Attention {
 impl Attention {
     fn new(params: &mut Params, name: &str, config: Config, deviation: f64) -> Result<Self> {
         let Config { heads, width, context, .. } = config;
-        let qkv = ColumnParallelLinear::with_blocks(params, &format!("{name}.qkv"), width, 3 * width, 3)?;
-        let out = RowParallelLinear::with_deviation(params, &format!("{name}.out"), width, width, deviation)?;
+        let qkv =
+            ColumnParallelLinear::with_blocks(params, &format!("{name}.qkv"), width, 3 * width, 3)?;
+        let out = RowParallelLinear::with_deviation(
+            params,
+            &format!("{name}.out"),
+            width,
+            width,
+            deviation,
+        )?;
         let mask: Vec<f32> = (0..context)
             .flat_map(|query| (0..context).map(move |key| if key <= query { 0.0 } else { -1e9 }))
             .collect();
@@ -117,8 +130,10 @@ impl Attention {
         let width = qkv.dim(2)? / 3;
         let heads = width / self.head_width;
         // [batch, time, 3 · heads · head width] to [3, batch, heads, time, head width]
-        let qkv =
-            qkv.reshape((batch, time, 3, heads, self.head_width))?.permute((2, 0, 3, 1, 4))?.contiguous()?;
+        let qkv = qkv
+            .reshape((batch, time, 3, heads, self.head_width))?
+            .permute((2, 0, 3, 1, 4))?
+            .contiguous()?;
         let (q, k, v) = (qkv.get(0)?, qkv.get(1)?, qkv.get(2)?);
         let scores = (q.matmul(&k.t()?)? * (1.0 / (self.head_width as f64).sqrt()))?;
         let mask = self.mask.narrow(0, 0, time)?.narrow(1, 0, time)?;
@@ -157,7 +172,8 @@ struct Head {
 impl Head {
     fn new(params: &mut Params, config: Config) -> Result<Self> {
         let norm = Norm::new(params, "head.norm", config.width)?;
-        let linear = ColumnParallelLinear::new(params, "head.linear", config.width, VOCABULARY)?.gathered();
+        let linear =
+            ColumnParallelLinear::new(params, "head.linear", config.width, VOCABULARY)?.gathered();
         Ok(Self { norm, linear })
     }
 

@@ -67,7 +67,8 @@ impl ColumnParallelLinear {
         blocks: usize,
     ) -> Result<Self> {
         let cut = Some(Cut { dim: 0, blocks });
-        let weight = params.get(&format!("{name}.weight"), &[output, input], Init::Normal(0.02), cut)?;
+        let weight =
+            params.get(&format!("{name}.weight"), &[output, input], Init::Normal(0.02), cut)?;
         let bias = params.get(&format!("{name}.bias"), &[output], Init::Zeros, cut)?;
         Ok(Self { weight, bias, group: params.group().clone(), gather: false })
     }
@@ -110,7 +111,12 @@ impl RowParallelLinear {
         deviation: f64,
     ) -> Result<Self> {
         let cut = Some(Cut { dim: 1, blocks: 1 });
-        let weight = params.get(&format!("{name}.weight"), &[output, input], Init::Normal(deviation), cut)?;
+        let weight = params.get(
+            &format!("{name}.weight"),
+            &[output, input],
+            Init::Normal(deviation),
+            cut,
+        )?;
         // Added after the sum, by every rank, so all need all of it and all get the same gradient.
         let bias = params.get(&format!("{name}.bias"), &[output], Init::Zeros, None)?;
         Ok(Self { weight, bias, group: params.group().clone() })
@@ -134,7 +140,8 @@ impl ParallelEmbedding {
     /// A layer with the parameter `name.weight` `[rows, width]`.
     pub fn new(params: &mut Params, name: &str, rows: usize, width: usize) -> Result<Self> {
         let cut = Some(Cut { dim: 0, blocks: 1 });
-        let weight = params.get(&format!("{name}.weight"), &[rows, width], Init::Normal(0.02), cut)?;
+        let weight =
+            params.get(&format!("{name}.weight"), &[rows, width], Init::Normal(0.02), cut)?;
         Ok(Self { weight, group: params.group().clone() })
     }
 
@@ -154,7 +161,8 @@ impl ParallelEmbedding {
                 .into_iter()
                 .map(|id| id.checked_sub(first).filter(|id| (*id as usize) < rows))
                 .collect();
-            let mine: Vec<f32> = local.iter().map(|id| if id.is_some() { 1.0 } else { 0.0 }).collect();
+            let mine: Vec<f32> =
+                local.iter().map(|id| if id.is_some() { 1.0 } else { 0.0 }).collect();
             let local: Vec<u32> = local.into_iter().map(|id| id.unwrap_or(0)).collect();
             let count = local.len();
             let device = self.weight.device();

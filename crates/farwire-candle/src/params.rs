@@ -36,7 +36,10 @@ impl Params {
     }
 
     /// Parameters from whole tensors.
-    pub fn from_tensors(tensors: impl IntoIterator<Item = (String, Tensor)>, group: &Group) -> Result<Self> {
+    pub fn from_tensors(
+        tensors: impl IntoIterator<Item = (String, Tensor)>,
+        group: &Group,
+    ) -> Result<Self> {
         let array = |(name, tensor): (String, Tensor)| {
             Ok((name, Array { shape: tensor.dims().to_vec(), data: values(&tensor)? }))
         };
@@ -56,8 +59,15 @@ impl Params {
     }
 
     /// A parameter whose whole has this shape.
-    pub fn get(&mut self, name: &str, whole: &[usize], init: Init, cut: Option<Cut>) -> Result<Tensor> {
-        let (share, cut) = self.start.get(name, whole, init, cut, &self.group).map_err(Error::msg)?;
+    pub fn get(
+        &mut self,
+        name: &str,
+        whole: &[usize],
+        init: Init,
+        cut: Option<Cut>,
+    ) -> Result<Tensor> {
+        let (share, cut) =
+            self.start.get(name, whole, init, cut, &self.group).map_err(Error::msg)?;
         let var = Var::from_vec(share.data, share.shape, &Device::Cpu)?;
         let tensor = var.as_tensor().clone();
         self.list.push(Param { name: name.to_owned(), var, cut });

@@ -148,8 +148,9 @@ impl farwire_train::Stage for Stage {
         sink: &mut Sink<'_>,
     ) -> LibraryResult<Option<Vec<f32>>> {
         let held = self.held.remove(&micro).filter(|held| !held.is_empty());
-        let held =
-            held.ok_or_else(|| format!("micro-batch {micro} cannot go back before it has gone forward"))?;
+        let held = held.ok_or_else(|| {
+            format!("micro-batch {micro} cannot go back before it has gone forward")
+        })?;
         let shape = held.last().map_or(&[][..], |last| last.output.dims());
         let mut gradient = Some(Tensor::from_vec(gradient, shape, &Device::Cpu)?);
         for (segment, Held { input, output }) in self.segments.iter().zip(held).rev() {

@@ -55,7 +55,10 @@ fn a_plain_model_becomes_data_parallel() {
 #[test]
 fn a_block_is_shared_by_ranks_and_learns_as_on_one() {
     let (shared, alone) = (run("tensor_parallel", 4), run("tensor_parallel", 1));
-    assert!(shared[3].contains("up.weight [16, 16], a share") && alone[0].contains("up.weight [64, 16]\n"));
+    assert!(
+        shared[3].contains("up.weight [16, 16], a share")
+            && alone[0].contains("up.weight [64, 16]\n")
+    );
     let (shared, alone) = (losses(&shared[0]), losses(&alone[0]));
     assert!(alone.len() == 3 && alone[2] < 0.5 * alone[0], "{alone:?}");
     for (shared, alone) in shared.iter().zip(&alone) {

@@ -69,7 +69,10 @@ fn assert_close(what: &str, got: &[f32], expected: &[f32]) {
 fn assert_same(what: &str, got: &Outcome, expected: &Outcome) {
     assert_close(&format!("{what}: y"), &got.y, &expected.y);
     assert_close(&format!("{what}: dx"), &got.dx, &expected.dx);
-    assert_eq!(got.gradients.keys().collect::<Vec<_>>(), expected.gradients.keys().collect::<Vec<_>>());
+    assert_eq!(
+        got.gradients.keys().collect::<Vec<_>>(),
+        expected.gradients.keys().collect::<Vec<_>>()
+    );
     for (name, gradient) in &got.gradients {
         assert_close(&format!("{what}: d{name}"), gradient, &expected.gradients[name]);
     }
@@ -89,8 +92,12 @@ fn dense(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
     x.matmul(&weight.t()?)?.broadcast_add(bias)
 }
 
-const SHAPES: [(&str, &[usize]); 4] =
-    [("up.weight", &[24, 10]), ("up.bias", &[24]), ("down.weight", &[10, 24]), ("down.bias", &[10])];
+const SHAPES: [(&str, &[usize]); 4] = [
+    ("up.weight", &[24, 10]),
+    ("up.bias", &[24]),
+    ("down.weight", &[10, 24]),
+    ("down.bias", &[10]),
+];
 
 #[test]
 fn column_parallel_is_dense() {
@@ -98,7 +105,11 @@ fn column_parallel_is_dense() {
     let whole = weights(&SHAPES[..2]);
     let vars: Vec<Param> = whole
         .iter()
-        .map(|(name, tensor)| Param { name: name.clone(), var: Var::from_tensor(tensor).unwrap(), cut: None })
+        .map(|(name, tensor)| Param {
+            name: name.clone(),
+            var: Var::from_tensor(tensor).unwrap(),
+            cut: None,
+        })
         .collect();
     let input = Var::from_tensor(&x).unwrap();
     let y = dense(&input, &vars[0].var, &vars[1].var).unwrap();
@@ -121,7 +132,11 @@ fn column_parallel_is_dense() {
             assert_same(
                 &format!("cut, {ranks} ranks"),
                 &cut,
-                &Outcome { y: columns, dx: expected.dx.clone(), gradients: expected.gradients.clone() },
+                &Outcome {
+                    y: columns,
+                    dx: expected.dx.clone(),
+                    gradients: expected.gradients.clone(),
+                },
             );
             // All columns on every rank.
             let y = layer.gathered().forward(&input).unwrap();
@@ -137,7 +152,11 @@ fn row_parallel_is_dense() {
     let whole = weights(&SHAPES[2..]);
     let vars: Vec<Param> = whole
         .iter()
-        .map(|(name, tensor)| Param { name: name.clone(), var: Var::from_tensor(tensor).unwrap(), cut: None })
+        .map(|(name, tensor)| Param {
+            name: name.clone(),
+            var: Var::from_tensor(tensor).unwrap(),
+            cut: None,
+        })
         .collect();
     let input = Var::from_tensor(&x).unwrap();
     let y = dense(&input, &vars[0].var, &vars[1].var).unwrap();
@@ -153,13 +172,16 @@ fn row_parallel_is_dense() {
             let input = Var::from_tensor(&columns(&x)).unwrap();
             let y = layer.forward(&input).unwrap();
             let got = outcome(&params.take(), &input, &y, &dy, &group);
-            let dx = vec(&columns(&Tensor::from_slice(&expected.dx, (7, 24), &Device::Cpu).unwrap()));
-            let expected = Outcome { y: expected.y.clone(), dx, gradients: expected.gradients.clone() };
+            let dx =
+                vec(&columns(&Tensor::from_slice(&expected.dx, (7, 24), &Device::Cpu).unwrap()));
+            let expected =
+                Outcome { y: expected.y.clone(), dx, gradients: expected.gradients.clone() };
             assert_same(&format!("{ranks} ranks"), &got, &expected);
             // The bias is the same on every rank, so its gradient must be, too: to the bit.
             let comm = group.communicator().unwrap();
             assert!(
-                comm.is_in_sync(&got.gradients["down.bias"]).unwrap() && comm.is_in_sync(&got.y).unwrap()
+                comm.is_in_sync(&got.gradients["down.bias"]).unwrap()
+                    && comm.is_in_sync(&got.y).unwrap()
             );
         });
     }
@@ -221,7 +243,8 @@ fn sizes_that_cannot_be_cut_are_refused_by_name() {
 
 #[test]
 fn weights_come_from_an_unsharded_file() {
-    let path = std::env::temp_dir().join(format!("farwire-layers-{}.safetensors", std::process::id()));
+    let path =
+        std::env::temp_dir().join(format!("farwire-layers-{}.safetensors", std::process::id()));
     let whole = weights(&SHAPES);
     candle_core::safetensors::save(&whole.iter().cloned().collect(), &path).unwrap();
     on_threads(2, |group| {
@@ -229,7 +252,8 @@ fn weights_come_from_an_unsharded_file() {
         RowParallelLinear::new(&mut params, "down", 24, 10).unwrap();
         let share = params.take().remove(0);
         assert_eq!(vec(&share.var), vec(&whole[2].1.narrow(1, group.rank() * 12, 12).unwrap()));
-        let missing = RowParallelLinear::new(&mut params, "sideways", 24, 10).unwrap_err().to_string();
+        let missing =
+            RowParallelLinear::new(&mut params, "sideways", 24, 10).unwrap_err().to_string();
         assert!(missing.contains("no weight `sideways.weight`"), "{missing}");
         let other = RowParallelLinear::new(&mut params, "down", 12, 10).unwrap_err().to_string();
         assert!(other.contains("the model needs [10, 12]"), "{other}");

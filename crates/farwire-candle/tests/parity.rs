@@ -78,7 +78,10 @@ fn same_as_alone(test: &str, layout: Settings) {
 
 #[test]
 fn data_parallel_trains_the_same_model() {
-    same_as_alone("data_parallel_trains_the_same_model", Settings { dp: 4, micro_batches: 2, ..settings() });
+    same_as_alone(
+        "data_parallel_trains_the_same_model",
+        Settings { dp: 4, micro_batches: 2, ..settings() },
+    );
 }
 
 #[test]

@@ -59,8 +59,9 @@ fn hash_again(folder: &Path, name: &str) {
     let hash = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, &bytes);
     let hex: String = hash.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
     let sums = std::fs::read_to_string(folder.join("SHA256SUMS")).unwrap();
-    let line =
-        |line: &str| if line.ends_with(name) { format!("{hex}  {name}\n") } else { format!("{line}\n") };
+    let line = |line: &str| {
+        if line.ends_with(name) { format!("{hex}  {name}\n") } else { format!("{line}\n") }
+    };
     std::fs::write(folder.join("SHA256SUMS"), sums.lines().map(line).collect::<String>()).unwrap();
 }
 
@@ -97,7 +98,8 @@ fn a_killed_run_goes_on_bit_for_bit() {
             let mut trainer = trainer(&comm, codec);
             let about = trainer.resume(&dir).unwrap();
             assert_eq!((about.step, &about.notes["step"]), (3, &3.into()));
-            let losses: Vec<f64> = (about.step..STEPS).map(|_| trainer.step(false).unwrap().loss).collect();
+            let losses: Vec<f64> =
+                (about.step..STEPS).map(|_| trainer.step(false).unwrap().loss).collect();
             write_losses(&comm, &dir.join("resumed"), &losses);
         });
         if !is_rank() {
@@ -131,7 +133,8 @@ fn a_run_with_a_measured_codec_goes_on_with_the_same() {
                 let losses = |trainer: &mut Trainer, steps: usize| -> Vec<f64> {
                     (0..steps).map(|_| trainer.step(false).unwrap().loss).collect()
                 };
-                let given = losses(&mut Trainer::new(&Candle, &comm, settings("int8"), &text).unwrap(), 6);
+                let given =
+                    losses(&mut Trainer::new(&Candle, &comm, settings("int8"), &text).unwrap(), 6);
                 // Whatever was chosen here, the checkpoint shall say that it was int8.
                 let mut start = Trainer::new(&Candle, &comm, settings("auto"), &text).unwrap();
                 start.save(dir, serde_json::Value::Null).unwrap();
@@ -190,7 +193,10 @@ fn a_run_goes_on_in_another_layout() {
                     assert!(trainer.replicas_agree().unwrap());
                     for expected in expected {
                         let loss = trainer.step(false).unwrap().loss;
-                        assert!((loss - expected).abs() <= 1e-4 * expected, "{loss}, not {expected}");
+                        assert!(
+                            (loss - expected).abs() <= 1e-4 * expected,
+                            "{loss}, not {expected}"
+                        );
                     }
                 });
             }
@@ -308,13 +314,17 @@ fn a_damaged_checkpoint_is_passed_over_for_the_one_before() {
                         if rank == 0 {
                             act(&path);
                         }
-                        let mut resumed = Trainer::new(&Candle, &comm, settings.clone(), text).unwrap();
+                        let mut resumed =
+                            Trainer::new(&Candle, &comm, settings.clone(), text).unwrap();
                         let about = resumed.resume(&seen).unwrap();
                         assert_eq!(about.step, 1, "{name} {harm}");
                         assert_eq!(resumed.steps_done(), 1);
                         let [why] = &about.damaged[..] else { panic!("{name} {harm}: {about:?}") };
                         assert!(why.starts_with("step-00000002 is damaged: "), "{why}");
-                        assert!(why.contains(name) || why.contains("SHA256SUMS"), "{name} {harm}: {why}");
+                        assert!(
+                            why.contains(name) || why.contains("SHA256SUMS"),
+                            "{name} {harm}: {why}"
+                        );
                         if (name, harm) == ("job.json", "emptied") {
                             assert_eq!(why, "step-00000002 is damaged: job.json is empty");
                         }
@@ -349,7 +359,9 @@ fn a_damaged_checkpoint_is_passed_over_for_the_one_before() {
                     }
                 }
                 let error = again.resume(&seen).unwrap_err().to_string();
-                for says in ["step-00000001 is damaged", "step-00000002 is damaged", "no SHA256SUMS"] {
+                for says in
+                    ["step-00000001 is damaged", "step-00000002 is damaged", "no SHA256SUMS"]
+                {
                     assert!(error.contains(says), "{error}");
                 }
             });

@@ -40,7 +40,8 @@ fn on_threads(ranks: usize, rank: impl Fn(Communicator) + Sync) {
 fn the_loss_falls_and_the_exchange_overlaps_backward() {
     let text = text();
     on_threads(2, |comm| {
-        let mut trainer = Trainer::new(&Candle, &comm, Settings { dp: 2, ..settings() }, &text).unwrap();
+        let mut trainer =
+            Trainer::new(&Candle, &comm, Settings { dp: 2, ..settings() }, &text).unwrap();
         let reports: Vec<_> = (0..60).map(|_| trainer.step(false).unwrap()).collect();
         let mean = |range: std::ops::Range<usize>| {
             reports[range].iter().map(|report| report.loss).sum::<f64>() / 10.0
@@ -57,7 +58,8 @@ fn the_loss_falls_and_the_exchange_overlaps_backward() {
             .filter(|span| span.name.starts_with("backward"))
             .map(|span| span.end)
             .max();
-        let buckets: Vec<_> = trainer.trace().iter().filter(|span| span.name.starts_with("bucket")).collect();
+        let buckets: Vec<_> =
+            trainer.trace().iter().filter(|span| span.name.starts_with("bucket")).collect();
         assert!(buckets.len() > 5);
         let early = buckets.iter().filter(|span| span.start < end.unwrap()).count();
         assert!(early >= buckets.len() - 1, "{early} of {}", buckets.len());
@@ -91,7 +93,8 @@ fn one_ranks_wish_to_stop_reaches_all() {
     let text = text();
     on_threads(3, |comm| {
         let mut trainer =
-            Trainer::new(&Candle, &comm, Settings { dp: 3, batch: 3, ..settings() }, &text).unwrap();
+            Trainer::new(&Candle, &comm, Settings { dp: 3, batch: 3, ..settings() }, &text)
+                .unwrap();
         assert!(!trainer.step(false).unwrap().stop);
         assert!(trainer.step(comm.rank() == 1).unwrap().stop);
     });
@@ -103,7 +106,8 @@ fn gradients_are_cut_to_the_length_allowed() {
     let comm = farwire::local(1).unwrap().remove(0);
     let after = |clip: f64| {
         let mut trainer =
-            Trainer::new(&Candle, &comm, Settings { clip, decay: 0.0, ..settings() }, &text).unwrap();
+            Trainer::new(&Candle, &comm, Settings { clip, decay: 0.0, ..settings() }, &text)
+                .unwrap();
         let report = trainer.step(false).unwrap();
         let first = trainer.weights(&trainer.params().next().unwrap().name).unwrap();
         (report.norm, first)
@@ -122,18 +126,28 @@ fn settings_that_contradict_each_other_are_refused_with_what_to_use() {
         (Settings { batch: 9, dp: 2, ..settings.clone() }, "use a multiple of 2"),
         (Settings { tp: 3, ..settings.clone() }, "use a multiple of 3 heads"),
         (Settings { pp: 3, ..settings.clone() }, "use a multiple of 3 layers"),
-        (Settings { model: gpt::Config { heads: 5, ..settings.model }, ..settings.clone() }, "change one"),
-        (Settings { model: gpt::Config { layers: 0, ..settings.model }, ..settings.clone() }, "at least 1"),
+        (
+            Settings { model: gpt::Config { heads: 5, ..settings.model }, ..settings.clone() },
+            "change one",
+        ),
+        (
+            Settings { model: gpt::Config { layers: 0, ..settings.model }, ..settings.clone() },
+            "at least 1",
+        ),
         (Settings { learning_rate: f64::NAN, ..settings.clone() }, "above 0"),
         (Settings { micro_batches: 0, ..settings.clone() }, "at least 1"),
-        (Settings { pp: 2, schedule: Schedule::Interleaved { chunks: 2 }, ..settings.clone() }, "use 2"),
+        (
+            Settings { pp: 2, schedule: Schedule::Interleaved { chunks: 2 }, ..settings.clone() },
+            "use 2",
+        ),
     ] {
         let error = wrong.check().unwrap_err().to_string();
         assert!(error.contains(says), "{error}");
     }
     let comm = farwire::local(1).unwrap().remove(0);
-    let error =
-        Trainer::new(&Candle, &comm, Settings { dp: 2, ..settings }, &text()).unwrap_err().to_string();
+    let error = Trainer::new(&Candle, &comm, Settings { dp: 2, ..settings }, &text())
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("is 2 ranks, but there are 1"), "{error}");
 }
 
@@ -174,7 +188,8 @@ fn the_loss_gets_the_index_of_its_micro_batch() {
             };
             let chunks = (0..schedule.chunks()).map(&mut chunk).collect();
             let mut pipeline = Pipeline::new(&group, schedule, 4, chunks, 1).unwrap();
-            let batch = |micro| Batch { sequences: 1, inputs: vec![1 + micro], targets: vec![micro] };
+            let batch =
+                |micro| Batch { sequences: 1, inputs: vec![1 + micro], targets: vec![micro] };
             let batches: Vec<Batch> = (0..4).map(batch).collect();
             let mut sum = 0.0;
             let flow = pipeline
@@ -186,7 +201,8 @@ fn the_loss_gets_the_index_of_its_micro_batch() {
             assert_eq!(sum, 4321.0 / 4.0 * schedule.chunks() as f32, "{schedule}");
             let mut losses = flow.losses;
             losses.sort_by(f32::total_cmp);
-            let expected = if comm.rank() == 1 { vec![1.0, 20.0, 300.0, 4000.0] } else { Vec::new() };
+            let expected =
+                if comm.rank() == 1 { vec![1.0, 20.0, 300.0, 4000.0] } else { Vec::new() };
             assert_eq!(losses, expected, "{schedule}");
         });
     }
@@ -196,13 +212,17 @@ fn the_loss_gets_the_index_of_its_micro_batch() {
 fn replicas_of_a_plain_model_start_and_stay_the_same() {
     on_threads(3, |comm| {
         let var = |name: &str, value: f32| {
-            (name.to_owned(), Var::from_tensor(&Tensor::new(&[value, 2.0], &Device::Cpu).unwrap()).unwrap())
+            (
+                name.to_owned(),
+                Var::from_tensor(&Tensor::new(&[value, 2.0], &Device::Cpu).unwrap()).unwrap(),
+            )
         };
         let vars = vec![var("b", comm.rank() as f32), var("a", 5.0)];
         let mut replicas = DataParallel::new(&comm, vars.clone(), CodecChoice::default()).unwrap();
         assert_eq!(vars[0].1.to_vec1::<f32>().unwrap(), [0.0, 2.0]);
-        let loss =
-            ((vars[0].1.as_tensor() * (comm.rank() + 1) as f64).unwrap() + vars[1].1.as_tensor()).unwrap();
+        let loss = ((vars[0].1.as_tensor() * (comm.rank() + 1) as f64).unwrap()
+            + vars[1].1.as_tensor())
+        .unwrap();
         let mut gradients = loss.sum_all().unwrap().backward().unwrap();
         replicas.average(&mut gradients).unwrap();
         assert_eq!(gradients.get(&vars[0].1).unwrap().to_vec1::<f32>().unwrap(), [2.0, 2.0]);
@@ -212,8 +232,12 @@ fn replicas_of_a_plain_model_start_and_stay_the_same() {
         assert!(matches!(&error, TrainError::NoGradient(name) if name == "b"), "{error}");
         // Ranks with different models.
         let odd = if comm.rank() == 1 { "c" } else { "b" };
-        let error = DataParallel::new(&comm, vec![var(odd, 1.0)], CodecChoice::default()).unwrap_err();
-        assert!(matches!(error, TrainError::ParameterList(ParameterListError::Differ { .. })), "{error}");
+        let error =
+            DataParallel::new(&comm, vec![var(odd, 1.0)], CodecChoice::default()).unwrap_err();
+        assert!(
+            matches!(error, TrainError::ParameterList(ParameterListError::Differ { .. })),
+            "{error}"
+        );
     });
 }
 
@@ -283,7 +307,10 @@ fn a_nan_on_one_rank_stops_all_ranks_before_any_weight_moves() {
                 let error = trainer.step(false).unwrap_err();
                 assert!(matches!(error, TrainError::NotFinite { step: 1, .. }), "{error}");
                 let error = error.to_string();
-                assert!(error.contains("step 2: the gradient of `") && error.contains("on rank "), "{error}");
+                assert!(
+                    error.contains("step 2: the gradient of `") && error.contains("on rank "),
+                    "{error}"
+                );
                 let said: Vec<u64> = error.bytes().map(u64::from).collect();
                 assert!(comm.is_in_sync(&said).unwrap(), "ranks say different things: {error}");
                 assert!(before == weights(&trainer), "{settings:?}");
@@ -320,9 +347,15 @@ fn a_skipped_step_moves_nothing_on_any_rank() {
             assert!(trainer.replicas_agree().unwrap());
         });
         let names = (0..settings.ranks()).map(|rank| format!("residuals.rank{rank}.safetensors"));
-        for name in names.chain(["model.safetensors".to_owned(), "optimizer.safetensors".to_owned()]) {
-            let read = |when: &str, step: &str| std::fs::read(dir(when).join(step).join(&name)).unwrap();
-            assert!(read("before", "step-00000002") == read("after", "step-00000003"), "{name} {settings:?}");
+        for name in
+            names.chain(["model.safetensors".to_owned(), "optimizer.safetensors".to_owned()])
+        {
+            let read =
+                |when: &str, step: &str| std::fs::read(dir(when).join(step).join(&name)).unwrap();
+            assert!(
+                read("before", "step-00000002") == read("after", "step-00000003"),
+                "{name} {settings:?}"
+            );
         }
         ["before", "after"].iter().for_each(|when| std::fs::remove_dir_all(dir(when)).unwrap());
     }
@@ -386,10 +419,12 @@ fn replicas_of_a_plain_model_are_told_of_a_nan_and_go_on() {
                 (name.to_owned(), Var::from_tensor(&ones).unwrap())
             };
             let vars = [var("a"), var("b")];
-            let mut replicas = DataParallel::new(&comm, vars.clone(), codec.parse().unwrap()).unwrap();
+            let mut replicas =
+                DataParallel::new(&comm, vars.clone(), codec.parse().unwrap()).unwrap();
             let mut average = |factor: f32| {
                 let factor = Tensor::full(factor, 2048, &Device::Cpu).unwrap();
-                let loss = (vars[0].1.as_tensor() + (vars[1].1.as_tensor() * factor).unwrap()).unwrap();
+                let loss =
+                    (vars[0].1.as_tensor() + (vars[1].1.as_tensor() * factor).unwrap()).unwrap();
                 let mut gradients = loss.sum_all().unwrap().backward().unwrap();
                 let result = replicas.average(&mut gradients).map(|_| ());
                 (result, gradients.get(&vars[0].1).unwrap().to_vec1::<f32>().unwrap())

@@ -99,9 +99,9 @@ fn master(text: &str) -> Result<(String, u16), String> {
         let bare = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
         Some((bare.to_owned(), port.parse().ok()?))
     });
-    parsed
-        .filter(|(host, port)| !host.is_empty() && *port > 0)
-        .ok_or_else(|| format!("`{text}` is not an address; write HOST:PORT, for example 10.0.0.1:29500"))
+    parsed.filter(|(host, port)| !host.is_empty() && *port > 0).ok_or_else(|| {
+        format!("`{text}` is not an address; write HOST:PORT, for example 10.0.0.1:29500")
+    })
 }
 
 fn job_name(text: &str) -> Result<String, String> {
@@ -156,8 +156,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, LaunchError> {
     if node_rank >= nnodes {
         return Err(LaunchError::NodeRank { node_rank, nnodes });
     }
-    let has_token =
-        std::env::var_os("FARWIRE_TOKEN").is_some() || std::env::var_os("FARWIRE_TOKEN_FILE").is_some();
+    let has_token = std::env::var_os("FARWIRE_TOKEN").is_some()
+        || std::env::var_os("FARWIRE_TOKEN_FILE").is_some();
     if nnodes > 1 && !has_token {
         return Err(LaunchError::NoToken(nnodes));
     }
@@ -278,12 +278,21 @@ impl Job {
                     return Err(LaunchError::Start { command: self.command[0].clone(), source });
                 }
             };
-            let pid = child.id().and_then(|id| Pid::from_raw(id as i32)).expect("it has not been waited for");
+            let pid = child
+                .id()
+                .and_then(|id| Pid::from_raw(id as i32))
+                .expect("it has not been waited for");
             let last = Arc::new(Mutex::new(VecDeque::new()));
-            let prefix = if self.output == JobOutput::Marked { format!("[{rank}] ") } else { String::new() };
-            let printed =
-                tokio::spawn(pass_on(child.stdout.take(), output.clone(), prefix.clone(), last.clone()));
-            let complained = tokio::spawn(pass_on(child.stderr.take(), errors.clone(), prefix, last.clone()));
+            let prefix =
+                if self.output == JobOutput::Marked { format!("[{rank}] ") } else { String::new() };
+            let printed = tokio::spawn(pass_on(
+                child.stdout.take(),
+                output.clone(),
+                prefix.clone(),
+                last.clone(),
+            ));
+            let complained =
+                tokio::spawn(pass_on(child.stderr.take(), errors.clone(), prefix, last.clone()));
             pids.push(pid);
             children.push(child);
             said.sockets.extend(error.map(|error| (rank, error)));
@@ -291,7 +300,9 @@ impl Job {
                 let status = ended(pid).await;
                 // Its output is read to the end; but something that it started may hold that open
                 // for ever.
-                let _ = tokio::time::timeout(LAST_WORDS, async { (printed.await, complained.await) }).await;
+                let _ =
+                    tokio::time::timeout(LAST_WORDS, async { (printed.await, complained.await) })
+                        .await;
                 (rank, status, last)
             });
         }
@@ -338,10 +349,12 @@ impl Job {
         let status = *status_of(rank).expect("it is one of those that were started");
         said.show(self.ranks);
         // Where all that failed say the same, it does not matter who was first.
-        let is_explained = said.shown.len() == 1 && said.said.iter().any(|(other, _)| other == rank);
+        let is_explained =
+            said.shown.len() == 1 && said.said.iter().any(|(other, _)| other == rank);
         // Its peers may have failed because of a rank that has not failed itself.
         let last_lines = failed.iter().flat_map(|(_, last)| lines(last).clone());
-        let texts: Vec<String> = last_lines.chain(said.said.iter().map(|(_, text)| text.clone())).collect();
+        let texts: Vec<String> =
+            last_lines.chain(said.said.iter().map(|(_, text)| text.clone())).collect();
         let lost = lost_rank(texts.iter().map(String::as_str)).filter(|lost| lost != rank);
         if !asked_to_end && !is_explained {
             let last = lines(last);
@@ -391,7 +404,8 @@ impl Job {
             Master::Held(held) => ("127.0.0.1", held.port(), Some(held.variable())),
         };
         // By way of this program, which ties it to the launcher's life: see `become_rank`.
-        let stdio = || if self.output == JobOutput::Theirs { Stdio::inherit() } else { Stdio::piped() };
+        let stdio =
+            || if self.output == JobOutput::Theirs { Stdio::inherit() } else { Stdio::piped() };
         let mut command = Command::new("/proc/self/exe");
         command.arg0("farwire").arg("become-rank").arg(std::process::id().to_string());
         let (mut local_rank, mut local_world) = (local_rank, self.ranks);
@@ -521,8 +535,10 @@ pub(crate) fn become_rank(args: &BecomeArgs) -> Result<ExitCode, LaunchError> {
         return Ok(ExitCode::FAILURE);
     }
     if let Some(path) = &args.namespace {
-        enter(path)
-            .map_err(|source| LaunchError::System { what: "could not enter a network namespace", source })?;
+        enter(path).map_err(|source| LaunchError::System {
+            what: "could not enter a network namespace",
+            source,
+        })?;
     }
     let source = std::process::Command::new(&args.command[0]).args(&args.command[1..]).exec();
     Err(LaunchError::Start { command: args.command[0].clone(), source })

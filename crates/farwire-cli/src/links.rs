@@ -20,7 +20,8 @@ impl LinkArg {
 
     /// Reads a flag's value; `--help` lists all of them.
     pub(crate) fn parser() -> impl TypedValueParser<Value = Self> {
-        let between = LinkChoice::all().map(|link| PossibleValue::new(link.name()).help(link.about()));
+        let between =
+            LinkChoice::all().map(|link| PossibleValue::new(link.name()).help(link.about()));
         let inproc = PossibleValue::new(Self::INPROC).help("Threads of one process");
         PossibleValuesParser::new(between.chain([inproc])).try_map(|name| match &name[..] {
             Self::INPROC => Ok::<_, UnknownLink>(Self::Inproc),
@@ -74,7 +75,8 @@ impl fmt::Display for Links {
         if self.used().count() < 2 {
             return f.write_str(&self.name());
         }
-        let several: Vec<_> = self.used().map(|(name, pairs)| format!("{name} ({pairs} pairs)")).collect();
+        let several: Vec<_> =
+            self.used().map(|(name, pairs)| format!("{name} ({pairs} pairs)")).collect();
         f.write_str(&several.join(", "))
     }
 }

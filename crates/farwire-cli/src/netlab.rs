@@ -12,11 +12,11 @@ use crate::units::{rate, share, size, time};
 
 /// Run a command on several hosts joined by a slow, long or lossy network, all on this machine.
 ///
-/// Each host is a network namespace with one device (far0, addresses 10.77.0.1, 10.77.0.2, …); a relay
-/// in this process carries packets between them and makes the network as bad as asked for. The
-/// command runs once on each, with what `farwire launch` would set: RANK, WORLD_SIZE, MASTER_ADDR,
-/// MASTER_PORT and FARWIRE_TOKEN, so farwire programs just work; GLOO_SOCKET_IFNAME is set for torch.
-/// Needs root on Linux. Nothing stays behind, however it ends.
+/// Each host is a network namespace with one device (far0, addresses 10.77.0.1, 10.77.0.2, …); a
+/// relay in this process carries packets between them and makes the network as bad as asked for.
+/// The command runs once on each, with what `farwire launch` would set: RANK, WORLD_SIZE,
+/// MASTER_ADDR, MASTER_PORT and FARWIRE_TOKEN, so farwire programs just work; GLOO_SOCKET_IFNAME is
+/// set for torch. Needs root on Linux. Nothing stays behind, however it ends.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -70,8 +70,8 @@ pub(crate) struct Args {
     /// Packets with more bytes than this vanish, without the ICMP message that would say so.
     #[arg(long, value_parser = clap::value_parser!(u32).range(68..=1500))]
     mtu: Option<u32>,
-    /// A time, counted from the start, in which nothing arrives: 5s..8s, or 5s.. without end. May be
-    /// given several times.
+    /// A time, counted from the start, in which nothing arrives: 5s..8s, or 5s.. without end. May
+    /// be given several times.
     #[arg(long, value_parser = outage)]
     outage: Vec<Outage>,
     /// Random seed for loss, jitter and the rest.

@@ -6,8 +6,8 @@ use std::num::NonZeroUsize;
 use std::time::{Duration, Instant};
 
 use farwire_proto::{
-    Algorithm, Call, CallError, CommId, Config, DType, Element, Kind, Options, Peer, Plan, Rank, ReduceOp,
-    Time, Tuning, WorldSize, tune::Links, with_type,
+    Algorithm, Call, CallError, CommId, Config, DType, Element, Kind, Options, Peer, Plan, Rank,
+    ReduceOp, Time, Tuning, WorldSize, tune::Links, with_type,
 };
 use farwire_sim::kinds::Shape;
 use farwire_sim::{
@@ -160,7 +160,10 @@ pub(crate) fn run(args: &Args) -> Result<(), SimError> {
     } else if args.crash.is_empty() {
         let (per_rank, besides) = SHORT_VECTOR;
         let short = task.world.len() * per_rank + besides;
-        let task = Task { options: Options { segment: Some(SHORT_SEGMENT), ..task.options }, ..task.clone() };
+        let task = Task {
+            options: Options { segment: Some(SHORT_SEGMENT), ..task.options },
+            ..task.clone()
+        };
         task.simulate(short, true, |_| ())?.check(&task)?;
         Some(short)
     } else {
@@ -194,9 +197,10 @@ impl Meter {
 
     fn new(frames: u64) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| {
-            let style =
-                ProgressStyle::with_template("{bar:40} {human_pos} of {human_len} frames, {eta} left")
-                    .expect("the template is well-formed");
+            let style = ProgressStyle::with_template(
+                "{bar:40} {human_pos} of {human_len} frames, {eta} left",
+            )
+            .expect("the template is well-formed");
             ProgressBar::new(frames).with_style(style)
         });
         Self { frames, bar, next_line: Instant::now() + Self::LINE_EVERY }
@@ -256,7 +260,8 @@ impl<'a> Task<'a> {
             return Err(SimError::NoSuchRank { rank: *rank, ranks });
         }
         let segment_bytes = NonZeroUsize::new(args.segment).ok_or(SimError::EmptySegment)?;
-        let crashes = args.crash.iter().map(|(rank, step)| Trouble::Crash { peer: Peer(*rank), step: *step });
+        let crashes =
+            args.crash.iter().map(|(rank, step)| Trouble::Crash { peer: Peer(*rank), step: *step });
         let network = Network {
             bandwidth,
             link: Link { latency, jitter: args.jitter, loss: args.loss, ..Link::IDEAL },
@@ -266,7 +271,8 @@ impl<'a> Task<'a> {
             seed: args.seed,
             ..Network::lan(ranks)
         };
-        let tuning = Tuning { segment_bytes, links: Links { latency, bandwidth, ..Links::default() } };
+        let tuning =
+            Tuning { segment_bytes, links: Links { latency, bandwidth, ..Links::default() } };
         // Slow networks are slow, not stuck. A hang is found by the simulator, which sees that
         // nothing more will happen.
         let config = Config { tuning, deadline: Duration::MAX, ..Config::default() };
@@ -279,8 +285,10 @@ impl<'a> Task<'a> {
             algorithm: Algorithm::Direct,
         };
         // The short run that checks the result must take the way that was chosen for the long one.
-        task.algorithm =
-            task.plan(Rank(0), &task.calls(Rank(0), size / dtype.size())[0])?.fingerprint().algorithm;
+        task.algorithm = task
+            .plan(Rank(0), &task.calls(Rank(0), size / dtype.size())[0])?
+            .fingerprint()
+            .algorithm;
         task.options.algorithm = Some(task.algorithm);
         Ok(task)
     }
@@ -314,7 +322,12 @@ impl<'a> Task<'a> {
         Ok(frames)
     }
 
-    fn simulate(&self, count: usize, carry: bool, mut observe: impl FnMut(u64)) -> Result<Run, SimError> {
+    fn simulate(
+        &self,
+        count: usize,
+        carry: bool,
+        mut observe: impl FnMut(u64),
+    ) -> Result<Run, SimError> {
         let mut rng = ChaCha8Rng::seed_from_u64(self.args.seed);
         let mut sim = Sim::with_config(self.network.clone(), self.config);
         sim.limit(Time(Duration::MAX / 2));
@@ -327,8 +340,10 @@ impl<'a> Task<'a> {
             let input_bytes = if carry { self.plan(rank, &mine[0])?.input_bytes() } else { 0 };
             let input = random_elements(self.args.dtype, input_bytes, &mut rng);
             let submit = |call: &Call| {
-                let input = if matches!(call, Call::Recv { .. }) { Vec::new() } else { input.clone() };
-                let submission = Submission { options: self.options, ..Submission::new(call.clone(), input) };
+                let input =
+                    if matches!(call, Call::Recv { .. }) { Vec::new() } else { input.clone() };
+                let submission =
+                    Submission { options: self.options, ..Submission::new(call.clone(), input) };
                 sim.submit(Peer(rank.0), submission)
             };
             jobs.push(mine.iter().map(submit).collect());
@@ -356,7 +371,12 @@ impl<'a> Task<'a> {
     }
 
     /// The run in words and a picture.
-    fn describe(&self, run: &Run, checked: Option<usize>, took: Duration) -> Result<String, fmt::Error> {
+    fn describe(
+        &self,
+        run: &Run,
+        checked: Option<usize>,
+        took: Duration,
+    ) -> Result<String, fmt::Error> {
         let mut out = String::new();
         let &Args { op, ranks, size, bandwidth, latency, dtype, reduce, .. } = self.args;
         let what = match op {
@@ -402,11 +422,15 @@ impl<'a> Task<'a> {
                 writeln!(out, "  rank {rank} did not crash: it took only {steps} steps")?;
             }
         }
-        let whose = if run.failures().next().is_some() { "returned result" } else { "rank's result" };
+        let whose =
+            if run.failures().next().is_some() { "returned result" } else { "rank's result" };
         match checked {
             _ if !op.has_elements() => {}
             Some(count) if count == size / dtype.size() => {
-                writeln!(out, "  checked: every {whose} is right, bit for bit, on {count} random elements")?;
+                writeln!(
+                    out,
+                    "  checked: every {whose} is right, bit for bit, on {count} random elements"
+                )?;
             }
             Some(count) => {
                 writeln!(out, "  checked in a run of its own, on {count} random elements:")?;
@@ -491,6 +515,8 @@ fn random_elements(dtype: DType, bytes: usize, rng: &mut ChaCha8Rng) -> Vec<u8> 
 
 /// `RANK@STEP`.
 fn crash(text: &str) -> Result<(u32, u64), String> {
-    let parsed = text.split_once('@').and_then(|(rank, step)| Some((rank.parse().ok()?, step.parse().ok()?)));
+    let parsed = text
+        .split_once('@')
+        .and_then(|(rank, step)| Some((rank.parse().ok()?, step.parse().ok()?)));
     parsed.ok_or_else(|| format!("`{text}` is not a crash; write RANK@STEP, for example 2@40"))
 }

@@ -141,10 +141,14 @@ fn show(value: f64, zero_below: f64, scales: &[(f64, &str)]) -> String {
         .copied()
         .unwrap_or((zero_below, ""));
     let scaled = value / scale;
-    let decimals =
-        if scaled >= 1000.0 || scaled.fract() == 0.0 { 0 } else { 3 - scaled.max(1.0).log10() as usize };
+    let decimals = if scaled >= 1000.0 || scaled.fract() == 0.0 {
+        0
+    } else {
+        3 - scaled.max(1.0).log10() as usize
+    };
     let text = format!("{scaled:.decimals$}");
-    let text = if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.') } else { &text };
+    let text =
+        if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.') } else { &text };
     format!("{text} {unit}")
 }
 
@@ -168,8 +172,8 @@ mod tests {
     #[test]
     fn anything_else_shows_the_accepted_forms() {
         for text in [
-            "", "MB", "-1MB", "+1MB", "1Mb", "1.5", "1e9", "nan", "inf", "1..2MB", "0x10", "９MB", "1MB2",
-            ".5KB",
+            "", "MB", "-1MB", "+1MB", "1Mb", "1.5", "1e9", "nan", "inf", "1..2MB", "0x10", "９MB",
+            "1MB2", ".5KB",
         ] {
             let error = size(text).unwrap_err().to_string();
             assert!(error.contains("64MiB") && error.contains(&format!("`{text}`")), "{error}");

@@ -6,7 +6,8 @@ use std::process::Command;
 
 /// What the program says on its error output when it refuses.
 fn refusal(args: &[&str]) -> String {
-    let output = Command::new(env!("CARGO_BIN_EXE_farwire")).arg("bench").args(args).output().unwrap();
+    let output =
+        Command::new(env!("CARGO_BIN_EXE_farwire")).arg("bench").args(args).output().unwrap();
     assert!(!output.status.success());
     String::from_utf8(output.stderr).unwrap()
 }

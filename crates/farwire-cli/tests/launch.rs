@@ -85,7 +85,11 @@ fn a_second_signal_does_not_postpone_the_kill() {
         }
     }
     let status = job.child.wait().unwrap();
-    assert_eq!(status.signal(), None, "it was the ranks that had to be killed, and not the launcher");
+    assert_eq!(
+        status.signal(),
+        None,
+        "it was the ranks that had to be killed, and not the launcher"
+    );
     assert_eq!(status.code(), Some(128 + 9));
 }
 
@@ -133,7 +137,9 @@ fn flight_records_do_not_go_where_others_prepared_a_place() {
     let fails = |says: &str| {
         // Ranks that call different things fail, and have something to record.
         let exe = env!("CARGO_BIN_EXE_farwire");
-        let script = format!("[ $RANK = 0 ] && op=all_reduce || op=broadcast; exec {exe} bench $op --size 4");
+        let script = format!(
+            "[ $RANK = 0 ] && op=all_reduce || op=broadcast; exec {exe} bench $op --size 4"
+        );
         let output = Command::new(exe)
             .args(["launch", "-n", "2", "--", "sh", "-c", &script])
             .env("TMPDIR", &folder)
@@ -171,7 +177,10 @@ fn a_folder_for_flight_records_that_cannot_be_used_is_noticed_at_joining() {
         let output = command.args(bench).env("FARWIRE_FLIGHT_DIR", &path).output().unwrap();
         assert!(output.status.success());
         let said = text(&output.stderr);
-        assert!(said.contains("FARWIRE_FLIGHT_DIR") && said.contains(path.to_str().unwrap()), "{said}");
+        assert!(
+            said.contains("FARWIRE_FLIGHT_DIR") && said.contains(path.to_str().unwrap()),
+            "{said}"
+        );
     }
     // One that can be made is not, until there is something to write.
     std::fs::remove_file(&file).unwrap();
@@ -187,7 +196,8 @@ fn a_folder_for_flight_records_that_cannot_be_used_is_noticed_at_joining() {
 fn a_rank_that_is_stopped_is_named_by_the_last_line() {
     let exe = env!("CARGO_BIN_EXE_farwire");
     let script = format!("echo pid $$; exec {exe} bench all_reduce --size 4 --iters 1000000000");
-    let mut job = Running::start_with(&["launch", "-n", "3", "--", "sh", "-c", &script], Stdio::piped());
+    let mut job =
+        Running::start_with(&["launch", "-n", "3", "--", "sh", "-c", &script], Stdio::piped());
     let (mut victim, mut running) = (None, false);
     while victim.is_none() || !running {
         let line = job.line().unwrap();
@@ -203,7 +213,8 @@ fn a_rank_that_is_stopped_is_named_by_the_last_line() {
 
 /// What a shell says of a job whose ranks may open few files.
 fn with_open_files(limit: &str) -> Output {
-    let script = format!("ulimit {limit}; exec \"$0\" bench barrier --ranks 12 --size 4 --iters 2 --json");
+    let script =
+        format!("ulimit {limit}; exec \"$0\" bench barrier --ranks 12 --size 4 --iters 2 --json");
     Command::new("sh").args(["-c", &script, env!("CARGO_BIN_EXE_farwire")]).output().unwrap()
 }
 
@@ -231,16 +242,21 @@ fn bench_shows_the_link_that_was_used() {
     }
     // One of three was told to use QUIC: its two pairs do.
     let exe = env!("CARGO_BIN_EXE_farwire");
-    let script = format!("[ $RANK = 2 ] && export FARWIRE_LINK=quic; exec {exe} bench barrier --iters 2");
+    let script =
+        format!("[ $RANK = 2 ] && export FARWIRE_LINK=quic; exec {exe} bench barrier --iters 2");
     let said = succeeds(&["launch", "-n", "3", "--", "sh", "-c", &script]);
     assert!(said.contains("link shm (1 pairs), quic (2 pairs)"), "{said}");
     let said = succeeds(&["launch", "-n", "3", "--", "sh", "-c", &format!("{script} --json")]);
-    assert!(said.contains("\"link\":\"shm+quic\",\"links\":{\"shm\":1,\"quic\":2,\"inproc\":0}"), "{said}");
+    assert!(
+        said.contains("\"link\":\"shm+quic\",\"links\":{\"shm\":1,\"quic\":2,\"inproc\":0}"),
+        "{said}"
+    );
 }
 
 #[test]
 fn every_rank_is_told_where_it_stands_and_its_lines_are_marked() {
-    let script = "echo rank $RANK of $WORLD_SIZE, local $LOCAL_RANK of $LOCAL_WORLD_SIZE at $MASTER_ADDR";
+    let script =
+        "echo rank $RANK of $WORLD_SIZE, local $LOCAL_RANK of $LOCAL_WORLD_SIZE at $MASTER_ADDR";
     let said = succeeds(&["launch", "-n", "3", "--", "sh", "-c", script]);
     let mut lines: Vec<_> = said.lines().collect();
     lines.sort_unstable();
@@ -258,11 +274,11 @@ fn one_ranks_failure_ends_the_rest_with_its_code_and_last_lines() {
     assert!(said.contains("rank 1 failed first") && said.contains("about to fail"), "{said}");
 }
 
-/// Nothing that ranks say can make the launcher remember much, and what they say at once stays apart.
+/// Nothing that ranks say can make the launcher remember much, and what they say at once stays
+/// apart.
 #[test]
 fn long_lines_come_in_pieces_and_do_not_mix() {
-    let script =
-        "i=0; while [ $i -lt 20 ]; do head -c 200000 /dev/zero | tr '\\0' $RANK; echo; i=$((i+1)); done";
+    let script = "i=0; while [ $i -lt 20 ]; do head -c 200000 /dev/zero | tr '\\0' $RANK; echo; i=$((i+1)); done";
     let said = succeeds(&["launch", "-n", "4", "--", "sh", "-c", script]);
     let mut bytes = [0; 4];
     for line in said.lines() {
@@ -382,7 +398,8 @@ fn bench_measures_and_checks_every_operation_over_every_link() {
                 "--json",
             ];
             let said = succeeds(&arguments);
-            let rows: Vec<Value> = said.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+            let rows: Vec<Value> =
+                said.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
             assert_eq!(rows.len(), 3, "{said}");
             for row in rows {
                 assert_eq!(row["wrong"], 0, "{link}: {row}");
@@ -390,9 +407,16 @@ fn bench_measures_and_checks_every_operation_over_every_link() {
                     (&row["op"], &row["link"], &row["codec"]),
                     (&kind.name().into(), &link.into(), &"none".into())
                 );
-                for field in
-                    ["ranks", "bytes", "p50_us", "p99_us", "algbw_gbs", "busbw_gbs", "wire_bytes", "cpu_s"]
-                {
+                for field in [
+                    "ranks",
+                    "bytes",
+                    "p50_us",
+                    "p99_us",
+                    "algbw_gbs",
+                    "busbw_gbs",
+                    "wire_bytes",
+                    "cpu_s",
+                ] {
                     assert!(row[field].is_number(), "{field} in {row}");
                 }
             }
@@ -404,18 +428,24 @@ fn bench_measures_and_checks_every_operation_over_every_link() {
 fn bench_says_what_auto_chose_and_gets_what_that_gives() {
     for op in ["all_reduce", "reduce_scatter", "all_gather"] {
         for codec in ["auto", "auto:topk:0.01"] {
-            let arguments = ["--ranks", "3", "--link", "quic", "--size", "12,120000,3145728", "--iters", "2"];
+            let arguments =
+                ["--ranks", "3", "--link", "quic", "--size", "12,120000,3145728", "--iters", "2"];
             let said = succeeds(
-                &[&["bench", op, "--codec", codec][..], &arguments, &["--check", "--json"]].concat(),
+                &[&["bench", op, "--codec", codec][..], &arguments, &["--check", "--json"]]
+                    .concat(),
             );
-            let rows: Vec<Value> = said.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+            let rows: Vec<Value> =
+                said.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
             assert_eq!(rows.len(), 3, "{said}");
             for row in &rows {
                 assert_eq!((&row["wrong"], &row["codec"]), (&0.into(), &codec.into()), "{row}");
                 let chosen = row["chosen"].as_str().unwrap();
                 assert!(["none", "bf16", "int8", "topk:0.01"].contains(&chosen), "{row}");
             }
-            assert_eq!(rows[0]["chosen"], "none", "what is shorter than all that is measured stays dense");
+            assert_eq!(
+                rows[0]["chosen"], "none",
+                "what is shorter than all that is measured stays dense"
+            );
         }
     }
 }

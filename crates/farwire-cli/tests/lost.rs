@@ -1,4 +1,5 @@
-//! One of four ranks dies, stops or is cut off in the middle of a loop of all-reduces; how long does it take until the others know?
+//! One of four ranks dies, stops or is cut off in the middle of a loop of all-reduces; how long
+//! does it take until the others know?
 //!
 //! Each case runs once, or as often as `FARWIRE_TRIES` says, and prints a row of a table:
 //!
@@ -42,7 +43,11 @@ fn rank() {
             Err(error) => {
                 let now = now().as_nanos();
                 if comm.rank() != VICTIM {
-                    assert_eq!(error.fault(), Some(&Fault::PeerLost(Peer(VICTIM as u32))), "{error}");
+                    assert_eq!(
+                        error.fault(),
+                        Some(&Fault::PeerLost(Peer(VICTIM as u32))),
+                        "{error}"
+                    );
                     println!("\nrank {} lost {now}", comm.rank());
                 }
                 return;
@@ -113,7 +118,9 @@ fn table(case: &str, mut once: impl FnMut() -> Vec<Duration>) {
 /// From the blow to what each survivor said.
 fn delays(blow: Duration, lost: [u64; RANKS]) -> Vec<Duration> {
     let survivors = lost.iter().enumerate().filter(|(rank, _)| *rank != VICTIM);
-    survivors.map(|(_, at)| Duration::from_nanos(*at).checked_sub(blow).expect("after the blow")).collect()
+    survivors
+        .map(|(_, at)| Duration::from_nanos(*at).checked_sub(blow).expect("after the blow"))
+        .collect()
 }
 
 /// One job under `farwire launch`, one of whose ranks gets a signal.
@@ -135,7 +142,11 @@ fn signalled(link: &str, signal: Signal) -> Vec<Duration> {
     if signal == Signal::STOP {
         kill_process(victim, Signal::KILL).unwrap(); // it is the launcher's, which waits for it
     }
-    assert_eq!(launcher.wait().unwrap().code(), Some(128 + 9), "that is what happened to the victim");
+    assert_eq!(
+        launcher.wait().unwrap().code(),
+        Some(128 + 9),
+        "that is what happened to the victim"
+    );
     times
 }
 
@@ -178,7 +189,9 @@ impl Hosts {
         ip(&format!("-n {prefix}br link set br0 up"))?;
         for rank in 0..RANKS {
             ip(&format!("netns add {prefix}h{rank}"))?;
-            ip(&format!("link add eth0 netns {prefix}h{rank} type veth peer name p{rank} netns {prefix}br"))?;
+            ip(&format!(
+                "link add eth0 netns {prefix}h{rank} type veth peer name p{rank} netns {prefix}br"
+            ))?;
             ip(&format!("-n {prefix}br link set p{rank} master br0 up"))?;
             ip(&format!("-n {prefix}h{rank} addr add 10.78.0.{}/24 dev eth0", rank + 1))?;
             ip(&format!("-n {prefix}h{rank} link set eth0 up"))?;
@@ -222,7 +235,9 @@ impl Drop for Hosts {
 fn survivors_of_a_rank_that_is_cut_off_know() {
     let hosts = match Hosts::new() {
         Ok(hosts) => hosts,
-        Err(reason) => return println!("skipped, because there can be no network namespaces here: {reason}"),
+        Err(reason) => {
+            return println!("skipped, because there can be no network namespaces here: {reason}");
+        }
     };
     table("all packets dropped, QUIC", || {
         let token = farwire::Token::generate();

@@ -8,7 +8,8 @@ const FARWIRE: &str = env!("CARGO_BIN_EXE_farwire");
 
 /// What it printed, unless the machine does not allow it.
 fn netlab(arguments: &[&str]) -> Option<Output> {
-    let output = Command::new("timeout").arg("120").arg(FARWIRE).arg("netlab").args(arguments).output();
+    let output =
+        Command::new("timeout").arg("120").arg(FARWIRE).arg("netlab").args(arguments).output();
     let output = output.unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     if said.contains("network namespaces, which need root") {
@@ -42,7 +43,8 @@ fn every_host_is_told_where_it_stands() {
 
 #[test]
 fn ranks_reduce_over_a_long_and_lossy_link() {
-    let arguments = ["--rate", "100mbit", "--delay", "10ms", "--loss", "0.5%", "--burst", "3", "--"];
+    let arguments =
+        ["--rate", "100mbit", "--delay", "10ms", "--loss", "0.5%", "--burst", "3", "--"];
     let bench = [FARWIRE, "bench", "all_reduce", "--size", "1MiB", "--iters", "2", "--warmup", "1"];
     let Some(output) = netlab(&[&arguments[..], &bench].concat()) else { return };
     assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
@@ -82,7 +84,8 @@ fn what_cannot_be_parsed_shows_what_can() {
         ("--outage", "8s..5s", "5s..8s"),
         ("--loss", "200%", "0.1%"),
     ] {
-        let output = Command::new(FARWIRE).args(["netlab", flag, value, "--", "true"]).output().unwrap();
+        let output =
+            Command::new(FARWIRE).args(["netlab", flag, value, "--", "true"]).output().unwrap();
         assert!(!output.status.success());
         let said = text(&output.stderr);
         assert!(said.contains(hint) || said.contains("1gbit"), "{flag}: {said}");

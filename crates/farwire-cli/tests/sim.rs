@@ -41,7 +41,8 @@ fn json_has_the_promised_fields() {
     assert_eq!(run["bytes"], 100_000_000);
     assert_eq!(run["algorithm"], "two-phase");
     assert_eq!(run["rounds"], 2);
-    let number = |field: &str| run[field].as_f64().unwrap_or_else(|| panic!("{field} is a number: {run}"));
+    let number =
+        |field: &str| run[field].as_f64().unwrap_or_else(|| panic!("{field} is a number: {run}"));
     assert!(number("wire_bytes_mean") <= number("wire_bytes_max"));
     assert!(number("bound_ms") <= number("virtual_ms"));
     assert!(number("virtual_ms") <= 1.05 * number("bound_ms"));
@@ -61,7 +62,8 @@ fn every_operation_runs_with_every_algorithm_and_is_checked() {
             let run = words(&format!(
                 "sim {kind} -n 5 --size 4004 --algorithm {algorithm} --dtype bf16 --jitter 1ms"
             ));
-            let checked = run.contains("every rank's result is right, bit for bit, on 2002 random elements");
+            let checked =
+                run.contains("every rank's result is right, bit for bit, on 2002 random elements");
             assert!(checked || kind == farwire_proto::Kind::Barrier, "{run}");
             assert!(run.contains("virtual time"), "{run}");
         }
@@ -70,7 +72,9 @@ fn every_operation_runs_with_every_algorithm_and_is_checked() {
 
 #[test]
 fn one_rank_and_nothing_to_send_work() {
-    for kind in farwire_proto::Kind::ALL.into_iter().filter(|kind| *kind != farwire_proto::Kind::Message) {
+    for kind in
+        farwire_proto::Kind::ALL.into_iter().filter(|kind| *kind != farwire_proto::Kind::Message)
+    {
         words(&format!("sim {kind} -n 1 --size 400"));
         words(&format!("sim {kind} -n 3 --size 0"));
     }
@@ -78,8 +82,11 @@ fn one_rank_and_nothing_to_send_work() {
 
 #[test]
 fn the_seed_decides_the_run() {
-    let run =
-        |seed| words(&format!("sim all_reduce -n 4 --size 1MB --jitter 5ms --loss 1% --seed {seed} --json"));
+    let run = |seed| {
+        words(&format!(
+            "sim all_reduce -n 4 --size 1MB --jitter 5ms --loss 1% --seed {seed} --json"
+        ))
+    };
     assert_eq!(run(1), run(1));
     assert_ne!(run(1), run(2));
 }
@@ -88,7 +95,8 @@ fn the_seed_decides_the_run() {
 fn a_crash_is_shown_on_every_rank() {
     let run = words("sim all_reduce -n 4 --size 1MB --crash 2@5");
     for rank in [0, 1, 3] {
-        let line = run.lines().find(|line| line.contains(&format!("rank {rank}: all_reduce"))).unwrap();
+        let line =
+            run.lines().find(|line| line.contains(&format!("rank {rank}: all_reduce"))).unwrap();
         assert!(line.contains("rank 2 is lost"), "{line}");
     }
     assert!(run.contains("rank 2: crashed, as asked"), "{run}");

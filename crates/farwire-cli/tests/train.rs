@@ -93,7 +93,8 @@ fn losses(lines: &[Value]) -> Vec<(u64, f64)> {
 /// The folders and files in a folder, hidden ones too.
 fn names(dir: &Path) -> Vec<String> {
     let entries = std::fs::read_dir(dir).unwrap();
-    let mut names: Vec<_> = entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+    let mut names: Vec<_> =
+        entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
     names.sort();
     names
 }
@@ -102,7 +103,8 @@ struct Folder(PathBuf);
 
 impl Folder {
     fn new(name: &str) -> Self {
-        let path = std::env::temp_dir().join(format!("farwire-train-{name}-{}", std::process::id()));
+        let path =
+            std::env::temp_dir().join(format!("farwire-train-{name}-{}", std::process::id()));
         std::fs::create_dir_all(&path).unwrap();
         Self(path)
     }
@@ -120,15 +122,26 @@ fn a_run_says_how_it_goes_and_leaves_a_report() {
     let output = farwire(&dir.0, "--ranks 2 --steps 6");
     let said = text(&output.stdout);
     assert!(output.status.success(), "{said}{}", text(&output.stderr));
-    for says in
-        ["2 ranks (dp=2)", "step 6/6 loss", "tokens/s", "ratio", "hidden", "what it writes", "report.html"]
-    {
+    for says in [
+        "2 ranks (dp=2)",
+        "step 6/6 loss",
+        "tokens/s",
+        "ratio",
+        "hidden",
+        "what it writes",
+        "report.html",
+    ] {
         assert!(said.contains(says), "{says}: {said}");
     }
     let page = std::fs::read_to_string(dir.0.join("report.html")).unwrap();
-    for has in
-        ["<!doctype html>", "Loss by step", "Loss by bytes sent", "Time of a step", "Bytes per step", "<svg"]
-    {
+    for has in [
+        "<!doctype html>",
+        "Loss by step",
+        "Loss by bytes sent",
+        "Time of a step",
+        "Bytes per step",
+        "<svg",
+    ] {
         assert!(page.contains(has), "{has}");
     }
     assert!(!page.contains("http") && !page.contains("<script"), "nothing to load");
@@ -159,7 +172,10 @@ fn json_has_a_line_per_step_and_a_summary_per_codec() {
 fn every_axis_works_from_the_command_line_and_under_launch() {
     let dir = Folder::new("axes");
     let alone = losses(&json(&dir.0, "--ranks 1 --steps 3"));
-    let mixed = losses(&json(&dir.0, "--ranks 4 --tp 2 --pp 2 --micro-batches 2 --schedule gpipe --steps 3"));
+    let mixed = losses(&json(
+        &dir.0,
+        "--ranks 4 --tp 2 --pp 2 --micro-batches 2 --schedule gpipe --steps 3",
+    ));
     for ((_, alone), (_, mixed)) in alone.iter().zip(&mixed) {
         assert!((alone - mixed).abs() < 1e-4 * alone, "{alone} and {mixed}");
     }
@@ -170,7 +186,10 @@ fn every_axis_works_from_the_command_line_and_under_launch() {
         .output()
         .unwrap();
     let said = text(&output.stdout);
-    assert!(output.status.success() && said.contains("[0] a GPT") && said.contains("dp=2"), "{said}");
+    assert!(
+        output.status.success() && said.contains("[0] a GPT") && said.contains("dp=2"),
+        "{said}"
+    );
     assert!(!said.contains("[1]"), "only rank 0 speaks: {said}");
 }
 
@@ -196,7 +215,8 @@ fn a_codec_can_be_left_to_measuring_and_a_run_goes_on_with_what_was_chosen() {
 #[test]
 fn an_interrupted_run_leaves_a_checkpoint_and_goes_on() {
     let dir = Folder::new("interrupt");
-    std::fs::write(dir.0.join("data.txt"), "a text of one's own, again and again. ".repeat(50)).unwrap();
+    std::fs::write(dir.0.join("data.txt"), "a text of one's own, again and again. ".repeat(50))
+        .unwrap();
     let job = "--ranks 2 --data data.txt --seed 5 --steps 60";
     let whole = losses(&json(&dir.0, job));
 
@@ -212,7 +232,8 @@ fn an_interrupted_run_leaves_a_checkpoint_and_goes_on() {
     for wish in [Signal::INT, Signal::TERM] {
         signal(&child, wish);
     }
-    let rest: Vec<Value> = lines.map(|line| serde_json::from_str(&line.unwrap()).unwrap()).collect();
+    let rest: Vec<Value> =
+        lines.map(|line| serde_json::from_str(&line.unwrap()).unwrap()).collect();
     // Either may be seen first.
     assert!(matches!(child.wait().unwrap().code(), Some(130 | 143)));
     let summary = rest.last().unwrap();
@@ -230,8 +251,12 @@ fn an_interrupted_run_leaves_a_checkpoint_and_goes_on() {
 #[test]
 fn a_run_that_diverges_stops_with_an_error_and_keeps_its_good_checkpoints() {
     let dir = Folder::new("diverges");
-    for layout in ["--codec none", "--codec int8", "--codec topk:0.1 --shard-optimizer", "--tp 2", "--pp 2"] {
-        let job = format!("--ranks 2 {layout} --lr 1e9 --steps 30 --checkpoint kept --checkpoint-every 1");
+    for layout in
+        ["--codec none", "--codec int8", "--codec topk:0.1 --shard-optimizer", "--tp 2", "--pp 2"]
+    {
+        let job = format!(
+            "--ranks 2 {layout} --lr 1e9 --steps 30 --checkpoint kept --checkpoint-every 1"
+        );
         let output = farwire(&dir.0, &job);
         let said = text(&output.stderr);
         assert!(!output.status.success(), "{layout}: {}", text(&output.stdout));
@@ -254,14 +279,18 @@ fn skipped_steps_are_counted_and_a_run_with_some_can_be_resumed() {
     assert_eq!(skipped, [false, true, true, true, true, true]);
     assert_eq!(lines[6]["skipped"], 5);
     assert!(lines[5]["norm"].is_string(), "not a number in JSON: {}", lines[5]);
-    let weights =
-        |step: &str| std::fs::read(dir.0.join("kept").join(step).join("model.safetensors")).unwrap();
+    let weights = |step: &str| {
+        std::fs::read(dir.0.join("kept").join(step).join("model.safetensors")).unwrap()
+    };
     let before = weights("step-00000006");
     let output = farwire(&dir.0, &format!("{job} --steps 8 --resume"));
     let said = text(&output.stdout);
     assert!(output.status.success(), "{said}{}", text(&output.stderr));
     assert!(said.contains("step 8/8 loss") && said.contains("  skipped 7\n"), "{said}");
-    assert!(said.contains("skipped 7 of these steps; the last one, since the gradient of `"), "{said}");
+    assert!(
+        said.contains("skipped 7 of these steps; the last one, since the gradient of `"),
+        "{said}"
+    );
     assert!(before == weights("step-00000008"), "nothing moves");
     let page = std::fs::read_to_string(dir.0.join("report.html")).unwrap();
     assert!(page.contains("7 of these steps were skipped"), "the report says so");
@@ -274,10 +303,14 @@ fn skipped_steps_are_counted_and_a_run_with_some_can_be_resumed() {
 #[test]
 fn skipped_steps_leave_older_checkpoints_alone() {
     let dir = Folder::new("streak");
-    let job = "--ranks 1 --lr 1e9 --on-nan skip --steps 150 --checkpoint kept --checkpoint-every 10";
+    let job =
+        "--ranks 1 --lr 1e9 --on-nan skip --steps 150 --checkpoint kept --checkpoint-every 10";
     let output = farwire(&dir.0, job);
     let said = text(&output.stderr);
-    assert!(!output.status.success() && said.contains("100 steps in a row were left out"), "{said}");
+    assert!(
+        !output.status.success() && said.contains("100 steps in a row were left out"),
+        "{said}"
+    );
     assert_eq!(names(&dir.0.join("kept")), ["step-00000010"]);
 }
 
@@ -290,14 +323,17 @@ fn a_damaged_checkpoint_is_named_and_the_one_before_taken() {
     let output = farwire(&dir.0, &format!("{job} --steps 6 --resume --json"));
     let said = text(&output.stderr);
     assert!(output.status.success(), "{said}");
-    let says = "checkpoint step-00000006 is damaged: job.json is empty; resuming from step-00000004";
+    let says =
+        "checkpoint step-00000006 is damaged: job.json is empty; resuming from step-00000004";
     assert_eq!(said.matches(says).count(), 1, "once: {said}");
     let stdout = text(&output.stdout);
-    let lines: Vec<Value> = stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let lines: Vec<Value> =
+        stdout.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
     assert_eq!(losses(&lines), whole[4..]);
     assert_eq!(names(&dir.0.join("kept")), ["step-00000004", "step-00000006"]);
     // Another text, another seed (by its last bit), and a new run in a used folder.
-    std::fs::write(dir.0.join("data.txt"), "a text of one's own, again and again. ".repeat(50)).unwrap();
+    std::fs::write(dir.0.join("data.txt"), "a text of one's own, again and again. ".repeat(50))
+        .unwrap();
     for (arguments, says) in [
         (format!("{job} --steps 8 --resume --data data.txt"), "another text"),
         (
@@ -310,7 +346,11 @@ fn a_damaged_checkpoint_is_named_and_the_one_before_taken() {
         let said = text(&output.stderr);
         assert!(!output.status.success() && said.contains(says), "`{arguments}`: {said}");
     }
-    assert_eq!(names(&dir.0.join("kept")), ["step-00000004", "step-00000006"], "nothing was touched");
+    assert_eq!(
+        names(&dir.0.join("kept")),
+        ["step-00000004", "step-00000006"],
+        "nothing was touched"
+    );
 }
 
 /// As on a full disk: a limit on a file's length stands in for it, which stops the larger of the
@@ -321,7 +361,8 @@ fn a_full_disk_is_an_error_and_the_older_checkpoint_stays() {
     let job = "--ranks 1 --checkpoint kept --checkpoint-every 2";
     let lines = json(&dir.0, &format!("{job} --steps 2"));
     assert_eq!(lines.len(), 3);
-    let longest = std::fs::metadata(dir.0.join("kept/step-00000002/optimizer.safetensors")).unwrap().len();
+    let longest =
+        std::fs::metadata(dir.0.join("kept/step-00000002/optimizer.safetensors")).unwrap().len();
     let limited = format!(
         "trap '' XFSZ; ulimit -f {}; exec \"$0\" \"$@\"",
         longest / 512 - 8 // in blocks of 512 bytes
@@ -349,7 +390,8 @@ fn a_run_whose_terminal_goes_away_leaves_a_checkpoint() {
     let arguments = "--ranks 2 --steps 4000 --checkpoint kept --json";
     let (mut child, lines, _limit) = started(command(&dir.0, arguments));
     signal(&child, Signal::HUP);
-    let rest: Vec<Value> = lines.map(|line| serde_json::from_str(&line.unwrap()).unwrap()).collect();
+    let rest: Vec<Value> =
+        lines.map(|line| serde_json::from_str(&line.unwrap()).unwrap()).collect();
     assert_eq!(child.wait().unwrap().code(), Some(128 + 1));
     let summary = rest.last().unwrap();
     assert_eq!((&summary["event"], &summary["stopped"]), (&"summary".into(), &true.into()));
@@ -392,11 +434,16 @@ fn two_jobs_cannot_keep_checkpoints_in_one_folder() {
     let dir = Folder::new("two-jobs");
     let job = "--ranks 2 --steps 4000 --checkpoint kept --checkpoint-every 4000 --json";
     let (mut child, lines, _limit) = started(command(&dir.0, job));
-    for second in ["--ranks 2 --steps 5 --checkpoint kept", "--ranks 2 --checkpoint kept --resume"] {
+    for second in ["--ranks 2 --steps 5 --checkpoint kept", "--ranks 2 --checkpoint kept --resume"]
+    {
         let output = farwire(&dir.0, second);
         let said = text(&output.stderr);
         assert!(!output.status.success(), "{}", text(&output.stdout));
-        assert_eq!(said.matches("kept: another job is using this checkpoint folder").count(), 1, "{said}");
+        assert_eq!(
+            said.matches("kept: another job is using this checkpoint folder").count(),
+            1,
+            "{said}"
+        );
         assert!(said.contains("give this one another folder"), "{said}");
     }
     // A job that is killed leaves nothing that blocks the next.
@@ -450,8 +497,9 @@ fn sizes_beyond_the_machine_are_refused_with_the_memory_they_need() {
     ] {
         // The last of each flag counts, over those of the small model.
         let mut command = Command::new(env!("CARGO_BIN_EXE_farwire"));
-        let output =
-            ended(command.args(["train", "--ranks", "1"]).args(arguments.split(' ')).current_dir(&dir.0));
+        let output = ended(
+            command.args(["train", "--ranks", "1"]).args(arguments.split(' ')).current_dir(&dir.0),
+        );
         let said = text(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "`{arguments}`: {said}");
         assert!(said.contains(says) && said.contains("use"), "`{arguments}`: {said}");
@@ -463,7 +511,9 @@ fn data_that_never_ends_is_refused() {
     let dir = Folder::new("endless");
     let pipe = dir.0.join("pipe");
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
-    for (path, says) in [("pipe", " is a pipe"), ("/dev/zero", " is a device"), (".", " is a folder")] {
+    for (path, says) in
+        [("pipe", " is a pipe"), ("/dev/zero", " is a device"), (".", " is a folder")]
+    {
         for mut command in [
             command(&dir.0, &format!("--ranks 2 --data {path}")),
             launched(&dir.0, &format!("--data {path}")),
@@ -471,7 +521,10 @@ fn data_that_never_ends_is_refused() {
             let output = ended(&mut command);
             let said = text(&output.stderr);
             assert_eq!(output.status.code(), Some(1), "{said}");
-            assert!(said.contains(says) && said.contains("copy its content to a file first"), "{said}");
+            assert!(
+                said.contains(says) && said.contains("copy its content to a file first"),
+                "{said}"
+            );
         }
     }
     let output = farwire(&dir.0, "--ranks 2 --init pipe");
@@ -491,7 +544,10 @@ fn an_error_of_all_ranks_is_said_once() {
     for (arguments, says) in [
         ("--ranks 4 --lr 1e9", "farwire: all 4 ranks: step 2: the gradient of `"),
         ("--ranks 2 --checkpoint a-file", "farwire: rank 0: a-file: Not a directory"),
-        ("--ranks 2 --checkpoint none --resume", "farwire: rank 0: none: there is no checkpoint here"),
+        (
+            "--ranks 2 --checkpoint none --resume",
+            "farwire: rank 0: none: there is no checkpoint here",
+        ),
         ("--ranks 2 --init a-file", "farwire: rank 0: a-file: "),
         ("--ranks 1 --checkpoint a-file", "farwire: a-file: Not a directory"),
     ] {
@@ -525,7 +581,10 @@ fn wrong_flags_are_refused_with_what_to_use() {
         ("--on-nan ignore", "neither stop nor skip"),
         ("--data /no/such/file", "could not read /no/such/file"),
         ("--ranks 1 --checkpoint none-here --resume --report r.html", "start without resuming"),
-        ("--ranks 1 --steps 1 --report /no/such/folder/r.html", "could be written to /no/such/folder"),
+        (
+            "--ranks 1 --steps 1 --report /no/such/folder/r.html",
+            "could be written to /no/such/folder",
+        ),
         ("--ranks 1 --init /no/such/file", "/no/such/file"),
         ("--ranks 2 --checkpoint a-file", "a-file: Not a directory"),
         ("--ranks 2 --checkpoint a-file/below", "Not a directory"),
@@ -537,7 +596,12 @@ fn wrong_flags_are_refused_with_what_to_use() {
         assert!(!said.contains("panicked"), "{said}");
     }
     let output = command(&dir.0, "--ranks 3")
-        .envs([("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")])
+        .envs([
+            ("RANK", "0"),
+            ("WORLD_SIZE", "2"),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", "29500"),
+        ])
         .output()
         .unwrap();
     assert!(text(&output.stderr).contains("leave --ranks out"), "{}", text(&output.stderr));

@@ -75,10 +75,20 @@ pub trait MessageCodec: Debug + Send + Sync {
     ///
     /// The message must be whole and nothing more. It comes from the network: every length, count
     /// and index is checked before it is used.
-    fn add_decoded_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError>;
+    fn add_decoded_into(
+        &self,
+        bytes: &[u8],
+        place: &CodedPlace,
+        acc: &mut [f32],
+    ) -> Result<(), DecodeError>;
 
     /// The same where all of `acc` is to be taken for zero, whatever it holds.
-    fn decode_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
+    fn decode_into(
+        &self,
+        bytes: &[u8],
+        place: &CodedPlace,
+        acc: &mut [f32],
+    ) -> Result<(), DecodeError> {
         acc.fill(0.0);
         self.add_decoded_into(bytes, place, acc)
     }

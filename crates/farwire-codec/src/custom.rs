@@ -77,7 +77,12 @@ pub trait VectorCodec: std::fmt::Debug + Send + Sync + 'static {
 
     /// Adds a message to `acc`, or refuses it. The bytes come from the network: check before you
     /// index or allocate.
-    fn add_decoded_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError>;
+    fn add_decoded_into(
+        &self,
+        bytes: &[u8],
+        place: &CodedPlace,
+        acc: &mut [f32],
+    ) -> Result<(), DecodeError>;
 
     /// The most bytes [`encode`](Self::encode) appends for this many elements. Peers refuse longer
     /// messages.
@@ -136,7 +141,12 @@ impl<C: VectorCodec> MessageCodec for Custom<C> {
         Ok(())
     }
 
-    fn add_decoded_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
+    fn add_decoded_into(
+        &self,
+        bytes: &[u8],
+        place: &CodedPlace,
+        acc: &mut [f32],
+    ) -> Result<(), DecodeError> {
         guarded(|| self.0.add_decoded_into(bytes, place, acc))
     }
 

@@ -32,8 +32,13 @@ pub(crate) trait Tiles: std::fmt::Debug + Send + Sync {
     fn encode_tile(&self, level: Level, noise: &Noise, values: &mut [f32], out: &mut [u8]);
 
     /// Adds a coded tile, whose length is right.
-    fn add_tile(&self, level: Level, noise: &Noise, bytes: &[u8], acc: &mut [f32])
-    -> Result<(), DecodeError>;
+    fn add_tile(
+        &self,
+        level: Level,
+        noise: &Noise,
+        bytes: &[u8],
+        acc: &mut [f32],
+    ) -> Result<(), DecodeError>;
 }
 
 /// The random numbers of one tile.
@@ -65,11 +70,21 @@ impl<T: Tiles> MessageCodec for T {
         encode(self, job, out)
     }
 
-    fn add_decoded_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
+    fn add_decoded_into(
+        &self,
+        bytes: &[u8],
+        place: &CodedPlace,
+        acc: &mut [f32],
+    ) -> Result<(), DecodeError> {
         add_to(self, bytes, place, acc, |_| ())
     }
 
-    fn decode_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
+    fn decode_into(
+        &self,
+        bytes: &[u8],
+        place: &CodedPlace,
+        acc: &mut [f32],
+    ) -> Result<(), DecodeError> {
         // The zeros never leave the first-level cache.
         add_to(self, bytes, place, acc, |tile| tile.fill(0.0))
     }
@@ -112,7 +127,12 @@ fn encode(codec: &impl Tiles, job: &Job<'_>, out: &mut Encoded) -> Result<(), En
             bytes = rest;
             stream.write(own, |values| {
                 fused.read(start - first, values)?;
-                codec.encode_tile(level, &Noise::new(&job.place, job.role, job.rank, start), values, coded);
+                codec.encode_tile(
+                    level,
+                    &Noise::new(&job.place, job.role, job.rank, start),
+                    values,
+                    coded,
+                );
                 Ok(())
             })?;
         }
@@ -146,7 +166,11 @@ fn add_to(
 }
 
 /// `range` cut into at most `parts` runs of whole tiles, the last with the rest.
-pub(crate) fn sections(range: Range<usize>, tile: usize, parts: usize) -> impl Iterator<Item = Range<usize>> {
+pub(crate) fn sections(
+    range: Range<usize>,
+    tile: usize,
+    parts: usize,
+) -> impl Iterator<Item = Range<usize>> {
     let step = range.len().div_ceil(tile).div_ceil(parts).max(1) * tile;
     range.clone().step_by(step).map(move |start| start..range.end.min(start.saturating_add(step)))
 }

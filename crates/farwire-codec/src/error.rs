@@ -5,13 +5,17 @@
 #[non_exhaustive]
 pub enum EncodeError {
     /// A NaN or an infinity, which would stay in the residual for ever.
-    #[error("element {index} (gradient plus residual) is not finite; skip this step or clip the gradient")]
+    #[error(
+        "element {index} (gradient plus residual) is not finite; skip this step or clip the gradient"
+    )]
     NotFinite {
         /// The first such element of the vector.
         index: usize,
     },
     /// More elements than an index on the wire can count.
-    #[error("{elements} elements are too many for one vector; hand them over in chunks of at most {limit}")]
+    #[error(
+        "{elements} elements are too many for one vector; hand them over in chunks of at most {limit}"
+    )]
     TooLong {
         /// How many were given.
         elements: usize,
@@ -28,7 +32,9 @@ pub enum EncodeError {
 #[non_exhaustive]
 pub enum DecodeError {
     /// The length does not fit the number of elements; do all ranks use the same codec and shards?
-    #[error("expected at least {need} bytes in a message, got {given}; check that all ranks use the same codec")]
+    #[error(
+        "expected at least {need} bytes in a message, got {given}; check that all ranks use the same codec"
+    )]
     Length {
         /// Bytes that were due, at least.
         need: usize,

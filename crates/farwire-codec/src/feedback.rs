@@ -125,7 +125,13 @@ impl ErrorFeedback {
         }
         entry.open = true;
         let (old, spare) = (entry.state.clone(), std::mem::take(&mut entry.spare));
-        Ok(Transaction { tensors: self.tensors.clone(), name: tensor.into(), new: old.clone(), old, spare })
+        Ok(Transaction {
+            tensors: self.tensors.clone(),
+            name: tensor.into(),
+            new: old.clone(),
+            old,
+            spare,
+        })
     }
 
     /// The tensors that something was ever begun for, in order.
@@ -268,7 +274,8 @@ impl Transaction {
     /// The smallest that is long enough, so that a loop touches no fresh memory.
     pub fn buffer(&mut self, len: usize) -> Vec<f32> {
         let fits = |(_, spare): &(usize, &Vec<f32>)| spare.capacity() >= len;
-        let best = self.spare.iter().enumerate().filter(fits).min_by_key(|(_, spare)| spare.capacity());
+        let best =
+            self.spare.iter().enumerate().filter(fits).min_by_key(|(_, spare)| spare.capacity());
         best.map(|(at, _)| at).map_or_else(Vec::new, |at| self.spare.swap_remove(at))
     }
 
@@ -419,7 +426,10 @@ mod tests {
         let feedback = with(&[1.0, 2.0, 3.0], &[10.0, 20.0]);
         feedback.reshard().unwrap();
         let transaction = feedback.begin("w").unwrap();
-        assert!(matches!(transaction.worker(0..4).residual(), Residual::Owed([1.0, 2.0, 13.0, 20.0])));
+        assert!(matches!(
+            transaction.worker(0..4).residual(),
+            Residual::Owed([1.0, 2.0, 13.0, 20.0])
+        ));
         assert!(matches!(transaction.owner(0..4).residual(), Residual::Zero));
         assert!(transaction.warm().is_none());
     }

@@ -85,7 +85,8 @@ pub(crate) fn encode(indices: &[u32], next: u32, out: &mut Vec<u8>) {
 fn best_low(gaps: &[u32], passed: u64) -> u32 {
     // The high parts add up to less than the elements passed, so to less than 2³².
     let bits = |low: u32| {
-        u64::from(gaps.iter().map(|gap| gap >> low).sum::<u32>()) + u64::from(low + 1) * gaps.len() as u64
+        u64::from(gaps.iter().map(|gap| gap >> low).sum::<u32>())
+            + u64::from(low + 1) * gaps.len() as u64
     };
     // A geometric distribution's best is near log₂ of ln 2 times its mean.
     let guess = (passed * 45_426 / 65_536 / gaps.len() as u64).max(1).ilog2().min(MAX_LOW);
@@ -124,7 +125,8 @@ pub(crate) fn decode(
     if u32::from(*low) > MAX_LOW {
         return Err(DecodeError::Field("number of low bits"));
     }
-    let (used, last) = simd::decode_gaps(level, rest, u32::from(*low), count, next, range, out, meanwhile)?;
+    let (used, last) =
+        simd::decode_gaps(level, rest, u32::from(*low), count, next, range, out, meanwhile)?;
     if last < u64::from(range) { Ok(1 + used) } else { Err(outside) }
 }
 
@@ -142,7 +144,11 @@ mod tests {
             encode(block, next, &mut bytes);
             next = block[block.len() - 1].wrapping_add(1);
         }
-        assert!(bytes.len() <= max_len(range as usize), "{} bytes for {range} elements", bytes.len());
+        assert!(
+            bytes.len() <= max_len(range as usize),
+            "{} bytes for {range} elements",
+            bytes.len()
+        );
         for level in Level::all() {
             let (mut rest, mut next, mut out) = (&bytes[..], 0, [0; BLOCK]);
             for block in indices.chunks(BLOCK) {

@@ -40,7 +40,15 @@ impl<'a> Job<'a> {
         Values<'a>: From<&'a [T]>,
     {
         let (values, place) = (values.into(), place.clone());
-        Self { values, residual, place, role: Role::Worker, rank: 0, shards, threads: NonZeroUsize::MIN }
+        Self {
+            values,
+            residual,
+            place,
+            role: Role::Worker,
+            rank: 0,
+            shards,
+            threads: NonZeroUsize::MIN,
+        }
     }
 
     /// An owner's job on one thread, as rank 0: its sum is encoded to a single message.
@@ -61,7 +69,10 @@ impl<'a> Job<'a> {
     pub(crate) fn check(&self) {
         let len = self.place.range.len();
         assert_eq!(self.values.len(), len, "one value for each element of place.range");
-        assert!(self.place.range.end <= self.place.whole, "place.range lies within the whole vector");
+        assert!(
+            self.place.range.end <= self.place.whole,
+            "place.range lies within the whole vector"
+        );
         if let Residual::Owed(residual) = self.residual {
             assert_eq!(residual.len(), len, "one residual for each element of place.range");
         }
@@ -202,8 +213,9 @@ pub struct Context {
 impl Context {
     /// A number for a tensor's name (FNV-1a).
     pub fn tensor_id(name: &str) -> u64 {
-        name.bytes()
-            .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+        name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+        })
     }
 
     /// The context for the `n`-th chunk of a tensor that is handed over in chunks, each a vector of
@@ -303,8 +315,10 @@ impl<'a> Fused<'a> {
         if magnitude < f32::INFINITY.to_bits() {
             return Ok(());
         }
-        let index =
-            out.iter().position(|value| !value.is_finite()).expect("the largest magnitude is not finite");
+        let index = out
+            .iter()
+            .position(|value| !value.is_finite())
+            .expect("the largest magnitude is not finite");
         Err(EncodeError::NotFinite { index: start + index })
     }
 

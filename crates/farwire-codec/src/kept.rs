@@ -66,7 +66,12 @@ impl ValueCoding {
     }
 
     /// Decodes a block whose length is right.
-    pub(crate) fn decode(self, level: Level, bytes: &[u8], out: &mut [f32]) -> Result<(), DecodeError> {
+    pub(crate) fn decode(
+        self,
+        level: Level,
+        bytes: &[u8],
+        out: &mut [f32],
+    ) -> Result<(), DecodeError> {
         let finite = match self {
             Self::F32 => simd::from_f32(level, bytes, out),
             Self::Bf16 => simd::from_bf16(level, bytes, out),

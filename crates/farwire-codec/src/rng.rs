@@ -29,7 +29,11 @@ impl Counter {
     /// The stream for one purpose in one context.
     pub(crate) fn new(context: Context, purpose: Purpose) -> Self {
         let fields = [context.step, context.tensor, purpose as u64];
-        Self { key: fields.into_iter().fold(mix(context.seed ^ GOLDEN), |key, field| mix(key ^ mix(field))) }
+        Self {
+            key: fields
+                .into_iter()
+                .fold(mix(context.seed ^ GOLDEN), |key, field| mix(key ^ mix(field))),
+        }
     }
 
     /// A stream of its own for each `n`.
@@ -50,7 +54,8 @@ impl Counter {
     /// A sample of the standard normal distribution, to the accuracy of a sum of twelve uniform
     /// ones.
     pub(crate) fn normal(self, index: u64) -> f32 {
-        let uniform = |k: u64| (self.at(index * 3 + k / 4) >> (16 * (k % 4)) & 0xffff) as f32 / 65536.0;
+        let uniform =
+            |k: u64| (self.at(index * 3 + k / 4) >> (16 * (k % 4)) & 0xffff) as f32 / 65536.0;
         (0..12).map(uniform).sum::<f32>() - 6.0
     }
 

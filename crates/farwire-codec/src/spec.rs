@@ -78,7 +78,8 @@ impl CodecSpec {
 
     /// The codecs that have names, one to a line, for `--help`.
     pub fn help() -> String {
-        let mut text = "Codecs, and how many times smaller than f32 a vector of 16 Mi gets:\n".to_owned();
+        let mut text =
+            "Codecs, and how many times smaller than f32 a vector of 16 Mi gets:\n".to_owned();
         for family in CODECS {
             text += &format!("  {}\n      {}:", family.forms, family.help);
             for name in family.typical {
@@ -168,15 +169,17 @@ impl<'a> Params<'a> {
             Some((name, argument)) => (name, Some(argument)),
             None => (head, None),
         };
-        let pairs =
-            parts.map(|part| part.split_once('=').ok_or_else(|| format!("`{part}` is not key=value")));
+        let pairs = parts
+            .map(|part| part.split_once('=').ok_or_else(|| format!("`{part}` is not key=value")));
         Ok(Self { name, argument, options: pairs.collect::<Result<_, _>>()? })
     }
 
     /// What stands after the colon.
     pub(crate) fn argument(&mut self, example: &str) -> Result<&'a str, String> {
         let name = self.name;
-        self.argument.take().ok_or_else(|| format!("{name} needs {example}, as in {name}:{example}"))
+        self.argument
+            .take()
+            .ok_or_else(|| format!("{name} needs {example}, as in {name}:{example}"))
     }
 
     /// The value of an option, if it is there.
@@ -186,7 +189,11 @@ impl<'a> Params<'a> {
     }
 
     /// The value of an option that has a closed set of them.
-    pub(crate) fn one_of<T: Copy>(&mut self, key: &str, values: &[(&str, T)]) -> Result<Option<T>, String> {
+    pub(crate) fn one_of<T: Copy>(
+        &mut self,
+        key: &str,
+        values: &[(&str, T)],
+    ) -> Result<Option<T>, String> {
         let Some(given) = self.take(key) else { return Ok(None) };
         match values.iter().find(|(name, _)| *name == given) {
             Some((_, value)) => Ok(Some(*value)),
@@ -241,7 +248,10 @@ mod tests {
             assert!(help.contains(family.forms) && help.contains(family.help), "{family:?}");
             for name in family.names {
                 let named = |text: &&&str| text.split([':', ',']).next() == Some(name);
-                assert!(family.typical.iter().any(|text| named(&text)), "{name} is not in `typical`");
+                assert!(
+                    family.typical.iter().any(|text| named(&text)),
+                    "{name} is not in `typical`"
+                );
                 assert!(family.forms.contains(name), "{name} is not in `forms`");
                 let also = CODECS.iter().filter(|other| other.names.contains(name)).count();
                 assert_eq!(also, 1, "{name} is taken twice");

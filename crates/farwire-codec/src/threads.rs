@@ -14,8 +14,9 @@ pub(crate) fn in_order<T: Send, R: Send>(
         return items.into_iter().map(work).collect();
     }
     let mut items = items.into_iter();
-    let groups =
-        std::iter::from_fn(|| Some(items.by_ref().take(group).collect::<Vec<_>>()).filter(|g| !g.is_empty()));
+    let groups = std::iter::from_fn(|| {
+        Some(items.by_ref().take(group).collect::<Vec<_>>()).filter(|g| !g.is_empty())
+    });
     let groups: Vec<_> = groups.collect();
     std::thread::scope(|scope| {
         let work = &work;

@@ -21,7 +21,8 @@ pub struct Impairments {
     pub reorder: f64,
     /// The share of packets that arrive twice.
     pub duplicate: f64,
-    /// Longer packets, IP header included, vanish without a word, as behind a firewall that drops ICMP.
+    /// Longer packets, IP header included, vanish without a word, as behind a firewall that drops
+    /// ICMP.
     pub mtu: Option<usize>,
     /// Times in which nothing arrives.
     pub outages: Vec<Outage>,

@@ -1,7 +1,7 @@
 //! Hosts as network namespaces, joined by a relay in user space.
 //!
-//! Neither namespaces nor devices have names outside this process: they are handles, and end with the
-//! last of them. So nothing stays behind, however the process ends.
+//! Neither namespaces nor devices have names outside this process: they are handles, and end with
+//! the last of them. So nothing stays behind, however the process ends.
 
 use std::fs::File;
 use std::io;
@@ -23,8 +23,8 @@ use crate::tun;
 /// The network device of each host.
 pub const DEVICE: &str = "far0";
 const MTU: u32 = 1500;
-/// Packets that the system keeps for the relay while it does not run; more than the shaper would let
-/// through in that time.
+/// Packets that the system keeps for the relay while it does not run; more than the shaper would
+/// let through in that time.
 const DEVICE_QUEUE: u32 = 10_000;
 /// Packets that are taken from one host before it is another's turn.
 const TURN: usize = 64;
@@ -73,8 +73,8 @@ fn failed(what: &'static str) -> impl FnOnce(io::Error) -> LabError {
 }
 
 impl Lab {
-    /// Makes hosts and starts the relay between them. Each host's packets meet `what` on their way out,
-    /// and its `down_rate` on their way into the other host.
+    /// Makes hosts and starts the relay between them. Each host's packets meet `what` on their way
+    /// out, and its `down_rate` on their way into the other host.
     pub fn new(hosts: usize, what: &Impairments, seed: u64) -> Result<Self, LabError> {
         if !(1..=MOST_HOSTS).contains(&hosts) {
             return Err(LabError::Hosts(hosts));
@@ -105,15 +105,16 @@ impl Lab {
         Ipv4Addr::new(10, 77, 0, host as u8 + 1)
     }
 
-    /// Moves the calling thread to a host, for good: sockets that it makes and processes that it starts
-    /// belong there.
+    /// Moves the calling thread to a host, for good: sockets that it makes and processes that it
+    /// starts belong there.
     pub fn enter(&self, host: usize) -> Result<(), LabError> {
         let namespace = rustix::fd::AsFd::as_fd(&self.namespaces[host]);
         move_into_link_name_space(namespace, Some(LinkNameSpaceType::Network))
             .map_err(|error| failed("enter a network namespace")(error.into()))
     }
 
-    /// A path by which another process of this user can open the host's namespace, while this one lives.
+    /// A path by which another process of this user can open the host's namespace, while this one
+    /// lives.
     pub fn namespace_path(&self, host: usize) -> PathBuf {
         format!("/proc/{}/fd/{}", std::process::id(), self.namespaces[host].as_raw_fd()).into()
     }
@@ -176,9 +177,11 @@ fn run(mut ports: Vec<Port>, stop: &AtomicBool) -> Vec<Tally> {
         if more {
             continue;
         }
-        let mut waiting: Vec<_> = ports.iter().map(|port| PollFd::new(&port.device, PollFlags::IN)).collect();
+        let mut waiting: Vec<_> =
+            ports.iter().map(|port| PollFd::new(&port.device, PollFlags::IN)).collect();
         let sleep = next.saturating_sub(start.elapsed());
-        let sleep = Timespec { tv_sec: sleep.as_secs() as i64, tv_nsec: sleep.subsec_nanos().into() };
+        let sleep =
+            Timespec { tv_sec: sleep.as_secs() as i64, tv_nsec: sleep.subsec_nanos().into() };
         // If the wait is cut short, so much the better.
         let _ = poll(&mut waiting, Some(&sleep));
     }

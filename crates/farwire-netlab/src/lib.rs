@@ -5,8 +5,8 @@
 //! description into what leaves when. It does no IO and knows no clock, so it is tested in virtual
 //! time. Two carriers put it under programs:
 //!
-//! - [`Lab`]: hosts as network namespaces, joined by a relay in user space. Any program runs on them,
-//!   unchanged. Needs root on Linux; [`Lab::new`] says why where it cannot.
+//! - [`Lab`]: hosts as network namespaces, joined by a relay in user space. Any program runs on
+//!   them, unchanged. Needs root on Linux; [`Lab::new`] says why where it cannot.
 //! - [`MemoryNetwork`]: sockets for quinn inside one process. Needs nothing. With tokio's paused
 //!   clock a transfer of minutes runs in the time it takes to compute it.
 

@@ -30,8 +30,8 @@ const IDLE: Duration = Duration::from_millis(100);
 
 /// A network in memory. Clones are the same network.
 ///
-/// Each socket is a host. The way from one to another is shaped as in [`Lab`](crate::Lab): out of the
-/// sender, then into the receiver.
+/// Each socket is a host. The way from one to another is shaped as in [`Lab`](crate::Lab): out of
+/// the sender, then into the receiver.
 #[derive(Clone, Debug)]
 pub struct MemoryNetwork {
     shared: Arc<Shared>,
@@ -62,8 +62,11 @@ struct Datagram {
 impl MemoryNetwork {
     /// An empty network. Must be called inside a tokio runtime, which then carries the packets.
     pub fn new() -> Self {
-        let shared =
-            Arc::new(Shared { start: Instant::now(), hosts: Mutex::default(), pushed: Notify::new() });
+        let shared = Arc::new(Shared {
+            start: Instant::now(),
+            hosts: Mutex::default(),
+            pushed: Notify::new(),
+        });
         tokio::spawn(carry(Arc::downgrade(&shared)));
         Self { shared }
     }
@@ -80,7 +83,8 @@ impl MemoryNetwork {
         Arc::new(MemorySocket { address, shared: self.shared.clone() })
     }
 
-    /// From now on, packets leave this host at this rate and with this delay, and reach it at this rate.
+    /// From now on, packets leave this host at this rate and with this delay, and reach it at this
+    /// rate.
     pub fn change(&self, address: SocketAddr, rate: Option<f64>, delay: Duration) {
         if let Some(host) = self.shared.lock().get_mut(&address) {
             host.up.change(rate, delay);

@@ -161,10 +161,12 @@ impl<T: Clone> Shaper<T> {
             Loss::None => false,
             Loss::Random(share) => self.chance.random_bool(share),
             Loss::Bursty { share, length } => {
-                // A burst ends with probability 1 / length; it must begin as often as keeps the share.
+                // A burst ends with probability 1 / length; it must begin as often as keeps the
+                // share.
                 let ends = 1.0 / length.max(1.0);
                 let begins = (ends * share / (1.0 - share)).clamp(0.0, 1.0);
-                self.bursting = self.chance.random_bool(if self.bursting { 1.0 - ends } else { begins });
+                self.bursting =
+                    self.chance.random_bool(if self.bursting { 1.0 - ends } else { begins });
                 self.bursting
             }
         }
@@ -200,7 +202,12 @@ mod tests {
     const MS: Duration = Duration::from_millis(1);
 
     /// Pushes packets of 1000 bytes, one each `every`, and returns what comes out, and when.
-    fn send(what: &Impairments, seed: u64, packets: u32, every: Duration) -> (Vec<(Duration, u32)>, Tally) {
+    fn send(
+        what: &Impairments,
+        seed: u64,
+        packets: u32,
+        every: Duration,
+    ) -> (Vec<(Duration, u32)>, Tally) {
         let mut shaper = Shaper::up(what, seed);
         for number in 0..packets {
             shaper.push(every * number, 1000, number);
@@ -223,7 +230,8 @@ mod tests {
     fn packets_leave_at_the_rate_and_arrive_after_the_delay() {
         let what = Impairments { rate: Some(1e6), delay: 50 * MS, ..Impairments::default() };
         let (out, tally) = send(&what, 1, 50, Duration::ZERO);
-        let expected: Vec<_> = (0..50).map(|number| (50 * MS + MS * (number + 1), number)).collect();
+        let expected: Vec<_> =
+            (0..50).map(|number| (50 * MS + MS * (number + 1), number)).collect();
         assert_eq!(out, expected);
         assert_eq!(tally.overflowed, 0);
     }
@@ -236,7 +244,8 @@ mod tests {
             assert_eq!(numbers(&out), (0..10).collect::<Vec<_>>(), "{queue:?}");
             assert_eq!((tally.passed, tally.overflowed), (10, 40));
         }
-        let tiny = Impairments { rate: Some(1e6), queue: Queue::Bytes(1), ..Impairments::default() };
+        let tiny =
+            Impairments { rate: Some(1e6), queue: Queue::Bytes(1), ..Impairments::default() };
         assert_eq!(send(&tiny, 1, 5, MS).0.len(), 5, "a packet alone always passes");
     }
 
@@ -279,7 +288,8 @@ mod tests {
 
     #[test]
     fn outages_and_long_packets_swallow_all() {
-        let outages = vec![Outage { from: 10 * MS, to: Some(20 * MS) }, Outage { from: 50 * MS, to: None }];
+        let outages =
+            vec![Outage { from: 10 * MS, to: Some(20 * MS) }, Outage { from: 50 * MS, to: None }];
         let what = Impairments { outages, ..Impairments::default() };
         let (out, tally) = send(&what, 1, 100, MS);
         assert_eq!(numbers(&out), (0..10).chain(20..50).collect::<Vec<_>>());

@@ -1,10 +1,11 @@
-//! A network namespace of one's own, with a TUN device in it. Linux only offers these by system calls
-//! that rustix does not wrap, so this file is the crate's only one with `unsafe` code. Its rules:
+//! A network namespace of one's own, with a TUN device in it. Linux only offers these by system
+//! calls that rustix does not wrap, so this file is the crate's only one with `unsafe` code. Its
+//! rules:
 //!
 //! 1. [`Ifreq`] has the size and layout of the kernel's `struct ifreq` on 64-bit Linux: 16 bytes of
 //!    name, 24 bytes whose meaning depends on the request.
-//! 2. Each request below reads at most an `Ifreq` and writes at most an `Ifreq`, so a pointer to one
-//!    that this file owns is always valid.
+//! 2. Each request below reads at most an `Ifreq` and writes at most an `Ifreq`, so a pointer to
+//!    one that this file owns is always valid.
 //! 3. Only the network namespace is unshared, never the table of files.
 
 #![allow(unsafe_code)]
@@ -54,8 +55,8 @@ impl Ifreq {
 }
 
 fn request<const CODE: Opcode>(on: &OwnedFd, mut what: Ifreq) -> io::Result<()> {
-    // SAFETY: rules 1 and 2: `what` is an `ifreq`, lives until the call returns, and is all that the
-    // kernel reads or writes.
+    // SAFETY: rules 1 and 2: `what` is an `ifreq`, lives until the call returns, and is all that
+    // the kernel reads or writes.
     unsafe { Ok(ioctl(on, Updater::<CODE, Ifreq>::new(&mut what))?) }
 }
 
@@ -67,9 +68,14 @@ pub(crate) fn new_namespace() -> io::Result<File> {
     File::open("/proc/thread-self/ns/net")
 }
 
-/// A device in this thread's namespace, up, with an address in a network of 256. It is gone when the
-/// handle is.
-pub(crate) fn new_device(name: &str, address: Ipv4Addr, mtu: u32, queue: u32) -> io::Result<OwnedFd> {
+/// A device in this thread's namespace, up, with an address in a network of 256. It is gone when
+/// the handle is.
+pub(crate) fn new_device(
+    name: &str,
+    address: Ipv4Addr,
+    mtu: u32,
+    queue: u32,
+) -> io::Result<OwnedFd> {
     use rustix::fs::{Mode, OFlags, open};
     assert!(name.len() < 16, "names of devices are short");
     let flags = OFlags::RDWR | OFlags::NONBLOCK | OFlags::CLOEXEC;

@@ -90,7 +90,11 @@ fn long_packets_vanish_without_a_word() {
         socket.send_to(&[1; 1200], address(1)).unwrap();
         socket.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
         let mut buffer = [0; 2000];
-        assert_eq!(socket.recv(&mut buffer).unwrap(), 1200, "the shorter one is all that comes back");
+        assert_eq!(
+            socket.recv(&mut buffer).unwrap(),
+            1200,
+            "the shorter one is all that comes back"
+        );
     });
     assert_eq!(lab.close()[0].vanished, 1);
 }

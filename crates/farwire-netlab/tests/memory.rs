@@ -14,7 +14,10 @@ fn address(host: u8) -> SocketAddr {
 }
 
 /// Two endpoints, and the connection between them.
-async fn connect(network: &MemoryNetwork, what: &Impairments) -> ([Endpoint; 2], Connection, Connection) {
+async fn connect(
+    network: &MemoryNetwork,
+    what: &Impairments,
+) -> ([Endpoint; 2], Connection, Connection) {
     let made = rcgen::generate_simple_self_signed(vec!["host".to_owned()]).unwrap();
     let key = rustls::pki_types::PrivatePkcs8KeyDer::from(made.signing_key.serialize_der());
     let certificate = made.cert.der().clone();
@@ -25,7 +28,8 @@ async fn connect(network: &MemoryNetwork, what: &Impairments) -> ([Endpoint; 2],
     let endpoint = |host: u8, server| {
         let socket = network.host(address(host), what, host.into());
         let runtime = Arc::new(TokioRuntime);
-        Endpoint::new_with_abstract_socket(EndpointConfig::default(), server, socket, runtime).unwrap()
+        Endpoint::new_with_abstract_socket(EndpointConfig::default(), server, socket, runtime)
+            .unwrap()
     };
     let (mut here, there) = (endpoint(1, None), endpoint(2, Some(server)));
     here.set_default_client_config(client);
@@ -53,7 +57,8 @@ async fn a_transfer_takes_the_time_of_its_line() {
         stream.write_all(&data).await.unwrap();
         stream.finish().unwrap();
     };
-    let receiving = async { far.accept_uni().await.unwrap().read_to_end(usize::MAX).await.unwrap() };
+    let receiving =
+        async { far.accept_uni().await.unwrap().read_to_end(usize::MAX).await.unwrap() };
     let ((), received) = tokio::join!(sending, receiving);
     assert_eq!(received, data);
     // Virtual time, so this holds on any machine: 2 s at the rate, and no more than thrice that.

@@ -181,7 +181,11 @@ fn set<T: Number>(running: &mut [u8], x: Operand<'_>) {
 }
 
 fn fold<T: Number>(op: ReduceOp, running: &mut [u8], x: Operand<'_>) {
-    fn each<A: Accumulator, X: Number<Acc = A>>(running: &mut [u8], x: &[u8], f: impl Fn(A, A) -> A) {
+    fn each<A: Accumulator, X: Number<Acc = A>>(
+        running: &mut [u8],
+        x: &[u8],
+        f: impl Fn(A, A) -> A,
+    ) {
         for (slot, x) in slots::<A>(running).zip(elements::<X>(x)) {
             write(slot, f(bytemuck::pod_read_unaligned(slot), x.widen()));
         }
@@ -224,8 +228,12 @@ fn combine<T: Number>(op: ReduceOp, running: &mut [u8], a: Operand<'_>, b: Opera
     }
     match (a, b) {
         (Operand::Elements(a), Operand::Elements(b)) => by_op::<T::Acc, T, T>(op, running, (a, b)),
-        (Operand::Elements(a), Operand::Partial(b)) => by_op::<T::Acc, T, T::Acc>(op, running, (a, b)),
-        (Operand::Partial(a), Operand::Elements(b)) => by_op::<T::Acc, T::Acc, T>(op, running, (a, b)),
+        (Operand::Elements(a), Operand::Partial(b)) => {
+            by_op::<T::Acc, T, T::Acc>(op, running, (a, b))
+        }
+        (Operand::Partial(a), Operand::Elements(b)) => {
+            by_op::<T::Acc, T::Acc, T>(op, running, (a, b))
+        }
         (Operand::Partial(a), Operand::Partial(b)) => {
             by_op::<T::Acc, T::Acc, T::Acc>(op, running, (a, b));
         }
@@ -313,7 +321,10 @@ mod tests {
     #[test]
     fn mean_divides_by_the_ranks() {
         assert_eq!(apply(ReduceOp::Mean, 1.0f64, 2.0), 1.5);
-        assert_eq!(apply(ReduceOp::Mean, f16::from_f32(1.0), f16::from_f32(2.0)), f16::from_f32(1.5));
+        assert_eq!(
+            apply(ReduceOp::Mean, f16::from_f32(1.0), f16::from_f32(2.0)),
+            f16::from_f32(1.5)
+        );
     }
 
     #[test]

@@ -121,7 +121,9 @@ pub enum CallError {
         world: WorldSize,
     },
     /// All-to-all where a rank would send itself something else than it expects from itself.
-    #[error("all_to_all sends {send} elements from this rank to itself but expects {recv}; make them equal")]
+    #[error(
+        "all_to_all sends {send} elements from this rank to itself but expects {recv}; make them equal"
+    )]
     SelfBlock {
         /// Elements it would send.
         send: usize,
@@ -129,10 +131,14 @@ pub enum CallError {
         recv: usize,
     },
     /// The mean of integers.
-    #[error("mean of {0} would drop the remainder; use sum and divide, or convert to a float type first")]
+    #[error(
+        "mean of {0} would drop the remainder; use sum and divide, or convert to a float type first"
+    )]
     IntegerMean(DType),
     /// The mean in a scan.
-    #[error("{0} does not take mean, whose divisor would differ from rank to rank; use sum and divide")]
+    #[error(
+        "{0} does not take mean, whose divisor would differ from rank to rank; use sum and divide"
+    )]
     ScanMean(Kind),
     /// A call that no codec can serve.
     #[error(
@@ -169,7 +175,9 @@ pub enum CallError {
     },
     /// A vector whose size in bytes does not fit the address space, or that would take more than
     /// 2³² − 1 frames.
-    #[error("{kind} of this size needs too many bytes or frames; use fewer elements or larger segments")]
+    #[error(
+        "{kind} of this size needs too many bytes or frames; use fewer elements or larger segments"
+    )]
     TooLarge {
         /// The operation.
         kind: Kind,

@@ -8,7 +8,9 @@
 use std::fmt;
 
 use crate::fingerprint::Fingerprint;
-use crate::header::{FAULT_LEN, FINGERPRINT_LEN, HeaderError, decode_fingerprint, encode_fingerprint};
+use crate::header::{
+    FAULT_LEN, FINGERPRINT_LEN, HeaderError, decode_fingerprint, encode_fingerprint,
+};
 use crate::ids::{CommId, OpSeq, Peer};
 
 /// What went wrong.
@@ -55,7 +57,8 @@ impl Fault {
     /// The fault as the payload of an abort frame.
     pub fn encode(&self) -> [u8; FAULT_LEN] {
         let mut bytes = [0; FAULT_LEN];
-        let mut put = |at: usize, value: u32| bytes[at..at + 4].copy_from_slice(&value.to_le_bytes());
+        let mut put =
+            |at: usize, value: u32| bytes[at..at + 4].copy_from_slice(&value.to_le_bytes());
         match self {
             Self::PeerLost(peer) => {
                 put(0, 1);
@@ -86,11 +89,14 @@ impl Fault {
     pub fn decode(bytes: &[u8]) -> Result<Self, HeaderError> {
         let bytes: &[u8; FAULT_LEN] = bytes.try_into().map_err(|_| HeaderError::Field("fault"))?;
         let word = |at: usize| {
-            let word = bytes[at..].first_chunk().expect("offsets in this file lie inside the fixed layout");
+            let word = bytes[at..]
+                .first_chunk()
+                .expect("offsets in this file lie inside the fixed layout");
             u32::from_le_bytes(*word)
         };
         let called = |peer_at: usize, print_at: usize| {
-            let print = bytes[print_at..].first_chunk().expect("two fingerprints fit behind the ranks");
+            let print =
+                bytes[print_at..].first_chunk().expect("two fingerprints fit behind the ranks");
             let (fingerprint, _) = decode_fingerprint(print)?;
             Ok(Called { peer: Peer(word(peer_at)), fingerprint })
         };

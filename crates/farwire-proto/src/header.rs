@@ -125,7 +125,8 @@ impl Header {
 
     /// Reads a header from the front of `bytes`.
     pub fn decode(bytes: &[u8]) -> Result<Self, HeaderError> {
-        let bytes: &[u8; HEADER_LEN] = bytes.first_chunk().ok_or(HeaderError::Short(bytes.len()))?;
+        let bytes: &[u8; HEADER_LEN] =
+            bytes.first_chunk().ok_or(HeaderError::Short(bytes.len()))?;
         if bytes[0..2] != MAGIC {
             return Err(HeaderError::Magic([bytes[0], bytes[1]]));
         }
@@ -175,7 +176,9 @@ pub(crate) fn encode_fingerprint(print: &Fingerprint, index: u32) -> [u8; FINGER
 }
 
 /// Reads what [`encode_fingerprint`] wrote, and refuses combinations that no call makes.
-pub(crate) fn decode_fingerprint(bytes: &[u8; FINGERPRINT_LEN]) -> Result<(Fingerprint, u32), HeaderError> {
+pub(crate) fn decode_fingerprint(
+    bytes: &[u8; FINGERPRINT_LEN],
+) -> Result<(Fingerprint, u32), HeaderError> {
     let kind = Kind::from_code(bytes[28]).ok_or(HeaderError::Field("kind"))?;
     let dtype = match bytes[29] {
         0 => None,
@@ -296,8 +299,9 @@ pub(crate) mod tests {
             state >> 33
         };
         let mut runner = TestRunner::deterministic();
-        let good: Vec<_> =
-            (0..512).map(|_| any_header().new_tree(&mut runner).unwrap().current().encode()).collect();
+        let good: Vec<_> = (0..512)
+            .map(|_| any_header().new_tree(&mut runner).unwrap().current().encode())
+            .collect();
         let (mut accepted, mut refused) = (0u32, 0u32);
         for case in 0..1_000_000 {
             let mut bytes = good[next() as usize % good.len()];
@@ -347,7 +351,8 @@ pub(crate) mod tests {
             if header.frame.is_notice() {
                 refused("payload", 4, &[1, 0, 0, 0]);
             }
-            let stranger = Algorithm::ALL.into_iter().find(|other| !kind.algorithms().contains(other));
+            let stranger =
+                Algorithm::ALL.into_iter().find(|other| !kind.algorithms().contains(other));
             refused("algorithm", 63, &[stranger.map_or(0, |other| other as u8)]);
         }
     }

@@ -128,7 +128,8 @@ impl CommId {
     pub fn subgroup(self, name: &str, members: &[Peer], nth: u32) -> Self {
         let words = name.bytes().map(u64::from);
         let words = words.chain([u64::MAX]).chain(members.iter().map(|peer| u64::from(peer.0)));
-        let hash = words.chain([u64::MAX, nth.into()]).fold(mix(self.0), |hash, word| mix(hash ^ word));
+        let hash =
+            words.chain([u64::MAX, nth.into()]).fold(mix(self.0), |hash, word| mix(hash ^ word));
         Self(hash | 1)
     }
 }
@@ -204,8 +205,9 @@ mod tests {
 
     #[test]
     fn child_ids_do_not_collide_in_practice() {
-        let mut ids: Vec<_> =
-            (0..100).flat_map(|split| (0..100).map(move |color| CommId::WORLD.child(split, color))).collect();
+        let mut ids: Vec<_> = (0..100)
+            .flat_map(|split| (0..100).map(move |color| CommId::WORLD.child(split, color)))
+            .collect();
         let nested: Vec<_> = ids.iter().take(1000).map(|id| id.child(0, 0)).collect();
         ids.extend(nested);
         ids.push(CommId::WORLD);

@@ -7,9 +7,9 @@
 //! The path of an operation through the crate:
 //!
 //! 1. A [`Call`] says what the user wants. [`Plan::new`] checks it, lets [`tune`] pick an
-//!    [`Algorithm`], and lays out a schedule: for each *lane* to another rank the frames in and out,
-//!    and for each frame the [`Gate`] it waits for. There is one file per collective in `collective/`.
-//!    Where lengths depend on the data, there are rounds of *parcels* instead.
+//!    [`Algorithm`], and lays out a schedule: for each *lane* to another rank the frames in and
+//!    out, and for each frame the [`Gate`] it waits for. There is one file per collective in
+//!    `collective/`. Where lengths depend on the data, there are rounds of *parcels* instead.
 //! 2. The [`Engine`] says which frame goes next and what to do with one that arrives, compares
 //!    [`Fingerprint`]s, and spreads the news of any [`Fault`]. It never sees a payload.
 //! 3. A [`Machine`] is the engine and the memory of its operations, with a [`Workspace`] for the
@@ -80,8 +80,8 @@
 //! }
 //! ```
 //!
-//! One for a network where things do go wrong also feeds the machine notices, lost peers and the time;
-//! `farwire-sim` is the shortest.
+//! One for a network where things do go wrong also feeds the machine notices, lost peers and the
+//! time; `farwire-sim` is the shortest.
 //!
 //! Words used throughout: a *block* or *shard* is what a rank owns of a vector, a *segment* is what
 //! one frame carries, a *lane* is the ordered frames of one operation between two ranks, a *slot*
@@ -113,18 +113,21 @@ pub use call::{Algorithm, CallError, Options};
 pub use collective::{Call, Kind};
 pub use dtype::{DType, Element, ReduceOp, UnknownName, types};
 pub use engine::{
-    Allowance, Config, Effect, Engine, Event, Lane, OpenError, Payload, Take, Transmit, Verdict, Wait,
+    Allowance, Config, Effect, Engine, Event, Lane, OpenError, Payload, Take, Transmit, Verdict,
+    Wait,
 };
 pub use fault::{Called, Fault, OpError};
 pub use fingerprint::Fingerprint;
 pub use header::{FAULT_LEN, FrameKind, HEADER_LEN, Header, HeaderError, VERSION};
 pub use ids::{CommId, Epoch, OpId, OpSeq, Peer, Rank, Tag, Time, WorldSize};
 pub use machine::{
-    Buffers, Coding, CodingWork, Failure, Input, Machine, MachineEvent, Nonsense, Outbound, Refusal, Refused,
-    Rounds,
+    Buffers, Coding, CodingWork, Failure, Input, Machine, MachineEvent, Nonsense, Outbound,
+    Refusal, Refused, Rounds,
 };
 pub use parcels::ParcelPart;
 pub use partition::{Counts, Partition, Span};
 pub use plan::{Frames, Plan, Tuning};
-pub use schedule::{Action, Emit, Fold, Gate, InPlace, Incoming, Outcome, Outgoing, Own, Running, Source};
+pub use schedule::{
+    Action, Emit, Fold, Gate, InPlace, Incoming, Outcome, Outgoing, Own, Running, Source,
+};
 pub use workspace::Workspace;

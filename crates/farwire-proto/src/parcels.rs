@@ -107,7 +107,8 @@ impl Progress {
     /// it.
     pub(crate) fn expect(&self, with: Rank, len: usize, limits: &Limits) -> Option<ParcelPart> {
         let (_, at) = self.into;
-        (len <= limits.segment.get() && at + len <= limits.max).then(|| part(with, self.into, len, limits))
+        (len <= limits.segment.get() && at + len <= limits.max)
+            .then(|| part(with, self.into, len, limits))
     }
 
     /// A frame has been taken; `true` if it was its parcel's last.

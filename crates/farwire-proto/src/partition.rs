@@ -68,7 +68,9 @@ impl Counts {
     pub fn listed(counts: impl Into<Arc<[usize]>>, world: WorldSize) -> Self {
         let counts = counts.into();
         match counts.first() {
-            Some(first) if counts.len() == world.len() && counts.iter().all(|count| count == first) => {
+            Some(first)
+                if counts.len() == world.len() && counts.iter().all(|count| count == first) =>
+            {
                 Self::Each(*first)
             }
             _ => Self::Listed(counts),

@@ -102,7 +102,14 @@ impl Plan {
             (false, Some(algorithm)) => return Err(CallError::Algorithm { kind, algorithm }),
             (false, None) => {
                 let reduction = terms.dtype.zip(terms.op);
-                tune::choose(kind, reduction, terms.count * size, segment * size, world, &tuning.links)
+                tune::choose(
+                    kind,
+                    reduction,
+                    terms.count * size,
+                    segment * size,
+                    world,
+                    &tuning.links,
+                )
             }
         };
         let lay_out = |algorithm| {
@@ -228,7 +235,12 @@ impl Plan {
         if need == given {
             return Ok(());
         }
-        Err(CallError::BufferLength { kind: self.fingerprint.kind, which: "in-place vector", need, given })
+        Err(CallError::BufferLength {
+            kind: self.fingerprint.kind,
+            which: "in-place vector",
+            need,
+            given,
+        })
     }
 
     /// Refuses a vector of another type than the call's, or any if it travels in parcels.
@@ -242,7 +254,8 @@ impl Plan {
 
     /// Refuses buffers of any other length than the plan's.
     pub fn check_buffers(&self, input: usize, output: usize) -> Result<(), CallError> {
-        let lengths = [("input", self.input_bytes(), input), ("output", self.output_bytes(), output)];
+        let lengths =
+            [("input", self.input_bytes(), input), ("output", self.output_bytes(), output)];
         match lengths.into_iter().find(|(_, need, given)| need != given) {
             None => Ok(()),
             Some((which, need, given)) => {

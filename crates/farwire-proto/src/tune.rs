@@ -33,7 +33,12 @@ pub struct Links {
 impl Default for Links {
     /// Ethernet in one room: 10 Gbit/s, 50 µs.
     fn default() -> Self {
-        Self { latency: Duration::from_micros(50), bandwidth: 1.25e9, reduce_rate: 10e9, flows: u32::MAX }
+        Self {
+            latency: Duration::from_micros(50),
+            bandwidth: 1.25e9,
+            reduce_rate: 10e9,
+            flows: u32::MAX,
+        }
     }
 }
 
@@ -50,11 +55,13 @@ pub fn choose(
     links: &Links,
 ) -> Algorithm {
     let free = reduction.is_none_or(|(dtype, op)| !op.depends_on_order(dtype));
-    let keeps_order =
-        |algorithm: &&Algorithm| free || matches!(algorithm, Algorithm::TwoPhase | Algorithm::GatherReduce);
+    let keeps_order = |algorithm: &&Algorithm| {
+        free || matches!(algorithm, Algorithm::TwoPhase | Algorithm::GatherReduce)
+    };
     let few_flows = u64::from(links.flows) + 1 < u64::from(world.get());
     // Partial results travel in the accumulator's type.
-    let widening = reduction.map_or(1.0, |(dtype, _)| (dtype.accumulator().size() / dtype.size()) as f64);
+    let widening =
+        reduction.map_or(1.0, |(dtype, _)| (dtype.accumulator().size() / dtype.size()) as f64);
     match kind.algorithms() {
         [only] => *only,
         several if several.contains(&Algorithm::Ring) && few_flows && free => Algorithm::Ring,
@@ -64,7 +71,8 @@ pub fn choose(
             // A ring moves what two-phase moves, in more rounds: it is for few flows, above.
             .filter(|algorithm| **algorithm != Algorithm::Ring)
             .min_by(|a, b| {
-                let cost = |algorithm| seconds(kind, algorithm, bytes, segment, widening, world, links);
+                let cost =
+                    |algorithm| seconds(kind, algorithm, bytes, segment, widening, world, links);
                 cost(**a).total_cmp(&cost(**b))
             })
             .expect("two-phase keeps rank order, and a broadcast has no order to keep"),

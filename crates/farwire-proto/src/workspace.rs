@@ -44,7 +44,11 @@ impl Workspace {
         let slot_bytes = slots.len * accumulator.size();
         Self {
             dtype,
-            arithmetic: plan.fingerprint().op.map(|op| Arithmetic { dtype, op, ranks: plan.world().get() }),
+            arithmetic: plan.fingerprint().op.map(|op| Arithmetic {
+                dtype,
+                op,
+                ranks: plan.world().get(),
+            }),
             local: plan.frames().map_or(Local::Nothing, Frames::local),
             in_place: plan.in_place().unwrap_or_default(),
             slots: vec![0; slots.count * slot_bytes],
@@ -72,7 +76,12 @@ impl Workspace {
 
     /// What a frame carries: a slice of the buffers wherever the bytes are already there in the
     /// form they travel in.
-    pub fn payload<'a>(&'a mut self, source: &Source, input: &'a [u8], output: &'a [u8]) -> &'a [u8] {
+    pub fn payload<'a>(
+        &'a mut self,
+        source: &Source,
+        input: &'a [u8],
+        output: &'a [u8],
+    ) -> &'a [u8] {
         match *source {
             Source::Nothing => &[],
             Source::Input(span) => &input[span.bytes(self.dtype)],
@@ -100,7 +109,11 @@ impl Workspace {
     ///
     /// If the payload is not as long as the frame's header, which the engine has checked, says.
     pub fn apply(&mut self, action: &Action, payload: &[u8], input: &[u8], output: &mut [u8]) {
-        assert_eq!(payload.len(), action.wire_bytes(self.dtype), "a payload is as long as its header says");
+        assert_eq!(
+            payload.len(),
+            action.wire_bytes(self.dtype),
+            "a payload is as long as its header says"
+        );
         match action {
             Action::Nothing => {}
             Action::Store(span) => output[span.bytes(self.dtype)].copy_from_slice(payload),
@@ -126,9 +139,14 @@ impl Workspace {
         let Action::Fold(fold) = action else {
             return self.apply(action, payload, &[], &mut memory[output * size..]);
         };
-        assert_eq!(payload.len(), action.wire_bytes(self.dtype), "a payload is as long as its header says");
+        assert_eq!(
+            payload.len(),
+            action.wire_bytes(self.dtype),
+            "a payload is as long as its header says"
+        );
         let (arithmetic, dtype) = (self.reduction(), self.dtype);
-        let payload = if fold.partial { Operand::Partial(payload) } else { Operand::Elements(payload) };
+        let payload =
+            if fold.partial { Operand::Partial(payload) } else { Operand::Elements(payload) };
         let own = |span: Span| Operand::Elements(&memory[input * size..][span.bytes(dtype)]);
         let running = self.running(fold);
         advance(arithmetic, fold, running, payload, own, |_, _| ());
@@ -159,7 +177,8 @@ impl Workspace {
         let arithmetic = self.reduction();
         let dtype = self.dtype;
         let own = |span: Span| Operand::Elements(&input[span.bytes(dtype)]);
-        let payload = if fold.partial { Operand::Partial(payload) } else { Operand::Elements(payload) };
+        let payload =
+            if fold.partial { Operand::Partial(payload) } else { Operand::Elements(payload) };
 
         // The running value is in the output itself, in the one wide segment, or in a slot; only
         // the latter two can be borrowed beside the output.

@@ -66,11 +66,15 @@ impl Shape {
         let counts = || self.blocks.clone();
         let copy = |from: usize, span| Part { from: vec![from], span, any_order: false };
         let folded = |span| vec![Part { from: all().collect(), span, any_order: true }];
-        let scanned = |last| vec![Part { from: (0..last).collect(), span: 0..count, any_order: false }];
-        let gathered = || all().map(|from| copy(from, 0..place(&self.blocks, from).len())).collect();
+        let scanned =
+            |last| vec![Part { from: (0..last).collect(), span: 0..count, any_order: false }];
+        let gathered =
+            || all().map(|from| copy(from, 0..place(&self.blocks, from).len())).collect();
         let only = |root: Rank, parts: Vec<Part>| if me == root { parts } else { Vec::new() };
         match kind {
-            Kind::AllReduce => row(Call::AllReduce { count, dtype, op }, folded(0..count), 2.0 * others),
+            Kind::AllReduce => {
+                row(Call::AllReduce { count, dtype, op }, folded(0..count), 2.0 * others)
+            }
             Kind::ReduceScatter => {
                 // Dealt out in turn: the first ranks get one more where it does not divide.
                 let shard = |rank: usize| (count + n - 1 - rank) / n;
@@ -82,7 +86,9 @@ impl Shape {
             Kind::Broadcast => {
                 row(Call::Broadcast { count, dtype, root }, vec![copy(root.index(), 0..count)], 1.0)
             }
-            Kind::Reduce => row(Call::Reduce { count, dtype, op, root }, only(root, folded(0..count)), 1.0),
+            Kind::Reduce => {
+                row(Call::Reduce { count, dtype, op, root }, only(root, folded(0..count)), 1.0)
+            }
             Kind::Gather => {
                 row(Call::Gather { counts: counts(), dtype, root }, only(root, gathered()), others)
             }
@@ -94,11 +100,16 @@ impl Shape {
                 let sent = |from: usize| self.matrix.get(from).unwrap_or(&self.blocks);
                 let mine = all().map(|from| copy(from, place(sent(from), me.index())));
                 let mine: Vec<_> = mine.collect();
-                let recv = Counts::listed(mine.iter().map(|part| part.span.len()).collect::<Vec<_>>(), world);
+                let recv = Counts::listed(
+                    mine.iter().map(|part| part.span.len()).collect::<Vec<_>>(),
+                    world,
+                );
                 row(Call::AllToAll { send: sent(me.index()).clone(), recv, dtype }, mine, others)
             }
             Kind::Scan => row(Call::Scan { count, dtype, op }, scanned(me.index() + 1), 1.0),
-            Kind::ExclusiveScan => row(Call::ExclusiveScan { count, dtype, op }, scanned(me.index()), 1.0),
+            Kind::ExclusiveScan => {
+                row(Call::ExclusiveScan { count, dtype, op }, scanned(me.index()), 1.0)
+            }
             Kind::Barrier => row(Call::Barrier, Vec::new(), 0.0),
             // Everyone to its right neighbour.
             Kind::Message => {

@@ -82,8 +82,12 @@ pub struct Link {
 
 impl Link {
     /// No latency, no limit, no jitter, no loss.
-    pub const IDEAL: Self =
-        Self { latency: Duration::ZERO, bandwidth: f64::INFINITY, jitter: Duration::ZERO, loss: 0.0 };
+    pub const IDEAL: Self = Self {
+        latency: Duration::ZERO,
+        bandwidth: f64::INFINITY,
+        jitter: Duration::ZERO,
+        loss: 0.0,
+    };
 
     /// How long a frame takes from departure to arrival, and how many of its bytes had to be sent
     /// again.

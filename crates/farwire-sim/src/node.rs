@@ -5,8 +5,8 @@ use std::ops::Range;
 
 use farwire_codec::collective::CodedCollective;
 use farwire_proto::{
-    Buffers, CallError, Config, DType, Engine, Frames, Gate, Lane, Machine, Outcome, Peer, Plan, Rank, Time,
-    WorldSize,
+    Buffers, CallError, Config, DType, Engine, Frames, Gate, Lane, Machine, Outcome, Peer, Plan,
+    Rank, Time, WorldSize,
 };
 
 use crate::report::JobId;
@@ -128,7 +128,9 @@ fn output_in_place(plan: &Plan) -> Option<Range<usize>> {
 /// The memory that an operation begins with: its input, at its place if the result will be there,
 /// too.
 pub(crate) fn memory(plan: &Plan, input: Vec<u8>) -> Result<Vec<u8>, CallError> {
-    let (Some(at), Some(output)) = (plan.in_place(), output_in_place(plan)) else { return Ok(input) };
+    let (Some(at), Some(output)) = (plan.in_place(), output_in_place(plan)) else {
+        return Ok(input);
+    };
     plan.check_buffers(input.len(), plan.output_bytes())?;
     let given = range(plan, at.input, input.len());
     let mut memory = vec![ANYTHING; output.end.max(given.end)];

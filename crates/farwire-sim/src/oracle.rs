@@ -12,7 +12,12 @@ use crate::kinds::{Part, Shape};
 /// # Panics
 ///
 /// If the inputs are not of the lengths that the operation needs.
-pub fn results(kind: Kind, shape: &Shape, algorithm: Algorithm, inputs: &[Vec<u8>]) -> Vec<Vec<u8>> {
+pub fn results(
+    kind: Kind,
+    shape: &Shape,
+    algorithm: Algorithm,
+    inputs: &[Vec<u8>],
+) -> Vec<Vec<u8>> {
     // Many ranks may get the same.
     let mut last: Option<(Part, Vec<u8>)> = None;
     let mut combine = |part: Part| match &last {
@@ -43,7 +48,8 @@ pub fn combined(part: &Part, shape: &Shape, algorithm: Algorithm, inputs: &[Vec<
     }
     let world = from.len();
     let algorithm = if *any_order { algorithm } else { Algorithm::Direct };
-    let owners = (0..world).flat_map(|rank| std::iter::repeat_n(rank, shard_len(count, world, rank)));
+    let owners =
+        (0..world).flat_map(|rank| std::iter::repeat_n(rank, shard_len(count, world, rank)));
     let owners: Vec<_> = owners.collect();
     let mut result = Vec::with_capacity(span.len() * size);
     for element in span.clone() {
@@ -57,9 +63,10 @@ pub fn combined(part: &Part, shape: &Shape, algorithm: Algorithm, inputs: &[Vec<
                 let from_root = |number: usize| value((shape.root.index() + number) % world);
                 subtree(dtype, op, algorithm, world, 0, &from_root)
             }
-            Algorithm::TwoPhase | Algorithm::GatherReduce | Algorithm::Direct | Algorithm::Parcels => {
-                fold(&mut (0..world))
-            }
+            Algorithm::TwoPhase
+            | Algorithm::GatherReduce
+            | Algorithm::Direct
+            | Algorithm::Parcels => fold(&mut (0..world)),
         };
         result.extend(total.write(dtype, if op == ReduceOp::Mean { world } else { 1 }));
     }
@@ -227,7 +234,13 @@ mod tests {
         values.iter().flat_map(|value| value.to_le_bytes()).collect()
     }
 
-    fn reduced(dtype: DType, op: ReduceOp, algorithm: Algorithm, root: u32, inputs: &[Vec<u8>]) -> Vec<u8> {
+    fn reduced(
+        dtype: DType,
+        op: ReduceOp,
+        algorithm: Algorithm,
+        root: u32,
+        inputs: &[Vec<u8>],
+    ) -> Vec<u8> {
         let world = WorldSize::new(inputs.len() as u32).expect("there are inputs");
         let count = inputs[0].len() / dtype.size();
         let shape = Shape { root: Rank(root), ..Shape::even(world, count, dtype, op) };
@@ -285,6 +298,9 @@ mod tests {
             "−56 is less than 100"
         );
         let inputs = [bytes(&[1.0]), bytes(&[2.0])];
-        assert_eq!(reduced(DType::F32, ReduceOp::Mean, Algorithm::TwoPhase, 0, &inputs), bytes(&[1.5]));
+        assert_eq!(
+            reduced(DType::F32, ReduceOp::Mean, Algorithm::TwoPhase, 0, &inputs),
+            bytes(&[1.5])
+        );
     }
 }

@@ -70,7 +70,9 @@ impl RankStats {
         let busy: f64 = self
             .sending
             .iter()
-            .map(|(start, end)| (*end).min(until).0.saturating_sub((*start).max(from).0).as_secs_f64())
+            .map(|(start, end)| {
+                (*end).min(until).0.saturating_sub((*start).max(from).0).as_secs_f64()
+            })
             .sum();
         let span = until.0.saturating_sub(from.0).as_secs_f64();
         if span > 0.0 { busy / span } else { 0.0 }

@@ -11,8 +11,9 @@ use bytes::Bytes;
 use farwire_codec::Context;
 use farwire_codec::collective::{CodedCollective, Collective, Floats, Order};
 use farwire_proto::{
-    Call, Coding, CommId, Config, DType, Engine, FAULT_LEN, HEADER_LEN, Header, Input, Lane, Machine,
-    MachineEvent, Nonsense, OpId, Options, Peer, Rank, ReduceOp, Tag, Time, Transmit, Verdict, WorldSize,
+    Call, Coding, CommId, Config, DType, Engine, FAULT_LEN, HEADER_LEN, Header, Input, Lane,
+    Machine, MachineEvent, Nonsense, OpId, Options, Peer, Rank, ReduceOp, Tag, Time, Transmit,
+    Verdict, WorldSize,
 };
 
 use crate::node::Vectors;
@@ -109,7 +110,8 @@ impl World {
                 };
                 let options = Options { segment: NonZeroUsize::new(7), ..Options::default() };
                 let machine = &mut this.machines[rank as usize];
-                let plan = machine.plan(CommId::WORLD, &call, &options).expect("these calls are right");
+                let plan =
+                    machine.plan(CommId::WORLD, &call, &options).expect("these calls are right");
                 let started = machine.submit(Time::ZERO, plan, input, |_, _| index);
                 started.expect("nothing has failed yet");
             }

@@ -9,8 +9,8 @@ use std::time::Duration;
 use bytes::Bytes;
 use farwire_codec::collective::CodedCollective;
 use farwire_proto::{
-    Action, Call, Coding, CommId, Config, Effect, Input, Lane, MachineEvent, Nonsense, OpId, OpenError,
-    Options, Peer, Refusal, Refused, Time, Verdict,
+    Action, Call, Coding, CommId, Config, Effect, Input, Lane, MachineEvent, Nonsense, OpId,
+    OpenError, Options, Peer, Refusal, Refused, Time, Verdict,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -249,7 +249,12 @@ impl Sim {
             Start::After(job) => self.followers.entry(job).or_default().push(id),
         }
         self.submissions.push(Some(submission));
-        self.report.jobs.push(JobReport { peer, submitted: None, ended: None, end: JobEnd::Pending });
+        self.report.jobs.push(JobReport {
+            peer,
+            submitted: None,
+            ended: None,
+            end: JobEnd::Pending,
+        });
         self.pending += 1;
         id
     }
@@ -271,7 +276,9 @@ impl Sim {
                 observe(Progress { now: self.now, frames });
             }
             match self.queue.pop() {
-                Some(Scheduled { at, happening, .. }) if at <= self.limit => self.step(at, happening),
+                Some(Scheduled { at, happening, .. }) if at <= self.limit => {
+                    self.step(at, happening)
+                }
                 _ => return Err(self.hang()),
             }
         }
@@ -373,7 +380,9 @@ impl Sim {
         if !self.takes_step(peer) {
             return;
         }
-        let Some(Submission { comm, call, options, input, coded, .. }) = self.submissions[id.0].take() else {
+        let Some(Submission { comm, call, options, input, coded, .. }) =
+            self.submissions[id.0].take()
+        else {
             return;
         };
         self.report.jobs[id.0].submitted = Some(self.now);
@@ -417,7 +426,9 @@ impl Sim {
         match self.nodes[peer.index()].machine.take_coding(op) {
             None => self.settle(peer),
             Some(Coding::Finish { rounds, tag }) => match rounds.finish() {
-                Ok(done) => self.end(tag.id, JobEnd::Done(bytemuck::cast_slice(&done.output).to_vec())),
+                Ok(done) => {
+                    self.end(tag.id, JobEnd::Done(bytemuck::cast_slice(&done.output).to_vec()))
+                }
                 Err((error, input)) => {
                     self.end(tag.id, JobEnd::NotEncodable { error, input: input.into_bytes() });
                 }
@@ -583,7 +594,8 @@ impl Sim {
         let latency = self.network.link(from, to).latency;
         self.network.troubles.iter().fold(arrival, |arrival, trouble| match trouble {
             Trouble::Partition { side, from: begin, until }
-                if side.contains(&from) != side.contains(&to) && (*begin..*until).contains(&arrival) =>
+                if side.contains(&from) != side.contains(&to)
+                    && (*begin..*until).contains(&arrival) =>
             {
                 *until + latency
             }

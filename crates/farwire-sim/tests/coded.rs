@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use farwire_codec::collective::{CodedCollective, CodingError, Collective, Floats, Order};
 use farwire_codec::{
-    Codec, CodecSpec, CodedPlace, Context, Encoded, ErrorFeedback, Job, MessageCodec, PowerP, PowerQ,
-    Residual, Shape, Transaction, Travel, VectorCodec, samples, typical,
+    Codec, CodecSpec, CodedPlace, Context, Encoded, ErrorFeedback, Job, MessageCodec, PowerP,
+    PowerQ, Residual, Shape, Transaction, Travel, VectorCodec, samples, typical,
 };
 use farwire_proto::{Call, Counts, Fault, Options, Peer, Rank, ReduceOp, Time, WorldSize};
 use farwire_sim::{Coded, JobEnd, Link, Network, Report, Sim, Submission, Trouble};
@@ -80,7 +80,11 @@ fn simulate(orders: Vec<Order>, segment: usize, network: Network) -> Report {
 
 fn results(report: &Report) -> Vec<Vec<f32>> {
     let floats = |bytes: &[u8]| bytemuck::pod_collect_to_vec(bytes);
-    report.jobs().iter().map(|job| floats(job.result().unwrap_or_else(|| panic!("{:?}", job.end)))).collect()
+    report
+        .jobs()
+        .iter()
+        .map(|job| floats(job.result().unwrap_or_else(|| panic!("{:?}", job.end))))
+        .collect()
 }
 
 fn bits(values: &[f32]) -> Vec<u32> {
@@ -102,7 +106,8 @@ impl Reference {
 
     fn all_reduce(&self, gradients: &[Vec<f32>], step: u64) -> Vec<f32> {
         let context = Context { seed: 5, step, tensor: Context::tensor_id("w") };
-        let mut transactions: Vec<_> = self.feedback.iter().map(|rank| rank.begin("w").unwrap()).collect();
+        let mut transactions: Vec<_> =
+            self.feedback.iter().map(|rank| rank.begin("w").unwrap()).collect();
         let sum = match self.codec.travels() {
             Travel::Shards(codec) | Travel::Whole(codec) => {
                 two_phase(&*codec, gradients, context, &mut transactions)
@@ -111,14 +116,22 @@ impl Reference {
                 let n = gradients[0].len();
                 let add = |parts: Vec<&[f32]>| {
                     let mut sum = vec![0.0; parts[0].len()];
-                    parts.iter().for_each(|part| sum.iter_mut().zip(*part).for_each(|(sum, x)| *sum += x));
+                    parts
+                        .iter()
+                        .for_each(|part| sum.iter_mut().zip(*part).for_each(|(sum, x)| *sum += x));
                     sum
                 };
                 let begin = |(gradient, transaction): (&Vec<f32>, &Transaction)| {
                     let owed = transaction.worker(0..n);
                     let values = gradient.as_slice().into();
                     codec
-                        .begin(values, owed.residual(), transaction.warm(), Shape::of(&[n]), context)
+                        .begin(
+                            values,
+                            owed.residual(),
+                            transaction.warm(),
+                            Shape::of(&[n]),
+                            context,
+                        )
                         .unwrap()
                 };
                 let waiting: Vec<_> = gradients.iter().zip(&transactions).map(begin).collect();
@@ -163,7 +176,8 @@ fn two_phase(
     let mut scattered = Vec::new();
     for (rank, (gradient, transaction)) in gradients.iter().zip(&mut *transactions).enumerate() {
         let (owed, mut out) = (transaction.worker(0..n), Encoded::default());
-        let job = Job { rank: rank as u32, ..Job::worker(gradient, owed.residual(), &place, &shards) };
+        let job =
+            Job { rank: rank as u32, ..Job::worker(gradient, owed.residual(), &place, &shards) };
         codec.encode(&job, &mut out).unwrap();
         transaction.set_worker(0, out.residual);
         scattered.push(out.messages);
@@ -189,14 +203,16 @@ fn two_phase(
 fn every_codec_equals_its_reference_on_every_world() {
     for ranks in [1, 2, 3, 4, 7, 16, 64] {
         // Many ranks find nothing in a codec's corners that a few do not.
-        for codec in samples().filter(|codec| ranks < 16 || typical().any(|typical| typical == *codec)) {
+        for codec in
+            samples().filter(|codec| ranks < 16 || typical().any(|typical| typical == *codec))
+        {
             let reference = Reference::new(codec, ranks);
             let feedback: Vec<_> = (0..ranks).map(|_| ErrorFeedback::new()).collect();
             for (step, len) in [(0, 700), (1, 700), (2, 700)] {
                 let gradients = gradients(step, ranks, len);
                 let expected = reference.all_reduce(&gradients, step);
-                let orders =
-                    gradients.iter().zip(&feedback).enumerate().map(|(rank, (gradient, feedback))| Order {
+                let orders = gradients.iter().zip(&feedback).enumerate().map(
+                    |(rank, (gradient, feedback))| Order {
                         feedback: Some(feedback.begin("w").unwrap()),
                         ..order(
                             Collective::AllReduce(ReduceOp::Sum),
@@ -206,11 +222,17 @@ fn every_codec_equals_its_reference_on_every_world() {
                             gradient.clone(),
                             step,
                         )
-                    });
+                    },
+                );
                 let segment = [1 << 16, 7, 64][step as usize];
-                let report = simulate(orders.collect(), segment, network(ranks, step + ranks as u64));
+                let report =
+                    simulate(orders.collect(), segment, network(ranks, step + ranks as u64));
                 for (rank, result) in results(&report).iter().enumerate() {
-                    assert_eq!(bits(result), bits(&expected), "{codec}, rank {rank} of {ranks}, step {step}");
+                    assert_eq!(
+                        bits(result),
+                        bits(&expected),
+                        "{codec}, rank {rank} of {ranks}, step {step}"
+                    );
                 }
             }
             for (ours, theirs) in feedback.iter().zip(&reference.feedback) {
@@ -241,7 +263,11 @@ fn awkward_lengths_work_through_every_codec() {
                 });
                 let report = simulate(orders.collect(), 64, network(ranks, 1));
                 for result in results(&report) {
-                    assert_eq!(bits(&result), bits(&expected), "{codec}, {len} elements on {ranks} ranks");
+                    assert_eq!(
+                        bits(&result),
+                        bits(&expected),
+                        "{codec}, {len} elements on {ranks} ranks"
+                    );
                 }
             }
         }
@@ -258,7 +284,14 @@ fn long_vectors_travel_in_chunks() {
             .iter()
             .enumerate()
             .map(|(rank, gradient)| {
-                order(Collective::AllReduce(ReduceOp::Mean), spec(codec), rank, ranks, gradient.clone(), 0)
+                order(
+                    Collective::AllReduce(ReduceOp::Mean),
+                    spec(codec),
+                    rank,
+                    ranks,
+                    gradient.clone(),
+                    0,
+                )
             })
             .collect();
         let rounds = CodedCollective::new(order(
@@ -278,7 +311,10 @@ fn long_vectors_travel_in_chunks() {
             for (i, result) in results[0].iter().enumerate() {
                 let mean = gradients.iter().map(|gradient| gradient[i]).sum::<f32>() / 3.0;
                 let close = if codec == "none" { 0.0 } else { 0.02 };
-                assert!((result - mean).abs() <= close, "{codec}: element {i}: {result} for {mean}");
+                assert!(
+                    (result - mean).abs() <= close,
+                    "{codec}: element {i}: {result} for {mean}"
+                );
             }
         }
     }
@@ -291,7 +327,8 @@ fn reduce_scatter_and_all_gather_go_through_codecs_too() {
         let gradients = gradients(9, ranks, len);
         for codec in samples() {
             let through = || spec(codec);
-            let orders = |collective: &dyn Fn(usize) -> Collective, input: &dyn Fn(usize) -> Vec<f32>| {
+            let orders = |collective: &dyn Fn(usize) -> Collective,
+                          input: &dyn Fn(usize) -> Vec<f32>| {
                 (0..ranks)
                     .map(|rank| order(collective(rank), through(), rank, ranks, input(rank), 0))
                     .collect::<Vec<_>>()
@@ -299,8 +336,9 @@ fn reduce_scatter_and_all_gather_go_through_codecs_too() {
             let sum = |i: usize| gradients.iter().map(|gradient| gradient[i]).sum::<f32>();
             let exact = ["none", "topk:1,values=f32"].contains(&codec);
 
-            let scattered =
-                orders(&|_| Collective::ReduceScatter(ReduceOp::Sum), &|rank| gradients[rank].clone());
+            let scattered = orders(&|_| Collective::ReduceScatter(ReduceOp::Sum), &|rank| {
+                gradients[rank].clone()
+            });
             let scattered = results(&simulate(scattered, 64, network(ranks, 2)));
             for (result, shard) in scattered.iter().zip(&shards) {
                 assert_eq!(result.len(), shard.len(), "{codec}");
@@ -311,13 +349,27 @@ fn reduce_scatter_and_all_gather_go_through_codecs_too() {
             }
 
             if through().messages().is_none() {
-                let order =
-                    order(Collective::AllGather(Counts::Each(3)), through(), 0, ranks, vec![0.0; 3], 0);
-                assert!(CodedCollective::new(order).unwrap_err().0.to_string().contains("cannot gather"));
+                let order = order(
+                    Collective::AllGather(Counts::Each(3)),
+                    through(),
+                    0,
+                    ranks,
+                    vec![0.0; 3],
+                    0,
+                );
+                assert!(
+                    CodedCollective::new(order)
+                        .unwrap_err()
+                        .0
+                        .to_string()
+                        .contains("cannot gather")
+                );
                 continue;
             }
-            let counts =
-                Counts::listed(shards.iter().map(ExactSizeIterator::len).collect::<Vec<_>>(), world(ranks));
+            let counts = Counts::listed(
+                shards.iter().map(ExactSizeIterator::len).collect::<Vec<_>>(),
+                world(ranks),
+            );
             let gathered = orders(&|_| Collective::AllGather(counts.clone()), &|rank| {
                 gradients[0][shards[rank].clone()].to_vec()
             });
@@ -351,7 +403,10 @@ impl VectorCodec for Halves {
         acc: &mut [f32],
     ) -> Result<(), farwire_codec::DecodeError> {
         if bytes.len() != 2 * acc.len() {
-            return Err(farwire_codec::DecodeError::Length { need: 2 * acc.len(), given: bytes.len() });
+            return Err(farwire_codec::DecodeError::Length {
+                need: 2 * acc.len(),
+                given: bytes.len(),
+            });
         }
         for (acc, half) in acc.iter_mut().zip(bytes.as_chunks::<2>().0) {
             *acc += f32::from_le_bytes([0, 0, half[0], half[1]]);
@@ -398,11 +453,19 @@ fn a_codec_of_ones_own_adds_in_rank_order() {
         let gradients = gradients(9, ranks, 100);
         let through = || CodecSpec::custom(Halves);
         let orders = (0..ranks).map(|rank| {
-            order(Collective::AllReduce(ReduceOp::Sum), through(), rank, ranks, gradients[rank].clone(), 0)
+            order(
+                Collective::AllReduce(ReduceOp::Sum),
+                through(),
+                rank,
+                ranks,
+                gradients[rank].clone(),
+                0,
+            )
         });
         let halved = |value: f32| f32::from_bits(value.to_bits() & 0xffff_0000);
-        let expected: Vec<f32> =
-            (0..100).map(|i| gradients.iter().fold(0.0, |sum, gradient| sum + halved(gradient[i]))).collect();
+        let expected: Vec<f32> = (0..100)
+            .map(|i| gradients.iter().fold(0.0, |sum, gradient| sum + halved(gradient[i])))
+            .collect();
         for result in results(&simulate(orders.collect(), 64, network(ranks, 5))) {
             assert_eq!(bits(&result), bits(&expected));
         }
@@ -422,10 +485,12 @@ fn a_nan_anywhere_is_the_same_error_everywhere() {
                 let spoiled = step == 1;
                 if spoiled {
                     before = feedback.iter().map(ErrorFeedback::to_bytes).collect();
-                    bad.iter().for_each(|rank| gradients[*rank][17] = [f32::NAN, f32::INFINITY][rank % 2]);
+                    bad.iter().for_each(|rank| {
+                        gradients[*rank][17] = [f32::NAN, f32::INFINITY][rank % 2]
+                    });
                 }
-                let orders =
-                    gradients.iter().zip(&feedback).enumerate().map(|(rank, (gradient, feedback))| Order {
+                let orders = gradients.iter().zip(&feedback).enumerate().map(
+                    |(rank, (gradient, feedback))| Order {
                         feedback: Some(feedback.begin("w").unwrap()),
                         ..order(
                             Collective::AllReduce(ReduceOp::Sum),
@@ -435,7 +500,8 @@ fn a_nan_anywhere_is_the_same_error_everywhere() {
                             gradient.clone(),
                             step,
                         )
-                    });
+                    },
+                );
                 let report = simulate(orders.collect(), 64, network(ranks, step));
                 if !spoiled {
                     results(&report);
@@ -461,8 +527,9 @@ fn a_nan_anywhere_is_the_same_error_everywhere() {
 #[test]
 fn a_sum_that_does_not_fit_is_the_same_error_everywhere() {
     for codec in ["none", "topk:0.5,values=f32", "powersgd:1"] {
-        let orders = (0..3)
-            .map(|rank| order(Collective::AllReduce(ReduceOp::Sum), spec(codec), rank, 3, vec![3e38; 9], 0));
+        let orders = (0..3).map(|rank| {
+            order(Collective::AllReduce(ReduceOp::Sum), spec(codec), rank, 3, vec![3e38; 9], 0)
+        });
         let report = simulate(orders.collect(), 64, network(3, 1));
         let errors: Vec<_> = report
             .jobs()
@@ -496,16 +563,18 @@ fn nothing_is_lost_when_ranks_die_half_way() {
                 network.troubles = vec![Trouble::Crash { peer: Peer(2), step: 1 + crashes % 3 }];
             }
             let orders =
-                gradients.iter().zip(&feedback).enumerate().map(|(rank, (gradient, feedback))| Order {
-                    feedback: Some(feedback.begin("w").unwrap()),
-                    ..order(
-                        Collective::AllReduce(ReduceOp::Sum),
-                        spec(codec),
-                        rank,
-                        ranks,
-                        gradient.clone(),
-                        step,
-                    )
+                gradients.iter().zip(&feedback).enumerate().map(|(rank, (gradient, feedback))| {
+                    Order {
+                        feedback: Some(feedback.begin("w").unwrap()),
+                        ..order(
+                            Collective::AllReduce(ReduceOp::Sum),
+                            spec(codec),
+                            rank,
+                            ranks,
+                            gradient.clone(),
+                            step,
+                        )
+                    }
                 });
             let before: Vec<_> = feedback.iter().map(ErrorFeedback::to_bytes).collect();
             let orders: Vec<_> = orders.collect();
@@ -525,13 +594,20 @@ fn nothing_is_lost_when_ranks_die_half_way() {
             // dead rank comes back with what it had.
             assert_eq!(done, 0, "{codec}");
             for (feedback, before) in feedback.iter().zip(&before) {
-                assert_eq!(feedback.to_bytes(), *before, "{codec}: a failed call changed residuals");
+                assert_eq!(
+                    feedback.to_bytes(),
+                    *before,
+                    "{codec}: a failed call changed residuals"
+                );
             }
         }
         assert!(failures >= 9, "{codec}: {failures} steps failed");
         let owed = owed(&feedback, len);
-        let worst =
-            balance.iter().zip(&owed).map(|(balance, owed)| (balance - owed).abs()).fold(0.0, f64::max);
+        let worst = balance
+            .iter()
+            .zip(&owed)
+            .map(|(balance, owed)| (balance - owed).abs())
+            .fold(0.0, f64::max);
         let relative = worst / (scale * steps as f64);
         assert!(relative < 2f64.powi(-20), "{codec}: {relative:e}");
     }
@@ -552,15 +628,24 @@ fn owed(feedback: &[ErrorFeedback], len: usize) -> Vec<f64> {
 }
 
 /// One all-reduce with error feedback, whose result all ranks share.
-fn all_reduce(codec: &str, feedback: &[ErrorFeedback], gradients: &[Vec<f32>], step: u64) -> Vec<f32> {
+fn all_reduce(
+    codec: &str,
+    feedback: &[ErrorFeedback],
+    gradients: &[Vec<f32>],
+    step: u64,
+) -> Vec<f32> {
     let sum = Collective::AllReduce(ReduceOp::Sum);
     let ranks = gradients.len();
-    let orders = gradients.iter().zip(feedback).enumerate().map(|(rank, (gradient, feedback))| Order {
-        feedback: Some(feedback.begin("w").unwrap()),
-        ..order(sum.clone(), spec(codec), rank, ranks, gradient.clone(), step)
-    });
+    let orders =
+        gradients.iter().zip(feedback).enumerate().map(|(rank, (gradient, feedback))| Order {
+            feedback: Some(feedback.begin("w").unwrap()),
+            ..order(sum.clone(), spec(codec), rank, ranks, gradient.clone(), step)
+        });
     let mut results = results(&simulate(orders.collect(), 1 << 16, network(ranks, step)));
-    assert!(results.windows(2).all(|pair| bits(&pair[0]) == bits(&pair[1])), "{codec}: ranks differ");
+    assert!(
+        results.windows(2).all(|pair| bits(&pair[0]) == bits(&pair[1])),
+        "{codec}: ranks differ"
+    );
     results.swap_remove(0)
 }
 
@@ -572,7 +657,8 @@ fn nothing_is_lost_when_the_codec_changes() {
     for ranks in [1, 2, 3, 5] {
         let feedback: Vec<_> = (0..ranks).map(|_| ErrorFeedback::new()).collect();
         let (mut balance, mut scale, mut step) = (vec![0f64; len], 0f64, 0);
-        for codec in ["topk:0.05", "none", "int8", "powersgd:2", "randk:0.1", "topk:0.02,mode=union", "none"]
+        for codec in
+            ["topk:0.05", "none", "int8", "powersgd:2", "randk:0.1", "topk:0.02,mode=union", "none"]
         {
             for _ in 0..5 {
                 step += 1;
@@ -595,7 +681,10 @@ fn nothing_is_lost_when_the_codec_changes() {
             let worst = balance.iter().zip(&owed).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
             let relative = worst / (scale * step as f64);
             assert!(relative < 2f64.powi(-20), "{ranks} ranks, after {codec}: {relative:e}");
-            assert!(codec != "none" || owed.iter().all(|owed| *owed == 0.0), "{ranks} ranks: still owed");
+            assert!(
+                codec != "none" || owed.iter().all(|owed| *owed == 0.0),
+                "{ranks} ranks: still owed"
+            );
         }
     }
 }
@@ -636,27 +725,36 @@ fn volumes_are_those_of_the_formulas() {
             let shards = cut(len, ranks);
             let place = CodedPlace::whole(Context::default(), len);
             let mut out = Encoded::default();
-            encoder.encode(&Job::worker(gradient, Residual::Off, &place, &shards), &mut out).unwrap();
-            let scatter: Vec<usize> = out.messages.iter().map(|message| message.len() + 1).collect();
+            encoder
+                .encode(&Job::worker(gradient, Residual::Off, &place, &shards), &mut out)
+                .unwrap();
+            let scatter: Vec<usize> =
+                out.messages.iter().map(|message| message.len() + 1).collect();
             // An owner's sum is as dense as a gradient.
             let shard = place.part(shards[0].clone());
             encoder
                 .encode(&Job::owner(&gradient[shards[0].clone()], Residual::Off, &shard), &mut out)
                 .unwrap();
             let gather = vec![out.messages[0].len() + 1; ranks];
-            let call = Call::AllReduce { count: len, dtype: farwire_proto::DType::F32, op: ReduceOp::Sum };
+            let call =
+                Call::AllReduce { count: len, dtype: farwire_proto::DType::F32, op: ReduceOp::Sum };
             let id = std::num::NonZeroU32::MIN;
             let call = Call::Coded { call: Box::new(call), codec: id, rounds: 2, max: 1 << 30 };
             let mut sim = Sim::new(network(ranks, 0));
             for peer in world(ranks).ranks() {
                 let coded = Some(Coded::Lengths(vec![scatter.clone(), gather.clone()]));
-                sim.submit(Peer(peer.0), Submission { coded, ..Submission::new(call.clone(), Vec::new()) });
+                sim.submit(
+                    Peer(peer.0),
+                    Submission { coded, ..Submission::new(call.clone(), Vec::new()) },
+                );
             }
             let report = sim.run().unwrap();
             let sent = report.ranks.iter().map(|rank| rank.wire_bytes).max().unwrap();
             let formula = 2.0 * len as f64 * bits / 8.0 * (ranks - 1) as f64 / ranks as f64;
             let ratio = sent as f64 / formula;
-            println!("{codec:>24} on {ranks:>3} ranks: {sent:>10} bytes, {ratio:.4} of the formula");
+            println!(
+                "{codec:>24} on {ranks:>3} ranks: {sent:>10} bytes, {ratio:.4} of the formula"
+            );
             assert!((0.97..=1.03).contains(&ratio), "{codec} on {ranks} ranks: {ratio:.4}");
             by_world.push(sent as f64);
         }
@@ -678,19 +776,22 @@ fn nonsense_from_one_rank_fails_all_others_and_changes_no_residuals() {
             let feedback: Vec<_> = (0..ranks).map(|_| ErrorFeedback::new()).collect();
             let before: Vec<_> = feedback.iter().map(ErrorFeedback::to_bytes).collect();
             let orders =
-                gradients.iter().zip(&feedback).enumerate().map(|(rank, (gradient, feedback))| Order {
-                    feedback: Some(feedback.begin("w").unwrap()),
-                    ..order(
-                        Collective::AllReduce(ReduceOp::Sum),
-                        spec(codec),
-                        rank,
-                        ranks,
-                        gradient.clone(),
-                        0,
-                    )
+                gradients.iter().zip(&feedback).enumerate().map(|(rank, (gradient, feedback))| {
+                    Order {
+                        feedback: Some(feedback.begin("w").unwrap()),
+                        ..order(
+                            Collective::AllReduce(ReduceOp::Sum),
+                            spec(codec),
+                            rank,
+                            ranks,
+                            gradient.clone(),
+                            0,
+                        )
+                    }
                 });
             let troubles = vec![Trouble::Nonsense { peer: Peer(1), round }];
-            let report = simulate(orders.collect(), 64, Network { troubles, ..network(ranks, seed) });
+            let report =
+                simulate(orders.collect(), 64, Network { troubles, ..network(ranks, seed) });
             for rank in [0, 2] {
                 let JobEnd::Failed { error, input } = &report.jobs()[rank].end else {
                     panic!("{codec}, round {round}, rank {rank}: {:?}", report.jobs()[rank].end)

@@ -9,7 +9,8 @@ use std::time::Duration;
 
 use common::{Case, every_collective, every_in_place, random_elements};
 use farwire_proto::{
-    Algorithm, Allowance, Call, Config, Counts, DType, Kind, Options, Peer, Rank, ReduceOp, Tag, Time,
+    Algorithm, Allowance, Call, Config, Counts, DType, Kind, Options, Peer, Rank, ReduceOp, Tag,
+    Time,
 };
 use farwire_sim::{Link, Network, Sim, Start, Submission};
 use proptest::prelude::*;
@@ -28,7 +29,8 @@ fn jittery(n: u32, window: usize, seed: u64) -> Network {
 }
 
 /// How far ranks may run ahead of each other: hardly at all, a little, or as far as the tests go.
-const ALLOWANCES: [Allowance; 4] = [Allowance(1), Allowance(12_000), Allowance(100_000), Allowance(48 << 20)];
+const ALLOWANCES: [Allowance; 4] =
+    [Allowance(1), Allowance(12_000), Allowance(100_000), Allowance(48 << 20)];
 
 fn check(case: &Case, network: Network, credit: u32) -> Result<(), TestCaseError> {
     let allowance = ALLOWANCES[network.seed as usize % ALLOWANCES.len()];
@@ -202,7 +204,8 @@ fn one_element_per_frame_works_for_the_longest_vector() {
     let which = (Kind::AllReduce, Algorithm::TwoPhase);
     let case = Case::new(which, 17, 5000, 1, DType::F32, ReduceOp::Sum, 1);
     check(&case, jittery(17, 1, 1), 1).unwrap();
-    let case = Case::new((Kind::AllReduce, Algorithm::Ring), 17, 5000, 1, DType::Bf16, ReduceOp::Sum, 1);
+    let case =
+        Case::new((Kind::AllReduce, Algorithm::Ring), 17, 5000, 1, DType::Bf16, ReduceOp::Sum, 1);
     check(&case, jittery(17, 1, 1), 1).unwrap();
 }
 
@@ -212,7 +215,10 @@ fn nobody_leaves_a_barrier_before_everybody_has_come() {
     let jobs: Vec<_> = (0..5)
         .map(|rank| {
             let start = Start::At(Time(Duration::from_millis(u64::from(rank) * 10)));
-            sim.submit(Peer(rank), Submission { start, ..Submission::new(Call::Barrier, Vec::new()) })
+            sim.submit(
+                Peer(rank),
+                Submission { start, ..Submission::new(Call::Barrier, Vec::new()) },
+            )
         })
         .collect();
     let report = sim.run().unwrap();
@@ -252,7 +258,11 @@ fn wrong_calls_are_refused_with_advice_and_send_nothing() {
     let f32 = DType::F32;
     for (call, options, says) in [
         (Call::Broadcast { count: 2, dtype: f32, root: Rank(3) }, plain, "use 0 to 2"),
-        (Call::AllReduce { count: 2, dtype: DType::I32, op: ReduceOp::Mean }, plain, "use sum and divide"),
+        (
+            Call::AllReduce { count: 2, dtype: DType::I32, op: ReduceOp::Mean },
+            plain,
+            "use sum and divide",
+        ),
         (Call::Scan { count: 2, dtype: f32, op: ReduceOp::Mean }, plain, "use sum and divide"),
         (
             Call::AllGather { counts: Counts::listed([1, 2], common::world(3)), dtype: f32 },

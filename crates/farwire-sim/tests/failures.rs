@@ -10,15 +10,19 @@ use std::time::Duration;
 
 use common::{Case, every_collective, world};
 use farwire_proto::{
-    Algorithm, Allowance, Call, CommId, Config, Counts, DType, Fault, Kind, OpError, Options, Peer, Plan,
-    Rank, ReduceOp, Tag, Time, Tuning,
+    Algorithm, Allowance, Call, CommId, Config, Counts, DType, Fault, Kind, OpError, Options, Peer,
+    Plan, Rank, ReduceOp, Tag, Time, Tuning,
 };
 use farwire_sim::{JobEnd, JobId, Link, Network, Report, Sim, Start, Submission, Trouble};
 
 const LIMIT: Time = Time(Duration::from_secs(60));
 
 fn network(n: u32) -> Network {
-    let link = Link { latency: Duration::from_micros(50), jitter: Duration::from_micros(200), ..Link::IDEAL };
+    let link = Link {
+        latency: Duration::from_micros(50),
+        jitter: Duration::from_micros(200),
+        ..Link::IDEAL
+    };
     Network { link, window: 300, ..Network::lan(n) }
 }
 
@@ -28,7 +32,8 @@ fn twice(case: &Case, network: Network) -> (Report, Vec<JobId>, Vec<JobId>) {
     let mut sim = Sim::new(network);
     sim.limit(LIMIT);
     let first = case.submit(&mut sim);
-    let second = case.submit_on(&mut sim, CommId::WORLD, &members, &|rank| Start::After(first[rank]));
+    let second =
+        case.submit_on(&mut sim, CommId::WORLD, &members, &|rank| Start::After(first[rank]));
     (sim.run().unwrap_or_else(|hang| panic!("{hang}")), first, second)
 }
 
@@ -36,7 +41,10 @@ fn twice(case: &Case, network: Network) -> (Report, Vec<JobId>, Vec<JobId>) {
 /// `fault` and its input back, and the last one badly.
 fn assert_learns(report: &Report, case: &Case, rank: usize, jobs: [JobId; 2], fault: Fault) {
     let [first, second] = jobs.map(|job| report.job(job));
-    assert!(report.job(jobs[1]).ended.unwrap() <= Time(Duration::from_secs(3)), "found out in bounded time");
+    assert!(
+        report.job(jobs[1]).ended.unwrap() <= Time(Duration::from_secs(3)),
+        "found out in bounded time"
+    );
     for job in [first, second] {
         match &job.end {
             JobEnd::Done(result) => {
@@ -90,7 +98,9 @@ fn survivors_of_any_crash_get_the_error_and_their_input() {
             }
         }
     }
-    println!("{crashes} crashes: {failed} survivors failed in the collective, {completed} only in the next");
+    println!(
+        "{crashes} crashes: {failed} survivors failed in the collective, {completed} only in the next"
+    );
     assert!(crashes > 10_000 && failed > completed && completed > 0);
 }
 
@@ -105,7 +115,13 @@ fn a_stopped_rank_is_lost_to_the_others_and_learns_so_when_it_wakes() {
         };
         let (report, first, second) = twice(&case, Network { troubles: vec![stall], ..network(4) });
         for rank in [0, 1, 3] {
-            assert_learns(&report, &case, rank, [first[rank], second[rank]], Fault::PeerLost(Peer(2)));
+            assert_learns(
+                &report,
+                &case,
+                rank,
+                [first[rank], second[rank]],
+                Fault::PeerLost(Peer(2)),
+            );
         }
         assert!(report.job(second[2]).error().is_some(), "the stopped rank is told too");
     }
@@ -113,7 +129,8 @@ fn a_stopped_rank_is_lost_to_the_others_and_learns_so_when_it_wakes() {
 
 #[test]
 fn a_short_stall_only_delays() {
-    let case = Case::new((Kind::AllReduce, Algorithm::TwoPhase), 4, 50, 3, DType::F32, ReduceOp::Sum, 1);
+    let case =
+        Case::new((Kind::AllReduce, Algorithm::TwoPhase), 4, 50, 3, DType::F32, ReduceOp::Sum, 1);
     let from = Time(Duration::from_micros(60));
     let stall = Trouble::Stall { peer: Peer(2), from, until: from + Duration::from_secs(1) };
     let (report, first, second) = twice(&case, Network { troubles: vec![stall], ..network(4) });
@@ -152,14 +169,16 @@ fn first_errors(calls: &[Vec<Call>], deadline: Duration) -> Vec<Option<(OpError,
     let n = calls.len();
     let mut sim = Sim::new(network(n as u32));
     sim.limit(LIMIT);
-    let options = Options { segment: NonZeroUsize::new(4), deadline: Some(deadline), ..Options::default() };
+    let options =
+        Options { segment: NonZeroUsize::new(4), deadline: Some(deadline), ..Options::default() };
     let mut jobs: Vec<Vec<JobId>> = vec![Vec::new(); n];
     for (rank, calls) in calls.iter().enumerate() {
         for call in calls {
             let start = jobs[rank].last().map_or(Start::At(Time::ZERO), |job| Start::After(*job));
             let me = Rank(rank as u32);
             let plan =
-                Plan::new(CommId::WORLD, me, world(n as u32), call, &options, &Tuning::default()).unwrap();
+                Plan::new(CommId::WORLD, me, world(n as u32), call, &options, &Tuning::default())
+                    .unwrap();
             let input = vec![1; plan.input_bytes()];
             let submission = Submission { options, start, ..Submission::new(call.clone(), input) };
             jobs[rank].push(sim.submit(Peer(rank as u32), submission));
@@ -211,10 +230,14 @@ fn mismatches() -> Vec<(&'static str, Call, Call)> {
             | Call::Reduce { count, .. }
             | Call::Broadcast { count, .. }
             | Call::Scan { count, .. } => *count = 21,
-            Call::AllGather { counts, .. } | Call::Gather { counts, .. } | Call::Scatter { counts, .. } => {
+            Call::AllGather { counts, .. }
+            | Call::Gather { counts, .. }
+            | Call::Scatter { counts, .. } => {
                 *counts = Counts::Each(6);
             }
-            Call::AllToAll { send, recv, .. } => (*send, *recv) = (Counts::Each(6), Counts::Each(6)),
+            Call::AllToAll { send, recv, .. } => {
+                (*send, *recv) = (Counts::Each(6), Counts::Each(6))
+            }
             other => panic!("{other:?}"),
         });
         let dtype = with(&|call| match call {
@@ -254,16 +277,24 @@ fn mismatches() -> Vec<(&'static str, Call, Call)> {
 fn ranks_that_call_different_things_all_get_an_error_that_shows_both() {
     for (what, right, wrong) in mismatches() {
         for odd in 0..4 {
-            let calls: Vec<_> =
-                (0..4).map(|rank| vec![if rank == odd { wrong.clone() } else { right.clone() }]).collect();
-            for (rank, error) in first_errors(&calls, Duration::from_secs(30)).into_iter().enumerate() {
+            let calls: Vec<_> = (0..4)
+                .map(|rank| vec![if rank == odd { wrong.clone() } else { right.clone() }])
+                .collect();
+            for (rank, error) in
+                first_errors(&calls, Duration::from_secs(30)).into_iter().enumerate()
+            {
                 let what_happened =
                     format!("rank {rank}, when rank {odd} called {wrong:?} rather than {right:?}");
                 let (error, at) = error.unwrap_or_else(|| panic!("no error on {what_happened}"));
                 assert!(at < Time(Duration::from_secs(1)), "late on {what_happened}");
-                let Fault::Desync(one, other) = error.fault else { panic!("{error} on {what_happened}") };
+                let Fault::Desync(one, other) = error.fault else {
+                    panic!("{error} on {what_happened}")
+                };
                 assert_ne!(one.fingerprint, other.fingerprint);
-                assert!(one.peer == Peer(odd) || other.peer == Peer(odd), "{error} on {what_happened}");
+                assert!(
+                    one.peer == Peer(odd) || other.peer == Peer(odd),
+                    "{error} on {what_happened}"
+                );
                 let words = error.to_string();
                 assert!(
                     words.contains(right.kind().name()) && words.contains(wrong.kind().name()),
@@ -281,9 +312,13 @@ fn a_rank_that_skipped_a_call_is_an_error_on_all() {
     let b = Call::Broadcast { count: 20, dtype: DType::F32, root: Rank(0) };
     // The skipped call differs from the next one: found as soon as frames meet.
     let calls: Vec<_> = (0..4)
-        .map(
-            |rank| if rank == 2 { vec![b.clone(), a.clone()] } else { vec![a.clone(), b.clone(), a.clone()] },
-        )
+        .map(|rank| {
+            if rank == 2 {
+                vec![b.clone(), a.clone()]
+            } else {
+                vec![a.clone(), b.clone(), a.clone()]
+            }
+        })
         .collect();
     for error in first_errors(&calls, Duration::from_secs(30)) {
         let (error, at) = error.expect("every rank gets an error");
@@ -295,7 +330,10 @@ fn a_rank_that_skipped_a_call_is_an_error_on_all() {
     let errors = first_errors(&calls, Duration::from_secs(5));
     for rank in [0, 1, 3] {
         let (error, at) = errors[rank].expect("every rank that waits gets an error");
-        assert!(matches!(error.fault, Fault::TimedOut { waiting_for: Peer(2), others: 0, .. }), "{error}");
+        assert!(
+            matches!(error.fault, Fault::TimedOut { waiting_for: Peer(2), others: 0, .. }),
+            "{error}"
+        );
         assert!(at < Time(Duration::from_secs(6)));
     }
     // The rank itself has nothing pending; its next call, whenever it comes, fails at once.
@@ -310,8 +348,10 @@ fn messages_of_different_lengths_are_an_error_at_both_ends() {
     let dtype = DType::F32;
     let send = Call::Send { to: Rank(1), tag: Tag(7), count: 50, dtype };
     let recv = Call::Recv { from: Rank(0), tag: Tag(7), count: 60, dtype };
-    let errors =
-        first_errors(&[vec![send, Call::Barrier], vec![recv, Call::Barrier]], Duration::from_secs(30));
+    let errors = first_errors(
+        &[vec![send, Call::Barrier], vec![recv, Call::Barrier]],
+        Duration::from_secs(30),
+    );
     for error in errors {
         let (error, at) = error.expect("both ends get an error");
         assert!(matches!(error.fault, Fault::Desync(..)), "{error}");
@@ -331,7 +371,8 @@ fn a_pair_that_disagrees_in_all_to_all_finds_out_at_both_ends() {
         Call::AllToAll { send: each(5), recv: each(5), dtype },
         Call::AllToAll { send: each(5), recv: each(5), dtype },
     ];
-    let errors = first_errors(&calls.map(|call| vec![call, Call::Barrier]), Duration::from_secs(30));
+    let errors =
+        first_errors(&calls.map(|call| vec![call, Call::Barrier]), Duration::from_secs(30));
     for (rank, error) in errors.into_iter().enumerate() {
         let (error, at) = error.unwrap_or_else(|| panic!("no error on rank {rank}"));
         assert!(matches!(error.fault, Fault::Desync(..)), "{error}");
@@ -381,7 +422,10 @@ fn a_message_that_never_comes_fails_alone() {
     let report = sim.run().unwrap();
     let error = report.job(missing).error().expect("the receive fails");
     assert_eq!(error.fault, Fault::TimedOut { by: Peer(1), waiting_for: Peer(0), others: 0 });
-    assert!(barriers.iter().all(|job| report.job(*job).result().is_some()), "the communicator lives on");
+    assert!(
+        barriers.iter().all(|job| report.job(*job).result().is_some()),
+        "the communicator lives on"
+    );
 }
 
 /// Sends to a rank that does not listen time out; those after them arrive, in order and whole. Some
@@ -389,7 +433,9 @@ fn a_message_that_never_comes_fails_alone() {
 #[test]
 fn messages_after_some_that_were_given_up_arrive() {
     let dtype = DType::U8;
-    for (allowance, count) in [(Allowance(9_000), 5), (Allowance(9_000), 60), (Allowance(20_000), 900)] {
+    for (allowance, count) in
+        [(Allowance(9_000), 5), (Allowance(9_000), 60), (Allowance(20_000), 900)]
+    {
         let mut sim = Sim::with_config(network(2), Config { allowance, ..Config::default() });
         sim.limit(Time(Duration::from_secs(100)));
         let segment = std::num::NonZeroUsize::new(20);
@@ -427,7 +473,10 @@ fn messages_after_some_that_were_given_up_arrive() {
             .iter()
             .filter_map(|job| report.job(*job).result())
             .map(|body| {
-                assert!(body.len() == count && body.iter().all(|byte| *byte == body[0]), "{body:?}");
+                assert!(
+                    body.len() == count && body.iter().all(|byte| *byte == body[0]),
+                    "{body:?}"
+                );
                 body[0]
             })
             .collect();
@@ -448,11 +497,13 @@ fn a_failure_on_one_communicator_leaves_the_others_alone() {
     let wrong: Vec<_> = (0..2)
         .map(|rank| {
             let call = Call::AllReduce { count: count(rank), dtype: DType::U8, op: ReduceOp::Sum };
-            let submission = Submission { comm: left, ..Submission::new(call, vec![1; count(rank)]) };
+            let submission =
+                Submission { comm: left, ..Submission::new(call, vec![1; count(rank)]) };
             sim.submit(left_members[rank], submission)
         })
         .collect();
-    let case = Case::new((Kind::AllReduce, Algorithm::TwoPhase), 3, 50, 3, DType::F32, ReduceOp::Sum, 1);
+    let case =
+        Case::new((Kind::AllReduce, Algorithm::TwoPhase), 3, 50, 3, DType::F32, ReduceOp::Sum, 1);
     let later = |_| Start::At(Time(Duration::from_secs(1)));
     let fine = case.submit_on(&mut sim, right, &right_members, &later);
     let report = sim.run().unwrap();

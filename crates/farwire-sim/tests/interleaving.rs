@@ -33,7 +33,8 @@ fn a_thousand_interleavings_of_eight_operations_are_right_bit_for_bit() {
             ..Link::IDEAL
         };
         let window = *[1, 200, 1 << 20].choose(&mut rng).unwrap();
-        let allowance = *[Allowance(1), Allowance(20_000), Allowance::default()].choose(&mut rng).unwrap();
+        let allowance =
+            *[Allowance(1), Allowance(20_000), Allowance::default()].choose(&mut rng).unwrap();
         let network = Network { link, window, seed, ..Network::lan(5) };
         let mut sim = Sim::with_config(network, Config { allowance, ..Config::default() });
         sim.limit(Time(Duration::from_secs(60)));
@@ -58,7 +59,8 @@ fn a_thousand_interleavings_of_eight_operations_are_right_bit_for_bit() {
                 for clock in &mut clocks {
                     *clock += Duration::from_micros(rng.random_range(0..300));
                 }
-                let jobs = case.submit_on(&mut sim, *comm, members, &|rank| Start::At(Time(clocks[rank])));
+                let jobs =
+                    case.submit_on(&mut sim, *comm, members, &|rank| Start::At(Time(clocks[rank])));
                 checks.push((case, jobs));
             }
         }
@@ -66,19 +68,27 @@ fn a_thousand_interleavings_of_eight_operations_are_right_bit_for_bit() {
         for (case, jobs) in &checks {
             for (rank, expected) in case.expected().iter().enumerate() {
                 let result = report.job(jobs[rank]).result();
-                assert_eq!(result, Some(&expected[..]), "seed {seed}, rank {rank}, {:?}", case.calls[rank]);
+                assert_eq!(
+                    result,
+                    Some(&expected[..]),
+                    "seed {seed}, rank {rank}, {:?}",
+                    case.calls[rank]
+                );
             }
         }
         let spans: Vec<_> = checks
             .iter()
             .map(|(_, jobs)| {
                 let jobs = jobs.iter().map(|job| report.job(*job));
-                let (starts, ends): (Vec<_>, Vec<_>) = jobs.map(|job| (job.submitted, job.ended)).unzip();
+                let (starts, ends): (Vec<_>, Vec<_>) =
+                    jobs.map(|job| (job.submitted, job.ended)).unzip();
                 (starts.into_iter().min().unwrap(), ends.into_iter().max().unwrap())
             })
             .collect();
-        let in_flight = |at| spans.iter().filter(|(start, end)| (*start..*end).contains(&at)).count();
-        most_in_flight = most_in_flight.max(spans.iter().map(|(start, _)| in_flight(*start)).max().unwrap());
+        let in_flight =
+            |at| spans.iter().filter(|(start, end)| (*start..*end).contains(&at)).count();
+        most_in_flight =
+            most_in_flight.max(spans.iter().map(|(start, _)| in_flight(*start)).max().unwrap());
     }
     assert_eq!(most_in_flight, 8, "all eight must be in flight at once at least in some runs");
 }

@@ -103,7 +103,9 @@ fn stays_inside(plan: &Plan, source: &Source) -> bool {
     let size = plan.dtype().size();
     match source {
         Source::Nothing | Source::Partial { .. } => true,
-        Source::Input(span) | Source::InputAsPartial(span) => span.end() * size <= plan.input_bytes(),
+        Source::Input(span) | Source::InputAsPartial(span) => {
+            span.end() * size <= plan.input_bytes()
+        }
         Source::Output(span) => span.end() * size <= plan.output_bytes(),
     }
 }
@@ -173,7 +175,11 @@ mod symbolic {
     }
 
     /// [`run`], in place as `forced` says, or as the plans say.
-    pub(super) fn run_in(case: &Case, lottery: u64, forced: Option<InPlace>) -> Vec<Option<Vec<Held>>> {
+    pub(super) fn run_in(
+        case: &Case,
+        lottery: u64,
+        forced: Option<InPlace>,
+    ) -> Vec<Option<Vec<Held>>> {
         let plans = &case.plans()[..];
         let n = plans.len() as u32;
         let mut rng = ChaCha8Rng::seed_from_u64(lottery);
@@ -222,7 +228,8 @@ mod symbolic {
         let result = |place: Place<'_>| {
             let len = place.plan.output_bytes() / place.plan.dtype().size();
             let start = place.in_place.unwrap_or_default().output;
-            (place.plan.outcome() == Outcome::Output).then(|| place.output[start..start + len].to_vec())
+            (place.plan.outcome() == Outcome::Output)
+                .then(|| place.output[start..start + len].to_vec())
         };
         places.into_iter().map(result).collect()
     }
@@ -250,7 +257,10 @@ mod symbolic {
                 None => &self.input[span.start..span.end()],
                 Some(at) => &self.output[at.input + span.start..at.input + span.end()],
             };
-            assert!(own.iter().all(|held| *held == self.own), "input is read after it was overwritten");
+            assert!(
+                own.iter().all(|held| *held == self.own),
+                "input is read after it was overwritten"
+            );
             own.to_vec()
         }
 
@@ -279,7 +289,8 @@ mod symbolic {
                 Source::Input(span) | Source::InputAsPartial(span) => self.own(span),
                 Source::Output(span) => self.output(span).to_vec(),
                 Source::Partial { slot, len } => {
-                    let partial = self.slots.remove(&slot).expect("a slot is sent once, after it is filled");
+                    let partial =
+                        self.slots.remove(&slot).expect("a slot is sent once, after it is filled");
                     assert_eq!(partial.len(), len);
                     partial
                 }
@@ -311,7 +322,10 @@ mod symbolic {
                     };
                     let mut running = match (fold.first, fold.running) {
                         (true, Running::Slot(slot)) => {
-                            assert!(!self.slots.contains_key(&slot), "a slot is refilled before it was sent");
+                            assert!(
+                                !self.slots.contains_key(&slot),
+                                "a slot is refilled before it was sent"
+                            );
                             vec![0; fold.len]
                         }
                         (true, Running::Output(_)) => vec![0; fold.len],
@@ -319,7 +333,9 @@ mod symbolic {
                             std::mem::take(&mut self.running)
                         }
                         (false, Running::Output(span)) => self.output(span).to_vec(),
-                        (false, Running::Slot(slot)) => self.slots.remove(&slot).expect("a fold goes on"),
+                        (false, Running::Slot(slot)) => {
+                            self.slots.remove(&slot).expect("a fold goes on")
+                        }
                     };
                     if matches!(fold.own, Own::Before(_)) {
                         add(&mut running, &own);

@@ -10,12 +10,15 @@ use proptest::prelude::*;
 fn check(bytes: &[u8]) -> Result<bool, TestCaseError> {
     let outcome = script::run(bytes);
     let ranks = [1.0f32, 2.0, 3.0];
-    let sum: Vec<f32> = (0..20).map(|i| ranks.iter().map(|rank| (i as f32 - 3.0) * rank).sum()).collect();
+    let sum: Vec<f32> =
+        (0..20).map(|i| ranks.iter().map(|rank| (i as f32 - 3.0) * rank).sum()).collect();
     let sum: &[u8] = bytemuck::cast_slice(&sum);
     for (operation, ends) in outcome.ends.iter().enumerate() {
         for (rank, end) in ends.iter().enumerate() {
             let Some(end) = end else {
-                return Err(TestCaseError::fail(format!("operation {operation} of rank {rank} did not end")));
+                return Err(TestCaseError::fail(format!(
+                    "operation {operation} of rank {rank} did not end"
+                )));
             };
             if !outcome.trouble {
                 prop_assert!(end.is_ok(), "operation {operation} of rank {rank} failed");

@@ -45,7 +45,10 @@ fn all_reduce_sends_the_least_volume() {
             let (report, _) = run(Kind::AllReduce, Some(algorithm), n, bytes);
             let least = 2.0 * f64::from(n - 1) / f64::from(n) * bytes as f64;
             let ratio = report.wire_bytes_max() as f64 / least;
-            assert!((1.0..=1.02).contains(&ratio), "{algorithm} over {n} ranks sends {ratio} of the least");
+            assert!(
+                (1.0..=1.02).contains(&ratio),
+                "{algorithm} over {n} ranks sends {ratio} of the least"
+            );
         }
     }
 }
@@ -103,8 +106,11 @@ fn rounds_are_what_each_algorithm_says() {
 /// that keep the order where it matters.
 #[test]
 fn the_chosen_algorithm_is_never_much_slower_than_the_best() {
-    let links =
-        tune::Links { latency: Duration::from_millis(20), bandwidth: 125e6, ..tune::Links::default() };
+    let links = tune::Links {
+        latency: Duration::from_millis(20),
+        bandwidth: 125e6,
+        ..tune::Links::default()
+    };
     let float = (DType::F32, ReduceOp::Sum);
     for (kind, (dtype, op)) in [
         (Kind::AllReduce, float),
@@ -127,7 +133,8 @@ fn the_chosen_algorithm_is_never_much_slower_than_the_best() {
                     free || matches!(algorithm, Algorithm::TwoPhase | Algorithm::GatherReduce)
                 };
                 let candidates = kind.algorithms().iter().filter(keeps_order);
-                let best = candidates.map(|algorithm| seconds(*algorithm)).fold(f64::INFINITY, f64::min);
+                let best =
+                    candidates.map(|algorithm| seconds(*algorithm)).fold(f64::INFINITY, f64::min);
                 let ratio = seconds(chosen) / best;
                 let what = format!("{kind} ({op}, {dtype}) of {bytes} bytes over {n} ranks");
                 assert!(ratio <= 1.15, "{what}: {chosen} takes {ratio} of the best");

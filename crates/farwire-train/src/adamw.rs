@@ -104,7 +104,11 @@ mod tests {
         for step in 1..50 {
             let g = (f64::from(step) * 0.7).sin();
             adam.begin();
-            adam.update("x", &mut x, Gradient { data: &[g as f32], scale: 1.0, rate: 0.01, density: 1.0 });
+            adam.update(
+                "x",
+                &mut x,
+                Gradient { data: &[g as f32], scale: 1.0, rate: 0.01, density: 1.0 },
+            );
             (m, v) = (0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g);
             let (mhat, vhat) = (m / (1.0 - 0.9f64.powi(step)), v / (1.0 - 0.95f64.powi(step)));
             exact = exact * (1.0 - 0.01 * 0.1) - 0.01 * mhat / (vhat.sqrt() + 1e-8);

@@ -17,7 +17,8 @@ struct Header(Vec<(String, Vec<usize>)>);
 
 impl Header {
     fn of(arrays: &Arrays) -> Result<Vec<u8>, TrainError> {
-        let header = Self(arrays.iter().map(|(name, array)| (name.clone(), array.shape.clone())).collect());
+        let header =
+            Self(arrays.iter().map(|(name, array)| (name.clone(), array.shape.clone())).collect());
         serde_json::to_vec(&header).map_err(|error| TrainError::Settings(error.to_string()))
     }
 
@@ -76,7 +77,10 @@ pub(crate) fn broadcast(
 }
 
 /// Every rank's bytes: on rank 0, by rank; none elsewhere.
-pub(crate) fn gather(comm: &Communicator, mine: Vec<u8>) -> Result<Option<Vec<Vec<u8>>>, TrainError> {
+pub(crate) fn gather(
+    comm: &Communicator,
+    mine: Vec<u8>,
+) -> Result<Option<Vec<Vec<u8>>>, TrainError> {
     if comm.rank() > 0 {
         return send_bytes(comm, 0, mine).map(|()| None);
     }
@@ -85,7 +89,10 @@ pub(crate) fn gather(comm: &Communicator, mine: Vec<u8>) -> Result<Option<Vec<Ve
 }
 
 /// Gives each rank its own of the bytes that rank 0 has, by rank.
-pub(crate) fn scatter(comm: &Communicator, all: Option<Vec<Vec<u8>>>) -> Result<Vec<u8>, TrainError> {
+pub(crate) fn scatter(
+    comm: &Communicator,
+    all: Option<Vec<Vec<u8>>>,
+) -> Result<Vec<u8>, TrainError> {
     if comm.rank() > 0 {
         return receive_bytes(comm, 0);
     }
@@ -95,7 +102,10 @@ pub(crate) fn scatter(comm: &Communicator, all: Option<Vec<Vec<u8>>>) -> Result<
     Ok(mine)
 }
 
-pub(crate) fn broadcast_bytes(comm: &Communicator, bytes: Option<Vec<u8>>) -> Result<Vec<u8>, TrainError> {
+pub(crate) fn broadcast_bytes(
+    comm: &Communicator,
+    bytes: Option<Vec<u8>>,
+) -> Result<Vec<u8>, TrainError> {
     let length = bytes.as_ref().map(|bytes| vec![bytes.len() as u64]);
     let length = comm.broadcast(length, 1, 0).wait()?[0] as usize;
     Ok(comm.broadcast(bytes, length, 0).wait()?)

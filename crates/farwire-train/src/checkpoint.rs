@@ -78,7 +78,8 @@ impl Trainer {
     /// run would be taken for newer, and this run's own be removed as older ones.) All ranks must
     /// call it; rank 0 of the world looks.
     pub fn prepare_checkpoints(&self, dir: &Path) -> Result<(), TrainError> {
-        let prepare = || match steps_in(dir)?.pop() {
+        let prepare = || {
+            match steps_in(dir)?.pop() {
             Some((_, folder)) => Err(bad(
                 &folder,
                 "is a checkpoint of an earlier run; resume it, or keep checkpoints in another folder"
@@ -90,6 +91,7 @@ impl Trainer {
                 let _ = remove(&probe); // of a run that was killed
                 fs::create_dir(&probe).and_then(|()| fs::remove_dir(&probe)).map_err(io(dir))
             }
+        }
         };
         let result = if self.mesh().world().rank() == 0 { prepare() } else { Ok(()) };
         carry::tell(self.mesh().world(), result)
@@ -133,7 +135,8 @@ impl Trainer {
         let world = self.mesh().world();
         let found = carry::tell(world, found)?;
         let json = |error: serde_json::Error| bad(dir, error.to_string());
-        let about = found.as_ref().map(|(about, _)| serde_json::to_vec(about)).transpose().map_err(json)?;
+        let about =
+            found.as_ref().map(|(about, _)| serde_json::to_vec(about)).transpose().map_err(json)?;
         let about = carry::broadcast_bytes(world, about)?;
         let about: Checkpoint = serde_json::from_slice(&about).map_err(json)?;
         let (tensors, residuals) = found.map(|(_, saved)| (saved.tensors, saved.residuals)).unzip();
@@ -171,7 +174,10 @@ impl Trainer {
         let whys: Vec<String> = damaged.into_iter().map(|(_, why)| why).collect();
         let what = match &whys[..] {
             [] => "there is no checkpoint here; start without resuming".to_owned(),
-            whys => format!("no checkpoint here is whole: {}; start anew in another folder", whys.join("; ")),
+            whys => format!(
+                "no checkpoint here is whole: {}; start anew in another folder",
+                whys.join("; ")
+            ),
         };
         Err(bad(dir, what))
     }
@@ -231,7 +237,8 @@ fn write(
     }
     let mut draft = Draft::new(dir, &about.name())?;
     for (file, arrays) in [(MODEL, weights), (OPTIMIZER, moments)] {
-        draft.add(file, |path| write_safetensors(arrays, path).map_err(|error| bad(path, error)))?;
+        draft
+            .add(file, |path| write_safetensors(arrays, path).map_err(|error| bad(path, error)))?;
     }
     for (rank, bytes) in residuals.iter().enumerate() {
         draft.add(&residuals_of(rank), |path| fs::write(path, bytes).map_err(io(path)))?;
@@ -295,7 +302,9 @@ impl Draft {
         // One of that name, from before a run went back to an older one, gives way.
         let aside = self.path.with_extension("old.tmp");
         match fs::rename(&self.place, &aside) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(io(&self.place)(error)),
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(io(&self.place)(error));
+            }
             _ => {}
         }
         if let Err(error) = fs::rename(&self.path, &self.place) {
@@ -352,7 +361,8 @@ fn read(folder: &Path) -> Result<(Checkpoint, Saved), String> {
             false => Err(format!("{name} does not match its hash in {SUMS}")),
         }
     };
-    let about: Checkpoint = serde_json::from_slice(&file(JOB)?).map_err(|error| format!("{JOB}: {error}"))?;
+    let about: Checkpoint =
+        serde_json::from_slice(&file(JOB)?).map_err(|error| format!("{JOB}: {error}"))?;
     let mut tensors = Arrays::new();
     for name in [MODEL, OPTIMIZER] {
         tensors.extend(read_safetensors(&file(name)?).map_err(|error| format!("{name}: {error}"))?);
@@ -379,10 +389,13 @@ fn folder_name(step: usize) -> String {
 
 /// The checkpoints in a folder by step, oldest first; none if there is no such folder.
 fn steps_in(dir: &Path) -> Result<Vec<(usize, PathBuf)>, TrainError> {
-    let step =
-        |name: &str| name.strip_prefix("step-")?.parse().ok().filter(|step| folder_name(*step) == name);
-    let mut steps: Vec<(usize, PathBuf)> =
-        names_in(dir)?.into_iter().filter_map(|name| Some((step(&name)?, dir.join(name)))).collect();
+    let step = |name: &str| {
+        name.strip_prefix("step-")?.parse().ok().filter(|step| folder_name(*step) == name)
+    };
+    let mut steps: Vec<(usize, PathBuf)> = names_in(dir)?
+        .into_iter()
+        .filter_map(|name| Some((step(&name)?, dir.join(name))))
+        .collect();
     steps.sort_unstable();
     Ok(steps)
 }
@@ -416,7 +429,9 @@ fn sync_folder(path: &Path) -> io::Result<()> {
     let here = if path.as_os_str().is_empty() { Path::new(".") } else { path };
     match File::open(here)?.sync_all() {
         // Some network file systems cannot do this, and need not be told.
-        Err(error) if matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) => {
+        Err(error)
+            if matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) =>
+        {
             Ok(())
         }
         result => result,
@@ -425,7 +440,11 @@ fn sync_folder(path: &Path) -> io::Result<()> {
 
 /// Removes a folder with all that is in it, a file, or a link (not what it leads to).
 fn remove(path: &Path) -> io::Result<()> {
-    if fs::symlink_metadata(path)?.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }
+    if fs::symlink_metadata(path)?.is_dir() {
+        fs::remove_dir_all(path)
+    } else {
+        fs::remove_file(path)
+    }
 }
 
 /// The hash of a file that is on the disk then.

@@ -1,6 +1,8 @@
 //! Buckets through a codec.
 
-use farwire::{CodecPolicy, CodecSpec, Communicator, Compressor, DType, ErrorFeedback, Pending, ReduceOp};
+use farwire::{
+    CodecPolicy, CodecSpec, Communicator, Compressor, DType, ErrorFeedback, Pending, ReduceOp,
+};
 
 use crate::exchange::{Bucket, DENSE, Reducer};
 use crate::parameter_list::{Entry, ParameterList};
@@ -86,5 +88,8 @@ pub(crate) fn groups(plan: &ParameterList, codec: &CodecPolicy) -> Rules<String>
         elements < DENSE_BELOW || codec.codec_for(elements, DType::F32).is_none()
     };
     let rules = Rules::new(codec.to_string()).on("*.bias", dense()).on("*norm*", dense());
-    plan.entries().iter().filter(is_small).fold(rules, |rules, entry| rules.on(&entry.name[..], dense()))
+    plan.entries()
+        .iter()
+        .filter(is_small)
+        .fold(rules, |rules, entry| rules.on(&entry.name[..], dense()))
 }

@@ -129,6 +129,8 @@ mod tests {
             let range = sequence * 8..sequence * 8 + 8;
             assert_eq!(all.inputs[range.clone()][1..], all.targets[range][..7]);
         }
-        assert!(Batches::new(vec![0; 8], 1, 8, 6).is_err() && Batches::new(vec![0; 9], 1, 8, 6).is_ok());
+        assert!(
+            Batches::new(vec![0; 8], 1, 8, 6).is_err() && Batches::new(vec![0; 9], 1, 8, 6).is_ok()
+        );
     }
 }

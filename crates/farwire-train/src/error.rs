@@ -60,7 +60,9 @@ pub enum TrainError {
     #[error(transparent)]
     Library(LibraryError),
     /// A parameter without a gradient would never learn.
-    #[error("parameter `{0}` got no gradient; some operation between it and the loss has no backward")]
+    #[error(
+        "parameter `{0}` got no gradient; some operation between it and the loss has no backward"
+    )]
     NoGradient(String),
     /// A checkpoint could not be written or read.
     #[error("{path}: {error}")]

@@ -1,7 +1,8 @@
 //! From gradients to their mean over all replicas, while backward still runs.
 //!
-//! Small messages waste a network, so gradients travel in *buckets*. Buckets are laid out in the order in which backward brings gradients forth: the first bucket
-//! is full, and on its way, while backward works on earlier layers.
+//! Small messages waste a network, so gradients travel in *buckets*. Buckets are laid out in the
+//! order in which backward brings gradients forth: the first bucket is full, and on its way, while
+//! backward works on earlier layers.
 //!
 //! ```text
 //!  backward  ██ head ██ block 3 ██ block 2 ██ block 1 ██ block 0 ██ embedding
@@ -40,7 +41,8 @@ pub trait Reducer {
     /// The next buckets are those of this step, the same on all ranks.
     fn at_step(&mut self, _step: u64) {}
 
-    /// The share of a bucket's elements that this step brings news of; those left out are zero in its result.
+    /// The share of a bucket's elements that this step brings news of; those left out are zero in
+    /// its result.
     fn density(&self, _bucket: &Bucket) -> f64 {
         1.0
     }
@@ -80,8 +82,9 @@ impl<R: Reducer + ?Sized> Reducer for Box<R> {
     }
 }
 
-/// The group of parameters that travel as they are, many to a bucket. Of any other group each parameter has a bucket of its own, so that what a codec owes is its own, too, however
-/// buckets are cut.
+/// The group of parameters that travel as they are, many to a bucket. Of any other group each
+/// parameter has a bucket of its own, so that what a codec owes is its own, too, however buckets
+/// are cut.
 pub const DENSE: &str = "none";
 
 /// Every element as it is.
@@ -134,10 +137,12 @@ impl Bucket {
 
 /// Collects gradients and exchanges them.
 ///
-/// One step: [`begin`](Self::begin), [`add`](Self::add) every gradient, [`finish`](Self::finish), read [`gradients`](Self::gradients).
+/// One step: [`begin`](Self::begin), [`add`](Self::add) every gradient, [`finish`](Self::finish),
+/// read [`gradients`](Self::gradients).
 ///
-/// Where more ranks than the replicas have to agree whether a step counts, [`wait`](Self::wait) takes
-/// the place of `finish`, and [`commit`](Self::commit) or [`roll_back`](Self::roll_back) follows.
+/// Where more ranks than the replicas have to agree whether a step counts, [`wait`](Self::wait)
+/// takes the place of `finish`, and [`commit`](Self::commit) or [`roll_back`](Self::roll_back)
+/// follows.
 #[derive(Debug)]
 pub struct Exchange<R> {
     reducer: R,
@@ -172,7 +177,9 @@ struct Slot {
 #[derive(Debug, thiserror::Error)]
 pub enum ExchangeError {
     /// A parameter that is not in the plan.
-    #[error("parameter `{0}` is not in the plan; the plan has to name every parameter that is trained")]
+    #[error(
+        "parameter `{0}` is not in the plan; the plan has to name every parameter that is trained"
+    )]
     Unknown(String),
     /// A gradient of the wrong size.
     #[error("the gradient of `{name}` has {len} elements, but the plan says {expected}")]
@@ -232,7 +239,8 @@ pub struct Span {
 /// When buckets travelled in a step.
 #[derive(Clone, Debug, Default)]
 pub struct Summary {
-    /// Each bucket's way, from its start to the arrival of its mean; waiting for slower ranks included.
+    /// Each bucket's way, from its start to the arrival of its mean; waiting for slower ranks
+    /// included.
     pub buckets: Vec<Span>,
     /// How long the caller was held up while it handed buckets over.
     pub handing_over: Duration,
@@ -259,7 +267,8 @@ impl Summary {
         self.handing_over + self.waiting
     }
 
-    /// The share of the time under way which the caller spent on something else; 1 if nothing was under way.
+    /// The share of the time under way which the caller spent on something else; 1 if nothing was
+    /// under way.
     pub fn hidden(&self) -> f64 {
         let busy = self.busy().as_secs_f64();
         if busy > 0.0 { (1.0 - self.exposed().as_secs_f64() / busy).clamp(0.0, 1.0) } else { 1.0 }
@@ -267,9 +276,15 @@ impl Summary {
 }
 
 impl<R: Reducer> Exchange<R> {
-    /// An exchange of the plan's parameters, which must be in backward order, in buckets of about `bucket_bytes`. Parameters for which `groups` differ do not share a bucket, and only those of the group [`DENSE`] share
-    /// one at all.
-    pub fn new(reducer: R, plan: &ParameterList, bucket_bytes: usize, groups: &Rules<String>) -> Self {
+    /// An exchange of the plan's parameters, which must be in backward order, in buckets of about
+    /// `bucket_bytes`. Parameters for which `groups` differ do not share a bucket, and only those
+    /// of the group [`DENSE`] share one at all.
+    pub fn new(
+        reducer: R,
+        plan: &ParameterList,
+        bucket_bytes: usize,
+        groups: &Rules<String>,
+    ) -> Self {
         let buckets = lay_out(plan, bucket_bytes / size_of::<f32>(), groups);
         let mut places = HashMap::new();
         for (bucket, Bucket { parts, .. }) in buckets.iter().enumerate() {
@@ -311,7 +326,8 @@ impl<R: Reducer> Exchange<R> {
         &self.buckets
     }
 
-    /// Begins a step in which each parameter gets `rounds` gradients, one per micro-batch, which are added up. A step before it that was not finished is rolled back.
+    /// Begins a step in which each parameter gets `rounds` gradients, one per micro-batch, which
+    /// are added up. A step before it that was not finished is rolled back.
     pub fn begin(&mut self, rounds: usize) {
         self.roll_back();
         self.before = self.reducer.feedback().map(ErrorFeedback::savepoint);
@@ -319,7 +335,8 @@ impl<R: Reducer> Exchange<R> {
         self.rounds = rounds;
         self.handing_over = Duration::ZERO;
         self.places.values_mut().for_each(|place| place.come = 0);
-        for (bucket, (data, missing)) in self.buckets.iter().zip(self.data.iter_mut().zip(&mut self.missing))
+        for (bucket, (data, missing)) in
+            self.buckets.iter().zip(self.data.iter_mut().zip(&mut self.missing))
         {
             data.clear();
             data.resize(bucket.len(), 0.0);
@@ -330,7 +347,8 @@ impl<R: Reducer> Exchange<R> {
 
     /// Adds a gradient. The last one of a bucket sends it off.
     pub fn add(&mut self, name: &str, gradient: &[f32]) -> Result<(), ExchangeError> {
-        let place = self.places.get_mut(name).ok_or_else(|| ExchangeError::Unknown(name.to_owned()))?;
+        let place =
+            self.places.get_mut(name).ok_or_else(|| ExchangeError::Unknown(name.to_owned()))?;
         let Part { range, .. } = &self.buckets[place.bucket].parts[place.part];
         if gradient.len() != range.len() {
             let (len, expected) = (gradient.len(), range.len());
@@ -352,8 +370,8 @@ impl<R: Reducer> Exchange<R> {
     /// Waits until every bucket is the mean over all replicas.
     ///
     /// The step counts only if it succeeds. If it fails, all that is owed is as it was before the
-    /// step, of every bucket. A NaN or an infinity is an error, the same one on all replicas, and the
-    /// next step can begin.
+    /// step, of every bucket. A NaN or an infinity is an error, the same one on all replicas, and
+    /// the next step can begin.
     pub fn finish(&mut self) -> Result<Summary, ExchangeError> {
         let summary = self.wait()?;
         if self.is_finite {
@@ -368,12 +386,13 @@ impl<R: Reducer> Exchange<R> {
     }
 
     /// Waits for every bucket, without a decision whether the step counts: that is for
-    /// [`commit`](Self::commit) and [`roll_back`](Self::roll_back). Gradients may not be finite; see
-    /// [`is_finite`](Self::is_finite).
+    /// [`commit`](Self::commit) and [`roll_back`](Self::roll_back). Gradients may not be finite;
+    /// see [`is_finite`](Self::is_finite).
     pub fn wait(&mut self) -> Result<Summary, ExchangeError> {
         if let Some(late) = self.missing.iter().position(|missing| *missing > 0) {
             let parts = self.buckets[late].parts.iter();
-            let name = parts.map(|part| &part.name).find(|name| self.places[*name].come < self.rounds);
+            let name =
+                parts.map(|part| &part.name).find(|name| self.places[*name].come < self.rounds);
             let error = ExchangeError::Missing(name.cloned().unwrap_or_default());
             self.roll_back();
             return Err(error);
@@ -463,7 +482,8 @@ impl<R: Reducer> Exchange<R> {
         })
     }
 
-    /// The share of a parameter's elements that this step brought news of; 1 for one that is not in the plan.
+    /// The share of a parameter's elements that this step brought news of; 1 for one that is not in
+    /// the plan.
     pub fn density(&self, name: &str) -> f64 {
         self.places.get(name).map_or(1.0, |place| self.reducer.density(&self.buckets[place.bucket]))
     }
@@ -505,7 +525,8 @@ fn lay_out(plan: &ParameterList, limit: usize, groups: &Rules<String>) -> Vec<Bu
         }
     }
     // The rest in the order in which they become full, which is that of their last parameters.
-    let position = |bucket: &Bucket| plan.entries().iter().position(|entry| entry.name == bucket.name);
+    let position =
+        |bucket: &Bucket| plan.entries().iter().position(|entry| entry.name == bucket.name);
     open.sort_by_key(position);
     closed.extend(open);
     closed.sort_by_key(position);
@@ -594,7 +615,8 @@ mod tests {
                         let summary = exchange.finish().unwrap();
                         assert_eq!(summary.buckets.len(), 2);
                         let gradients: Vec<_> = exchange.gradients().collect();
-                        // Ranks 0, 1, 2 have 0, 3, 6 per round, of which the mean is 3; rounds add 0 and 1.
+                        // Ranks 0, 1, 2 have 0, 3, 6 per round, of which the mean is 3; rounds add
+                        // 0 and 1.
                         let expected = (2 * 3 + 1 + 2 * step) as f32;
                         assert_eq!(gradients.len(), 3);
                         for ((name, gradient), entry) in gradients.into_iter().zip(plan.entries()) {
@@ -610,10 +632,14 @@ mod tests {
     #[test]
     fn wrong_gradients_are_refused_by_name() {
         let comm = farwire::local(1).unwrap().remove(0);
-        let mut exchange = Exchange::new(Dense(comm), &plan(&[("b", 2), ("a", 1)]), 0, &everywhere());
+        let mut exchange =
+            Exchange::new(Dense(comm), &plan(&[("b", 2), ("a", 1)]), 0, &everywhere());
         exchange.begin(1);
         assert!(matches!(exchange.add("x", &[1.0]), Err(ExchangeError::Unknown(_))));
-        assert!(matches!(exchange.add("b", &[1.0]), Err(ExchangeError::Length { expected: 2, .. })));
+        assert!(matches!(
+            exchange.add("b", &[1.0]),
+            Err(ExchangeError::Length { expected: 2, .. })
+        ));
         exchange.add("b", &[1.0, 2.0]).unwrap();
         assert!(matches!(exchange.add("b", &[1.0, 2.0]), Err(ExchangeError::TooMany { .. })));
         match exchange.finish() {
@@ -663,7 +689,8 @@ mod tests {
                     let good = |turn: usize| {
                         move |name: &str, index: usize| {
                             let seed = name.len() * 31 + name.as_bytes()[0] as usize;
-                            ((index * 7919 + seed * 104_729 + turn * 31 + rank * 17) % 1000) as f32 / 64.0
+                            ((index * 7919 + seed * 104_729 + turn * 31 + rank * 17) % 1000) as f32
+                                / 64.0
                         }
                     };
                     let mut came = vec![vec![0.0; LENGTH]; NAMES.len()];
@@ -679,7 +706,8 @@ mod tests {
                             if spoils { value } else { good(9)(name, index) }
                         };
                         let error = step(&mut exchange, spoiled).unwrap_err().to_string();
-                        let says = format!("the gradient of `d` on rank 1 is {value} at element 40");
+                        let says =
+                            format!("the gradient of `d` on rank 1 is {value} at element 40");
                         assert!(error.contains(&says), "{error}");
                         assert!(owed(&exchange) == before, "rank {rank} owes something else");
                     }
@@ -704,10 +732,14 @@ mod tests {
                     let mine = NAMES.iter().flat_map(|name| {
                         (0..LENGTH).map(|index| good(0)(name, index) + good(1)(name, index))
                     });
-                    let all = comm.all_reduce(mine.collect::<Vec<f32>>(), ReduceOp::Sum).wait().unwrap();
+                    let all =
+                        comm.all_reduce(mine.collect::<Vec<f32>>(), ReduceOp::Sum).wait().unwrap();
                     for (came, given) in came.iter().flatten().zip(all) {
                         let (came, given) = (came * RANKS as f64, f64::from(given));
-                        assert!((came - given).abs() <= given.abs() / f64::from(1 << 20), "{came} {given}");
+                        assert!(
+                            (came - given).abs() <= given.abs() / f64::from(1 << 20),
+                            "{came} {given}"
+                        );
                     }
                 });
             }
@@ -736,13 +768,19 @@ mod tests {
                         let large = |name: &str, _| if name == "c" { f32::MAX } else { 1.0 };
                         match step(&mut exchange, large) {
                             Err(error) => {
-                                assert!(matches!(error, ExchangeError::NotFinite(_)), "{codec}: {error}");
+                                assert!(
+                                    matches!(error, ExchangeError::NotFinite(_)),
+                                    "{codec}: {error}"
+                                );
                                 assert!(error.to_string().contains("of `c`"), "{codec}: {error}");
                                 assert!(owed(&exchange) == before, "{codec}");
                             }
                             // A codec may hold back what is too large.
                             Ok(means) => {
-                                assert!(codec != "none" && means.iter().flatten().all(|x| x.is_finite()));
+                                assert!(
+                                    codec != "none"
+                                        && means.iter().flatten().all(|x| x.is_finite())
+                                );
                                 return;
                             }
                         }

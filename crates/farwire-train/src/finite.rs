@@ -1,8 +1,8 @@
 //! Gradients that are not finite: who has one, and of which parameter.
 //!
 //! Whether a step can be used shows in its means, which are the same on all ranks, so finding a NaN
-//! needs no message. Only when there is one do ranks tell each other, in one small collective, where
-//! it came from ([`NotFinite::find`]).
+//! needs no message. Only when there is one do ranks tell each other, in one small collective,
+//! where it came from ([`NotFinite::find`]).
 
 use std::fmt;
 
@@ -66,7 +66,10 @@ impl fmt::Display for NotFinite {
         let Self { cause, rank, more } = self;
         match cause {
             Cause::Gradient(BadElement { parameter, index, value }) => {
-                write!(f, "the gradient of `{parameter}` on rank {rank} is {value} at element {index}")?;
+                write!(
+                    f,
+                    "the gradient of `{parameter}` on rank {rank} is {value} at element {index}"
+                )?;
             }
             Cause::Mean(BadElement { parameter, index, value }) => {
                 return write!(
@@ -193,9 +196,11 @@ mod tests {
     #[test]
     fn ranks_agree_on_one_cause_and_a_gradient_goes_before_what_follows_from_it() {
         let long = "wörter.".repeat(100);
-        let gradient =
-            |name: &str, value| Cause::Gradient(BadElement { parameter: name.to_owned(), index: 7, value });
-        let mean = Cause::Mean(BadElement { parameter: "m".to_owned(), index: 1, value: f32::INFINITY });
+        let gradient = |name: &str, value| {
+            Cause::Gradient(BadElement { parameter: name.to_owned(), index: 7, value })
+        };
+        let mean =
+            Cause::Mean(BadElement { parameter: "m".to_owned(), index: 1, value: f32::INFINITY });
         let (infinite, long) = (gradient("w", f32::INFINITY), gradient(&long, f32::NEG_INFINITY));
         std::thread::scope(|scope| {
             for comm in farwire::local(3).unwrap() {
@@ -208,7 +213,10 @@ mod tests {
                     let said = find([Some(&mean), Some(&loss), Some(&infinite)]);
                     assert_eq!(said, "the gradient of `w` on rank 2 is inf at element 7");
                     let said = find([None, Some(&loss), Some(&loss)]);
-                    assert_eq!(said, "the loss on rank 1 is NaN, and 1 other rank has the same problem");
+                    assert_eq!(
+                        said,
+                        "the loss on rank 1 is NaN, and 1 other rank has the same problem"
+                    );
                     assert!(find([None, Some(&mean), None]).contains("of `m` is inf at element 1"));
                     assert!(find([None; 3]).contains("no rank says which"));
                     // A name too long to be told is cut, at a whole letter.

@@ -42,7 +42,9 @@ impl Config {
             return wrong("layers, heads, width and context must be at least 1".to_owned());
         }
         if !width.is_multiple_of(heads) {
-            return wrong(format!("width {width} is not a multiple of {heads} heads; change one of them"));
+            return wrong(format!(
+                "width {width} is not a multiple of {heads} heads; change one of them"
+            ));
         }
         if !heads.is_multiple_of(tp) {
             return wrong(format!(

@@ -55,7 +55,9 @@ impl Group {
 
     /// How long this rank has spent in those two, all in all.
     pub fn spent(&self) -> Duration {
-        Duration::from_nanos(self.0.as_ref().map_or(0, |shared| shared.spent.load(Ordering::Relaxed)))
+        Duration::from_nanos(
+            self.0.as_ref().map_or(0, |shared| shared.spent.load(Ordering::Relaxed)),
+        )
     }
 
     fn timed(

@@ -60,8 +60,12 @@ pub trait Stage: fmt::Debug + Send {
 
     /// Runs a micro-batch through, and remembers what its backward needs. Gives the output; with
     /// `targets`, which only a model's last stage gets, the mean loss, as one element.
-    fn forward(&mut self, micro: usize, input: Input<'_>, targets: Option<&[u32]>)
-    -> LibraryResult<Vec<f32>>;
+    fn forward(
+        &mut self,
+        micro: usize,
+        input: Input<'_>,
+        targets: Option<&[u32]>,
+    ) -> LibraryResult<Vec<f32>>;
 
     /// Runs a micro-batch back, from the gradient of what forward gave to that of its input; none
     /// for tokens. Gives every parameter's gradient to `sink`, best while it still computes the

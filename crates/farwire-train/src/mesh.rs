@@ -1,7 +1,8 @@
 //! Named axes over a communicator.
 //!
-//! The ranks of a world are laid out as a grid. The last axis runs fastest: in `[("dp", 2), ("tp", 2)]` ranks 0 and 1 differ in `tp`, ranks 0 and 2 in `dp`.
-//! The ranks that differ in one axis only form that axis's group, and the coordinate is the rank in it.
+//! The ranks of a world are laid out as a grid. The last axis runs fastest: in `[("dp", 2), ("tp",
+//! 2)]` ranks 0 and 1 differ in `tp`, ranks 0 and 2 in `dp`. The ranks that differ in one axis only
+//! form that axis's group, and the coordinate is the rank in it.
 //!
 //! ```text
 //!           tp 0   tp 1
@@ -43,7 +44,9 @@ struct Axis {
 #[derive(Debug, thiserror::Error)]
 pub enum MeshError {
     /// The grid has another number of places than there are ranks.
-    #[error("{layout} is {product} ranks, but there are {world}; change a size, or start {product} ranks")]
+    #[error(
+        "{layout} is {product} ranks, but there are {world}; change a size, or start {product} ranks"
+    )]
     Size {
         /// The axes and their sizes.
         layout: String,
@@ -68,7 +71,8 @@ pub enum MeshError {
 }
 
 impl Mesh {
-    /// Lays the ranks of `world` out as a grid. All ranks must give the same axes in the same order.
+    /// Lays the ranks of `world` out as a grid. All ranks must give the same axes in the same
+    /// order.
     pub fn new<'a>(
         world: &Communicator,
         axes: impl IntoIterator<Item = (&'a str, usize)>,
@@ -82,10 +86,16 @@ impl Mesh {
                 return Err(MeshError::Twice((*name).to_owned()));
             }
         }
-        let product = axes.iter().fold(1u128, |product, (_, size)| product.saturating_mul(*size as u128));
+        let product =
+            axes.iter().fold(1u128, |product, (_, size)| product.saturating_mul(*size as u128));
         if product != world.size() as u128 {
-            let layout: Vec<String> = axes.iter().map(|(name, size)| format!("{name}={size}")).collect();
-            return Err(MeshError::Size { layout: layout.join(" × "), product, world: world.size() });
+            let layout: Vec<String> =
+                axes.iter().map(|(name, size)| format!("{name}={size}")).collect();
+            return Err(MeshError::Size {
+                layout: layout.join(" × "),
+                product,
+                world: world.size(),
+            });
         }
         let mut stride = world.size();
         let axes = axes.into_iter().map(|(name, size)| {
@@ -161,12 +171,16 @@ mod tests {
                 let sum = group.all_reduce(mine, ReduceOp::Sum).wait().unwrap();
                 for (other, sum) in sum.into_iter().enumerate() {
                     let size = mesh.size(name);
-                    let expected = if other == axis { size * (size - 1) / 2 } else { place[other] * size };
+                    let expected =
+                        if other == axis { size * (size - 1) / 2 } else { place[other] * size };
                     assert_eq!(sum as usize, expected, "{name} {place:?}");
                 }
             }
             assert_eq!(mesh.to_string(), "dp=2 × tp=3 × pp=2");
-            assert_eq!((mesh.size("ep"), mesh.coordinate("ep"), mesh.axis("ep").is_none()), (1, 0, true));
+            assert_eq!(
+                (mesh.size("ep"), mesh.coordinate("ep"), mesh.axis("ep").is_none()),
+                (1, 0, true)
+            );
         });
     }
 

@@ -1,7 +1,8 @@
 //! The length of a gradient that lies on many ranks.
 //!
-//! A parameter that is cut along an axis contributes from every rank of that axis. One that is the same on all ranks of an axis must count once. So squares are kept
-//! apart by the axes they are cut along, and each kind is added up along just those.
+//! A parameter that is cut along an axis contributes from every rank of that axis. One that is the
+//! same on all ranks of an axis must count once. So squares are kept apart by the axes they are cut
+//! along, and each kind is added up along just those.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +17,8 @@ pub struct Squares {
 }
 
 impl Squares {
-    /// Sums for parameters of these kinds. All ranks must name the same kinds, those included of which they have no parameter.
+    /// Sums for parameters of these kinds. All ranks must name the same kinds, those included of
+    /// which they have no parameter.
     pub fn new(kinds: &[&[&'static str]]) -> Self {
         Self { sums: kinds.iter().map(|kind| (sorted(kind), 0.0)).collect() }
     }
@@ -41,7 +43,8 @@ fn sorted(axes: &[&'static str]) -> Vec<&'static str> {
 /// The square root of all squares of the mesh, the same bits on every rank.
 pub fn global_norm(mesh: &Mesh, mut squares: Squares) -> Result<f64, Error> {
     for (axis, group) in mesh.axes() {
-        let cut = || squares.sums.iter().filter(|(kind, _)| kind.contains(&axis)).map(|(_, sum)| *sum);
+        let cut =
+            || squares.sums.iter().filter(|(kind, _)| kind.contains(&axis)).map(|(_, sum)| *sum);
         if group.size() == 1 || cut().next().is_none() {
             continue;
         }
@@ -63,7 +66,8 @@ mod tests {
                 scope.spawn(move || {
                     let mesh = Mesh::new(&comm, [("dp", 2), ("tp", 2), ("pp", 2)]).unwrap();
                     let mut squares = Squares::new(&[&["tp", "pp"], &["pp"]]);
-                    // Cut along both: 4 pieces of one element each; cut along pp only: 2 pieces, each on both tp ranks.
+                    // Cut along both: 4 pieces of one element each; cut along pp only: 2 pieces,
+                    // each on both tp ranks.
                     squares.add(
                         &["pp", "tp"],
                         &[(1 + mesh.coordinate("tp") * 2 + mesh.coordinate("pp")) as f32],

@@ -62,7 +62,11 @@ impl Cut {
         let size = whole.shape.get(self.dim).copied().unwrap_or(0);
         let pieces = self.blocks * ranks;
         if size == 0 || !size.is_multiple_of(pieces) {
-            let among = if self.blocks == 1 { String::new() } else { format!("{} blocks and ", self.blocks) };
+            let among = if self.blocks == 1 {
+                String::new()
+            } else {
+                format!("{} blocks and ", self.blocks)
+            };
             return Err(format!(
                 "dimension {} of {:?} cannot be cut evenly among {among}{ranks} ranks; use a multiple of \
                  {pieces}, or fewer ranks",
@@ -82,8 +86,9 @@ impl Cut {
     pub fn join(self, shape: &[usize], shares: &[&[f32]]) -> Array {
         let piece = (shape[self.dim..].iter().product::<usize>() / self.blocks).max(1);
         let pieces = shares.first().map_or(0, |share| share.len() / piece);
-        let data = (0..pieces)
-            .flat_map(|at| shares.iter().flat_map(move |share| &share[at * piece..(at + 1) * piece]));
+        let data = (0..pieces).flat_map(|at| {
+            shares.iter().flat_map(move |share| &share[at * piece..(at + 1) * piece])
+        });
         let data = data.copied().collect();
         let mut shape = shape.to_vec();
         shape[self.dim] *= shares.len();
@@ -129,19 +134,22 @@ impl Start {
                 &made
             }
             Self::Given(arrays) => {
-                let array = arrays.get(name).ok_or_else(|| format!("there is no weight `{name}`"))?;
+                let array =
+                    arrays.get(name).ok_or_else(|| format!("there is no weight `{name}`"))?;
                 if array.shape != whole {
                     let found = &array.shape;
-                    return Err(format!("weight `{name}` is {found:?}, but the model needs {whole:?}"));
+                    return Err(format!(
+                        "weight `{name}` is {found:?}, but the model needs {whole:?}"
+                    ));
                 }
                 array
             }
         };
         let cut = cut.filter(|_| group.size() > 1);
         let share = match cut {
-            Some(cut) => {
-                cut.share(array, group.rank(), group.size()).map_err(|error| format!("`{name}`: {error}"))?
-            }
+            Some(cut) => cut
+                .share(array, group.rank(), group.size())
+                .map_err(|error| format!("`{name}`: {error}"))?,
             None => array.clone(),
         };
         Ok((share, cut))
@@ -195,7 +203,9 @@ pub fn write_safetensors(arrays: &Arrays, path: &Path) -> Result<(), String> {
         .collect();
     let views = bytes
         .iter()
-        .map(|(name, shape, bytes)| Ok((*name, TensorView::new(Dtype::F32, shape.to_vec(), bytes)?)))
+        .map(|(name, shape, bytes)| {
+            Ok((*name, TensorView::new(Dtype::F32, shape.to_vec(), bytes)?))
+        })
         .collect::<Result<Vec<_>, safetensors::SafeTensorError>>();
     views
         .and_then(|views| safetensors::serialize_to_file(views, None, path))
@@ -213,9 +223,12 @@ mod tests {
     #[test]
     fn shares_join_to_the_whole() {
         let whole = random(1, "w", &[12, 6]);
-        for (dim, blocks, ranks) in [(0, 1, 4), (0, 3, 2), (0, 3, 4), (1, 1, 3), (1, 2, 3), (0, 1, 1)] {
+        for (dim, blocks, ranks) in
+            [(0, 1, 4), (0, 3, 2), (0, 3, 4), (1, 1, 3), (1, 2, 3), (0, 1, 1)]
+        {
             let cut = Cut { dim, blocks };
-            let shares: Vec<_> = (0..ranks).map(|rank| cut.share(&whole, rank, ranks).unwrap()).collect();
+            let shares: Vec<_> =
+                (0..ranks).map(|rank| cut.share(&whole, rank, ranks).unwrap()).collect();
             let data: Vec<&[f32]> = shares.iter().map(|share| &share.data[..]).collect();
             assert_eq!(cut.join(&shares[0].shape, &data), whole);
         }

@@ -96,7 +96,13 @@ impl ParameterList {
             rest = after;
             let theirs = String::from_utf8_lossy(theirs);
             if let Some((position, mine, theirs)) = first_difference(&text, &theirs) {
-                return Err(ParameterListError::Differ { position, mine, rank: group.rank(), theirs, other });
+                return Err(ParameterListError::Differ {
+                    position,
+                    mine,
+                    rank: group.rank(),
+                    theirs,
+                    other,
+                });
             }
         }
         Ok(()) // the same text with another hash cannot be
@@ -163,6 +169,9 @@ mod tests {
     #[test]
     fn a_name_is_given_once() {
         let entry = Entry { name: "a".to_owned(), shape: vec![1], dtype: "f32".to_owned() };
-        assert!(matches!(ParameterList::new([entry.clone(), entry]), Err(ParameterListError::Twice(_))));
+        assert!(matches!(
+            ParameterList::new([entry.clone(), entry]),
+            Err(ParameterListError::Twice(_))
+        ));
     }
 }

@@ -59,17 +59,24 @@ mod tests {
 
     fn densities(phase_in: PhaseIn, codec: &str, elements: usize, steps: u64) -> Vec<f64> {
         let codec: CodecSpec = codec.parse().unwrap();
-        (0..steps).map(|step| phase_in.codec_at(step, codec.clone(), elements).density(elements)).collect()
+        (0..steps)
+            .map(|step| phase_in.codec_at(step, codec.clone(), elements).density(elements))
+            .collect()
     }
 
     #[test]
     fn density_is_one_then_falls_to_the_codecs_own() {
-        for codec in ["topk:0.01", "topk:count=100", "topk:41/4096", "randk:0.01", "topk:0.01,mode=union"] {
+        for codec in
+            ["topk:0.01", "topk:count=100", "topk:41/4096", "randk:0.01", "topk:0.01,mode=union"]
+        {
             let seen = densities(PhaseIn { dense: 5, falling: 20 }, codec, 10_000, 40);
             assert_eq!(seen[..5], [1.0; 5], "{codec}");
             assert!((seen[5] - FIRST).abs() < 1e-3, "{codec}");
             assert!(seen.windows(2).all(|pair| pair[0] >= pair[1]), "{codec}: {seen:?}");
-            assert!(seen[25..].iter().all(|density| (density - 0.01).abs() < 1e-4), "{codec}: {seen:?}");
+            assert!(
+                seen[25..].iter().all(|density| (density - 0.01).abs() < 1e-4),
+                "{codec}: {seen:?}"
+            );
         }
     }
 
@@ -81,7 +88,8 @@ mod tests {
                 continue;
             }
             let phase_in = PhaseIn { dense: 2, falling: 9 };
-            let seen: Vec<_> = (0..5).map(|step| phase_in.codec_at(step, wanted.clone(), 100)).collect();
+            let seen: Vec<_> =
+                (0..5).map(|step| phase_in.codec_at(step, wanted.clone(), 100)).collect();
             let none = CodecSpec::none;
             assert_eq!(seen, [none(), none(), wanted.clone(), wanted.clone(), wanted]);
         }

@@ -138,7 +138,8 @@ impl Pipeline {
                     flow.backward += begun.elapsed();
                 }
                 Action::Send(work, unit) => {
-                    let data = outgoing.remove(&(work, unit)).expect("a schedule sends what it ran");
+                    let data =
+                        outgoing.remove(&(work, unit)).expect("a schedule sends what it ran");
                     mail.send(work, unit, data)?;
                 }
             }
@@ -188,7 +189,8 @@ impl Mail<'_> {
             Work::Backward => ((rank + ranks - 1) % ranks, stage - 1),
         };
         let tag = self.tag(work, unit.micro, there);
-        let (done, running) = std::mem::take(&mut self.sent).into_iter().partition(Pending::is_done);
+        let (done, running) =
+            std::mem::take(&mut self.sent).into_iter().partition(Pending::is_done);
         self.sent = running;
         Vec::into_iter(done).try_for_each(Pending::wait)?;
         self.sent.push(comm.send(data, to, tag));

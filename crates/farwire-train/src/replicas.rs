@@ -24,7 +24,11 @@ impl Replicas {
     /// Checks that all ranks have the same parameters. Gradients of biases and norms travel as they
     /// are, the others through the codec, with error feedback. The codec `auto` is chosen by
     /// measuring, for about a second.
-    pub fn new(comm: &Communicator, plan: &ParameterList, codec: CodecChoice) -> Result<Self, TrainError> {
+    pub fn new(
+        comm: &Communicator,
+        plan: &ParameterList,
+        codec: CodecChoice,
+    ) -> Result<Self, TrainError> {
         plan.agree(comm)?;
         let codec = codec.settle(comm, comm)?;
         let groups = groups(plan, &codec);

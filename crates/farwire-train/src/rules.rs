@@ -1,6 +1,7 @@
 //! Settings by parameter name.
 //!
-//! A rule is a pattern and a value; the first pattern that matches decides. In a pattern `*` stands for any text, dots included, and `?` for one character.
+//! A rule is a pattern and a value; the first pattern that matches decides. In a pattern `*` stands
+//! for any text, dots included, and `?` for one character.
 
 /// Values by parameter name.
 ///
@@ -36,7 +37,8 @@ impl<T> Rules<T> {
 
 /// Whether a name is one that a pattern stands for.
 pub fn matches(pattern: &str, name: &str) -> bool {
-    let (pattern, name): (Vec<char>, Vec<char>) = (pattern.chars().collect(), name.chars().collect());
+    let (pattern, name): (Vec<char>, Vec<char>) =
+        (pattern.chars().collect(), name.chars().collect());
     let (mut p, mut n) = (0, 0);
     // Where the last star is, and how far into the name it reaches so far.
     let mut star = None;
@@ -73,7 +75,9 @@ mod tests {
         match (pattern.split_first(), name.split_first()) {
             (None, None) => true,
             (Some(('*', rest)), _) => (0..=name.len()).any(|n| matches_slowly(rest, &name[n..])),
-            (Some((c, pattern)), Some((d, name))) if *c == '?' || c == d => matches_slowly(pattern, name),
+            (Some((c, pattern)), Some((d, name))) if *c == '?' || c == d => {
+                matches_slowly(pattern, name)
+            }
             _ => false,
         }
     }

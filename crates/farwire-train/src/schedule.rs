@@ -1,9 +1,12 @@
 //! Pipeline schedules: what each stage does, in order.
 //!
-//! A model is cut into *stages*, one per rank of the pipeline, and a batch into *micro-batches*. A schedule is a pure function from (stages, rank, micro-batches)
-//! to a list of actions; whoever runs the list needs no further thought. Sends do not wait for their receiver, receives wait for their sender.
+//! A model is cut into *stages*, one per rank of the pipeline, and a batch into *micro-batches*. A
+//! schedule is a pure function from (stages, rank, micro-batches) to a list of actions; whoever
+//! runs the list needs no further thought. Sends do not wait for their receiver, receives wait for
+//! their sender.
 //!
-//! With p stages, m micro-batches and equal stages, the share of time in which a rank has nothing to do (the *bubble*) is at best
+//! With p stages, m micro-batches and equal stages, the share of time in which a rank has nothing
+//! to do (the *bubble*) is at best
 //!
 //! | schedule | bubble | micro-batches in flight on rank r |
 //! |---|---|---|
@@ -29,7 +32,8 @@ pub enum Schedule {
     /// One forward, one backward: at most as many micro-batches in flight as stages follow.
     #[default]
     OneForwardOneBackward,
-    /// The same with several chunks of the model on each rank: chunk c of rank r is stage c·p + r of the model. A shorter bubble for more messages.
+    /// The same with several chunks of the model on each rank: chunk c of rank r is stage c·p + r
+    /// of the model. A shorter bubble for more messages.
     Interleaved {
         /// Chunks per rank.
         chunks: usize,
@@ -57,7 +61,8 @@ pub struct Unit {
 /// What a rank does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
-    /// Wait for what the unit works on: its input (forward), or the gradient of its output (backward).
+    /// Wait for what the unit works on: its input (forward), or the gradient of its output
+    /// (backward).
     Recv(Work, Unit),
     /// Work.
     Run(Work, Unit),
@@ -94,7 +99,9 @@ pub enum ScheduleError {
         micro_batches: usize,
     },
     /// A name that is none.
-    #[error("`{0}` is no schedule; use gpipe, 1f1b, or interleaved:2 (with the number of chunks per rank)")]
+    #[error(
+        "`{0}` is no schedule; use gpipe, 1f1b, or interleaved:2 (with the number of chunks per rank)"
+    )]
     Name(String),
 }
 
@@ -126,7 +133,9 @@ impl Schedule {
         let warm_up = match self {
             Self::GPipe => total,
             Self::OneForwardOneBackward => stages - rank - 1,
-            Self::Interleaved { .. } if stages < 2 || chunks == 0 => return Err(ScheduleError::TooSmall),
+            Self::Interleaved { .. } if stages < 2 || chunks == 0 => {
+                return Err(ScheduleError::TooSmall);
+            }
             Self::Interleaved { .. } if !micro_batches.is_multiple_of(stages) => {
                 return Err(ScheduleError::Groups { stages, micro_batches });
             }
@@ -193,7 +202,8 @@ impl FromStr for Schedule {
             "1f1b" => Ok(Self::OneForwardOneBackward),
             "interleaved" => Ok(Self::Interleaved { chunks: 2 }),
             _ => {
-                let chunks = text.strip_prefix("interleaved:").and_then(|chunks| chunks.parse().ok());
+                let chunks =
+                    text.strip_prefix("interleaved:").and_then(|chunks| chunks.parse().ok());
                 let chunks = chunks.filter(|chunks| (1..=1024).contains(chunks));
                 chunks
                     .map(|chunks| Self::Interleaved { chunks })

@@ -169,7 +169,8 @@ impl Settings {
     pub fn bytes_per_rank(&self) -> f64 {
         // Of any size, without overflow.
         let [layers, heads, width, context] =
-            [self.model.layers, self.model.heads, self.model.width, self.model.context].map(|n| n as f64);
+            [self.model.layers, self.model.heads, self.model.width, self.model.context]
+                .map(|n| n as f64);
         let [dp, tp, pp] = [self.dp, self.tp, self.pp].map(|n| n as f64);
         let vocabulary = VOCABULARY as f64;
         let tables = (2.0 * vocabulary + context) * width;

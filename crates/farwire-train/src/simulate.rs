@@ -85,8 +85,9 @@ pub fn simulate(lists: &[Vec<Action>], costs: Costs) -> Result<Timeline, Deadloc
             break;
         }
     }
-    let stuck = (0..stages)
-        .find_map(|rank| lists[rank].get(next[rank]).map(|action| Deadlock { rank, waiting: *action }));
+    let stuck = (0..stages).find_map(|rank| {
+        lists[rank].get(next[rank]).map(|action| Deadlock { rank, waiting: *action })
+    });
     match stuck {
         Some(deadlock) => Err(deadlock),
         None => Ok(Timeline { runs, end: clock.into_iter().fold(0.0, f64::max) }),

@@ -5,7 +5,10 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Deserializer, Serializer, de};
 
-pub(crate) fn serialize<T: Display, S: Serializer>(value: &T, serializer: S) -> Result<S::Ok, S::Error> {
+pub(crate) fn serialize<T: Display, S: Serializer>(
+    value: &T,
+    serializer: S,
+) -> Result<S::Ok, S::Error> {
     serializer.collect_str(value)
 }
 
@@ -22,7 +25,11 @@ pub(crate) mod number {
     use super::*;
 
     pub(crate) fn serialize<S: Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::Error> {
-        if value.is_finite() { serializer.serialize_f64(*value) } else { serializer.collect_str(value) }
+        if value.is_finite() {
+            serializer.serialize_f64(*value)
+        } else {
+            serializer.collect_str(value)
+        }
     }
 
     pub(crate) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {

@@ -77,7 +77,8 @@ impl Trainer {
         text: &[u8],
     ) -> Result<Self, TrainError> {
         settings.check()?;
-        let mesh = Mesh::new(world, [("pp", settings.pp), ("dp", settings.dp), ("tp", settings.tp)])?;
+        let mesh =
+            Mesh::new(world, [("pp", settings.pp), ("dp", settings.dp), ("tp", settings.tp)])?;
         let axis = |name| mesh.axis(name).expect("the mesh was made with these axes");
         let (tensor, stages) = (Group::of(axis("tp")), Group::of(axis("pp")));
         let all = settings.pp * settings.schedule.chunks();
@@ -85,12 +86,19 @@ impl Trainer {
             .map(|chunk| {
                 let stage = chunk * settings.pp + stages.rank();
                 let start = Start::Seed(settings.seed);
-                library.stage(StageSpec { model: settings.model, stage, stages: all, start, group: &tensor })
+                library.stage(StageSpec {
+                    model: settings.model,
+                    stage,
+                    stages: all,
+                    start,
+                    group: &tensor,
+                })
             })
             .collect::<Result<Vec<_>, _>>()?;
         let sequences = settings.batch / settings.dp / settings.micro_batches;
         let passed = sequences * settings.model.context * settings.model.width;
-        let mut pipeline = Pipeline::new(&stages, settings.schedule, settings.micro_batches, chunks, passed)?;
+        let mut pipeline =
+            Pipeline::new(&stages, settings.schedule, settings.micro_batches, chunks, passed)?;
 
         let plan = ParameterList::new(pipeline.params().into_iter().map(|param| Entry {
             name: param.name,
@@ -104,7 +112,8 @@ impl Trainer {
                 // Replicas start from the same bits: shares over dp, what is not cut over tp, too.
                 for (axis, is_replica) in [(axis("tp"), param.cut.is_none()), (axis("dp"), true)] {
                     if axis.size() > 1 && is_replica {
-                        let mine = if axis.rank() == 0 { Some(chunk.weights(&param.name)?) } else { None };
+                        let mine =
+                            if axis.rank() == 0 { Some(chunk.weights(&param.name)?) } else { None };
                         let weights = axis.broadcast(mine, param.elements(), 0).wait()?;
                         chunk.set_weights(&param.name, &weights)?;
                     }
@@ -112,10 +121,12 @@ impl Trainer {
                 params.insert(param.name.clone(), Place { param, chunk: index });
             }
         }
-        let owners = if settings.shard_optimizer { owners(&plan, settings.dp) } else { BTreeMap::new() };
+        let owners =
+            if settings.shard_optimizer { owners(&plan, settings.dp) } else { BTreeMap::new() };
         let codec = settings.codec.settle(axis("dp"), world)?;
         let exchange = exchange(&settings, &mesh, &plan, &codec);
-        let decay = Rules::new(settings.decay).on("*.bias", 0.0).on("*norm*", 0.0).on("embedding.*", 0.0);
+        let decay =
+            Rules::new(settings.decay).on("*.bias", 0.0).on("*norm*", 0.0).on("embedding.*", 0.0);
         let batches = Batches::new(text, settings.seed, settings.model.context, settings.batch)?;
         let adam = AdamW::new(decay);
         let (step, skipped, skipped_in_a_row, uncounted, trace) = (0, 0, 0, 0, Vec::new());
@@ -270,7 +281,13 @@ impl Trainer {
 
     /// Everyone learns the loss, the bytes, whether to go on, and whether all is finite: in one
     /// collective, before any weight moves.
-    fn agree(&mut self, flow: &Flow, norm: f64, wish: bool, sent_before: u64) -> Result<Agreed, TrainError> {
+    fn agree(
+        &mut self,
+        flow: &Flow,
+        norm: f64,
+        wish: bool,
+        sent_before: u64,
+    ) -> Result<Agreed, TrainError> {
         let world = self.mesh.world();
         let sent = world.traffic().bytes;
         let bytes = sent - sent_before + self.uncounted;
@@ -281,7 +298,13 @@ impl Trainer {
         let mine = vec![loss, bytes as f64, flag(wish), flag(is_bad)];
         let all = world.all_reduce(mine, ReduceOp::Sum).wait()?;
         let is_finite = all[0].is_finite() && all[3] == 0.0;
-        Ok(Agreed { loss: all[0], bytes: all[1] as u64, counted: sent, stop: all[2] > 0.0, is_finite })
+        Ok(Agreed {
+            loss: all[0],
+            bytes: all[1] as u64,
+            counted: sent,
+            stop: all[2] > 0.0,
+            is_finite,
+        })
     }
 
     /// Moves the weights.
@@ -358,7 +381,10 @@ impl Trainer {
             })
             .collect();
         self.trace.extend(
-            summary.buckets.iter().map(|span| Span { name: format!("bucket {}", span.name), ..*span }),
+            summary
+                .buckets
+                .iter()
+                .map(|span| Span { name: format!("bucket {}", span.name), ..*span }),
         );
         Ok((flow, summary))
     }
@@ -394,7 +420,10 @@ impl Trainer {
 
     /// This rank's share of a moment of every parameter; on the first replica all of them, wherever
     /// they are kept.
-    fn moment(&self, pick: fn(&Moments) -> &Vec<f32>) -> Result<BTreeMap<String, Vec<f32>>, TrainError> {
+    fn moment(
+        &self,
+        pick: fn(&Moments) -> &Vec<f32>,
+    ) -> Result<BTreeMap<String, Vec<f32>>, TrainError> {
         let replicas = self.mesh.axis("dp").expect("the mesh was made with these axes");
         let mut found = BTreeMap::new();
         for (name, Place { param, .. }) in &self.params {
@@ -439,7 +468,10 @@ impl Trainer {
     pub fn replicas_agree(&self) -> Result<bool, TrainError> {
         let gather = |whole_only: bool| -> Result<Vec<f32>, TrainError> {
             let params = self.params().filter(|param| !whole_only || param.cut.is_none());
-            Ok(params.map(|param| self.weights(&param.name)).collect::<Result<Vec<_>, _>>()?.concat())
+            Ok(params
+                .map(|param| self.weights(&param.name))
+                .collect::<Result<Vec<_>, _>>()?
+                .concat())
         };
         let axis = |name| self.mesh.axis(name).expect("the mesh was made with these axes");
         let over_dp = axis("dp").is_in_sync(&gather(false)?)?;
@@ -468,16 +500,22 @@ impl Trainer {
         };
         let (first, second) = (of(|moments| &moments.first)?, of(|moments| &moments.second)?);
         let (Some(first), Some(second)) = (first, second) else { return Ok(None) };
-        let named = |prefix: &'static str| move |(name, tensor)| (format!("{prefix}.{name}"), tensor);
+        let named =
+            |prefix: &'static str| move |(name, tensor)| (format!("{prefix}.{name}"), tensor);
         Ok(Some(
-            first.into_iter().map(named("first")).chain(second.into_iter().map(named("second"))).collect(),
+            first
+                .into_iter()
+                .map(named("first"))
+                .chain(second.into_iter().map(named("second")))
+                .collect(),
         ))
     }
 
     /// What error feedback still owes on every rank, as files by rank: on rank 0 of the world, none
     /// elsewhere. All ranks must call it.
     pub(crate) fn gathered_residuals(&self) -> Result<Option<Vec<Vec<u8>>>, TrainError> {
-        let mine = self.exchange.reducer().feedback().map(ErrorFeedback::to_bytes).unwrap_or_default();
+        let mine =
+            self.exchange.reducer().feedback().map(ErrorFeedback::to_bytes).unwrap_or_default();
         carry::gather(self.mesh.world(), mine)
     }
 
@@ -491,7 +529,10 @@ impl Trainer {
     }
 
     /// Goes on with what was owed: this rank's of the files that rank 0 of the world has.
-    pub(crate) fn restore_residuals(&mut self, files: Option<Vec<Vec<u8>>>) -> Result<(), TrainError> {
+    pub(crate) fn restore_residuals(
+        &mut self,
+        files: Option<Vec<Vec<u8>>>,
+    ) -> Result<(), TrainError> {
         let mine = carry::scatter(self.mesh.world(), files)?;
         if !mine.is_empty() {
             let feedback = ErrorFeedback::from_bytes(&mine).map_err(farwire::Error::from)?;
@@ -534,7 +575,9 @@ impl Trainer {
                 let shares: Vec<&[f32]> = all.chunks(param.elements().max(1)).collect();
                 cut.join(&param.shape, &shares)
             }),
-            _ => (self.tensor.rank() == 0).then(|| Array { shape: param.shape.clone(), data: share }),
+            _ => {
+                (self.tensor.rank() == 0).then(|| Array { shape: param.shape.clone(), data: share })
+            }
         })
     }
 
@@ -573,7 +616,8 @@ impl Trainer {
                 Some(_) if !owns(&self.owners, &self.mesh, bare) => {}
                 Some(kind) => {
                     let moments = moments.entry(bare.to_owned()).or_default();
-                    let moment = if kind == "first" { &mut moments.first } else { &mut moments.second };
+                    let moment =
+                        if kind == "first" { &mut moments.first } else { &mut moments.second };
                     *moment = share.data;
                 }
             }
@@ -611,8 +655,10 @@ fn exchange(
 ) -> Exchange<Compressed> {
     let replicas = mesh.axis("dp").expect("the mesh was made with these axes");
     let mut reducer = Compressed::new(replicas, codec.clone());
-    reducer
-        .set_phase_in(PhaseIn { dense: settings.dense_steps as u64, falling: settings.falling_steps as u64 });
+    reducer.set_phase_in(PhaseIn {
+        dense: settings.dense_steps as u64,
+        falling: settings.falling_steps as u64,
+    });
     Exchange::new(reducer, plan, settings.bucket_bytes, &groups(plan, codec))
 }
 

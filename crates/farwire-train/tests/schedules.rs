@@ -17,8 +17,9 @@ fn lists(schedule: Schedule, stages: usize, micro_batches: usize) -> Vec<Vec<Act
 fn cases() -> impl Strategy<Value = (Schedule, usize, usize)> {
     let simple = prop_oneof![Just(Schedule::GPipe), Just(Schedule::OneForwardOneBackward)];
     let simple = (simple, 1usize..9, 1usize..20);
-    let interleaved = (1usize..5, 2usize..7, 1usize..5)
-        .prop_map(|(chunks, stages, groups)| (Schedule::Interleaved { chunks }, stages, stages * groups));
+    let interleaved = (1usize..5, 2usize..7, 1usize..5).prop_map(|(chunks, stages, groups)| {
+        (Schedule::Interleaved { chunks }, stages, stages * groups)
+    });
     prop_oneof![simple, interleaved]
 }
 
@@ -96,7 +97,8 @@ proptest! {
 
 #[test]
 fn the_measured_bubble_is_the_formulas() {
-    let schedules = [Schedule::GPipe, Schedule::OneForwardOneBackward, Schedule::Interleaved { chunks: 2 }];
+    let schedules =
+        [Schedule::GPipe, Schedule::OneForwardOneBackward, Schedule::Interleaved { chunks: 2 }];
     for schedule in schedules {
         for micro_batches in [4, 16] {
             let timeline = simulate(&lists(schedule, 4, micro_batches), EQUAL).unwrap();
@@ -140,7 +142,8 @@ fn impossible_schedules_are_refused_with_what_to_use() {
     for name in ["gpipe", "1f1b", "interleaved:3"] {
         assert_eq!(name.parse::<Schedule>().unwrap().to_string(), name);
     }
-    for name in ["", "1F1B", "interleaved:0", "interleaved:-1", "interleaved:99999999999999999999"] {
+    for name in ["", "1F1B", "interleaved:0", "interleaved:-1", "interleaved:99999999999999999999"]
+    {
         assert!(matches!(name.parse::<Schedule>(), Err(ScheduleError::Name(_))), "{name}");
     }
 }

@@ -8,7 +8,8 @@ use common::{TOY, Toy};
 use farwire::Communicator;
 use farwire_train::gpt::{Config, Writer};
 use farwire_train::{
-    Group, Input, Library, LibraryResult, OnNan, Settings, Sink, Stage, StageSpec, Start, TrainError, Trainer,
+    Group, Input, Library, LibraryResult, OnNan, Settings, Sink, Stage, StageSpec, Start,
+    TrainError, Trainer,
 };
 
 const STEPS: usize = 6;
@@ -27,14 +28,19 @@ fn settings() -> Settings {
 
 /// A context of 8, so that it takes few bytes.
 fn text() -> Vec<u8> {
-    (0..999).flat_map(|i| format!("{} and {} make {}; ", i % 7, i % 5, i % 7 + i % 5).into_bytes()).collect()
+    (0..999)
+        .flat_map(|i| format!("{} and {} make {}; ", i % 7, i % 5, i % 7 + i % 5).into_bytes())
+        .collect()
 }
 
 fn on_threads<T: Send>(ranks: usize, rank: impl Fn(Communicator) -> T + Sync) -> Vec<T> {
     let rank = &rank;
     std::thread::scope(|scope| {
-        let ranks: Vec<_> =
-            farwire::local(ranks).unwrap().into_iter().map(|comm| scope.spawn(move || rank(comm))).collect();
+        let ranks: Vec<_> = farwire::local(ranks)
+            .unwrap()
+            .into_iter()
+            .map(|comm| scope.spawn(move || rank(comm)))
+            .collect();
         ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
     })
 }
@@ -50,7 +56,12 @@ fn layouts() -> Vec<Settings> {
         Settings { dp: 2, shard_optimizer: true, ..settings.clone() },
         Settings { tp: 2, ..settings.clone() },
         Settings { pp: 2, micro_batches: 4, ..settings.clone() },
-        Settings { pp: 2, micro_batches: 2, schedule: "interleaved:2".parse().unwrap(), ..settings.clone() },
+        Settings {
+            pp: 2,
+            micro_batches: 2,
+            schedule: "interleaved:2".parse().unwrap(),
+            ..settings.clone()
+        },
         Settings { dp: 2, tp: 2, pp: 2, shard_optimizer: true, micro_batches: 2, ..settings },
     ]
 }
@@ -58,15 +69,19 @@ fn layouts() -> Vec<Settings> {
 #[test]
 fn every_layout_trains_the_model_that_one_rank_trains() {
     let text = text();
-    let alone =
-        |comm: Communicator| losses(&mut Trainer::new(&TOY, &comm, settings(), &text).unwrap(), STEPS);
+    let alone = |comm: Communicator| {
+        losses(&mut Trainer::new(&TOY, &comm, settings(), &text).unwrap(), STEPS)
+    };
     let expected = on_threads(1, alone).remove(0);
     assert!(expected[STEPS - 1] < expected[0] - 0.01, "it learns: {expected:?}");
     for layout in layouts() {
         on_threads(layout.ranks(), |comm| {
             let mut trainer = Trainer::new(&TOY, &comm, layout.clone(), &text).unwrap();
             for (got, expected) in losses(&mut trainer, STEPS).iter().zip(&expected) {
-                assert!((got - expected).abs() < 1e-5 * expected, "{layout:?}: {got}, not {expected}");
+                assert!(
+                    (got - expected).abs() < 1e-5 * expected,
+                    "{layout:?}: {got}, not {expected}"
+                );
             }
             assert!(trainer.replicas_agree().unwrap());
         });
@@ -92,7 +107,8 @@ fn a_run_goes_on_bit_for_bit_and_in_another_layout_too() {
         });
         on_threads(1, |comm| {
             let codec = layout.codec.clone();
-            let mut alone = Trainer::new(&TOY, &comm, Settings { codec, ..settings() }, &text).unwrap();
+            let mut alone =
+                Trainer::new(&TOY, &comm, Settings { codec, ..settings() }, &text).unwrap();
             alone.resume(&dir).unwrap();
             // What was owed stays behind, and some of it shows.
             let loss = losses(&mut alone, 1)[0];
@@ -106,9 +122,10 @@ fn a_run_goes_on_bit_for_bit_and_in_another_layout_too() {
 #[test]
 fn a_loss_that_is_not_finite_is_found_on_all_ranks() {
     let text = text();
-    for (disturb, value) in
-        [(Toy { disturb: |_| f32::NAN }, f32::NAN), (Toy { disturb: |_| f32::INFINITY }, f32::INFINITY)]
-    {
+    for (disturb, value) in [
+        (Toy { disturb: |_| f32::NAN }, f32::NAN),
+        (Toy { disturb: |_| f32::INFINITY }, f32::INFINITY),
+    ] {
         on_threads(2, |comm| {
             let settings = Settings { dp: 2, on_nan: OnNan::Skip, ..settings() };
             let library = if comm.rank() == 1 { &disturb } else { &TOY };

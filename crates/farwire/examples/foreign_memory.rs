@@ -28,10 +28,12 @@ fn map(file: &File, elements: usize) -> Result<Memory<f32>, Box<dyn std::error::
     file.set_len(bytes as u64)?;
     let access = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: a new mapping at an address of the system's choice takes the place of nothing.
-    let start = unsafe { rustix::mm::mmap(std::ptr::null_mut(), bytes, access, MapFlags::SHARED, file, 0)? };
+    let start = unsafe {
+        rustix::mm::mmap(std::ptr::null_mut(), bytes, access, MapFlags::SHARED, file, 0)?
+    };
     let owner = Mapping { start, bytes };
-    // SAFETY: the mapping has these elements, all zero, until its owner is dropped; and nobody else writes
-    // to the file, which has no name.
+    // SAFETY: the mapping has these elements, all zero, until its owner is dropped; and nobody else
+    // writes to the file, which has no name.
     Ok(unsafe { Memory::from_raw(start.cast(), elements, owner)? })
 }
 
@@ -41,7 +43,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mut gradient = map(&file, 1_000_000)?;
     gradient.fill(comm.rank() as f32);
 
-    // The memory, and with it the mapping, goes along with the operation and comes back with the result.
+    // The memory, and with it the mapping, goes along with the operation and comes back with the
+    // result.
     let mean = comm.in_place().all_reduce(gradient, ReduceOp::Mean).wait()?;
     println!("rank {} of {}: {}", comm.rank(), comm.size(), mean[0]);
 

@@ -1,6 +1,7 @@
 //! A codec chosen by measuring.
 //!
-//! Whether a codec pays depends on the link, the cores, the number of ranks and the length of the vector. So nothing is derived from any of them: the same all-reduce is made dense and through
+//! Whether a codec pays depends on the link, the cores, the number of ranks and the length of the
+//! vector. So nothing is derived from any of them: the same all-reduce is made dense and through
 //! each candidate, at growing lengths, and the times decide.
 //!
 //! ```text
@@ -9,7 +10,8 @@
 //!  64 KiB  …                            up to 16 MiB, or until the time is up
 //! ```
 //!
-//! Every decision, also which length is next, follows from the times that all ranks have agreed on and from nothing else; so all ranks measure the same lengths and choose the same.
+//! Every decision, also which length is next, follows from the times that all ranks have agreed on
+//! and from nothing else; so all ranks measure the same lengths and choose the same.
 
 use std::time::Instant;
 
@@ -24,32 +26,39 @@ use crate::policy::{CodecChoice, CodecPolicy, MARGIN, Step};
 /// What `auto` chooses from, beside dense. They lose little, and training goes as without them.
 const CANDIDATES: [&str; 2] = ["bf16", "int8"];
 
-/// Elements of the shortest and the longest vectors: 4 KiB and 16 MiB. What is shorter stays dense; what is longer goes like the longest.
+/// Elements of the shortest and the longest vectors: 4 KiB and 16 MiB. What is shorter stays dense;
+/// what is longer goes like the longest.
 const SHORTEST: usize = 1 << 10;
 const LONGEST: usize = 1 << 22;
-/// From one length to the next. Between the last that stays dense and the first that does not, one more is measured.
+/// From one length to the next. Between the last that stays dense and the first that does not, one
+/// more is measured.
 const GROWTH: usize = 4;
 
-/// Rounds at a length: so many, or for this many seconds; but at least `IN_DOUBT` at the first, and if it says otherwise than the length before, or a codec
-/// wins by less than `NARROW`.
+/// Rounds at a length: so many, or for this many seconds; but at least `IN_DOUBT` at the first, and
+/// if it says otherwise than the length before, or a codec wins by less than `NARROW`.
 const ROUNDS: u32 = 8;
 const SECONDS_EACH: f64 = 0.1;
 const IN_DOUBT: u32 = 3;
 const NARROW: f64 = 1.5;
 
-/// No longer length is begun that would end after this many seconds; where ranks are far apart, after that and this many of the fastest dense calls.
+/// No longer length is begun that would end after this many seconds; where ranks are far apart,
+/// after that and this many of the fastest dense calls.
 const SECONDS: f64 = 1.0;
 const CALLS: f64 = 36.0;
 
 impl CodecChoice {
-    /// Which codec a vector takes, by its length; `auto` is measured, for about a second, or some fifty round trips where these take longer.
+    /// Which codec a vector takes, by its length; `auto` is measured, for about a second, or some
+    /// fifty round trips where these take longer.
     ///
-    /// All ranks of the group must call it, while they have nothing else to do. `world` is who must choose alike: the group itself, or one that is made of several groups of the same size, as data-parallel
-    /// groups of a mesh are. In a group of one rank, and in doubt, it is dense.
+    /// All ranks of the group must call it, while they have nothing else to do. `world` is who must
+    /// choose alike: the group itself, or one that is made of several groups of the same size, as
+    /// data-parallel groups of a mesh are. In a group of one rank, and in doubt, it is dense.
     pub fn settle(&self, group: &Communicator, world: &Communicator) -> Result<CodecPolicy, Error> {
         let candidates = match self {
             Self::Given(codec) => return Ok(codec.clone().into()),
-            Self::Auto => CANDIDATES.iter().map(|name| name.parse().expect("these are codecs")).collect(),
+            Self::Auto => {
+                CANDIDATES.iter().map(|name| name.parse().expect("these are codecs")).collect()
+            }
             Self::WhereFaster(codec) => vec![codec.clone()],
         };
         if group.size() == 1 || candidates.iter().all(CodecSpec::is_none) {
@@ -65,7 +74,8 @@ fn measure(
     candidates: &[CodecSpec],
 ) -> Result<CodecPolicy, Error> {
     let begun = Instant::now();
-    let ways: Vec<_> = [CodecSpec::none()].iter().chain(candidates).cloned().map(Compressor::new).collect();
+    let ways: Vec<_> =
+        [CodecSpec::none()].iter().chain(candidates).cloned().map(Compressor::new).collect();
     let mut survey = Survey::default();
     let mut data = Vec::new();
     while let Some(elements) = survey.next() {
@@ -78,7 +88,9 @@ fn measure(
         for way in &ways {
             let (way, mine) = (way.shaped(&[rows, elements / rows]), data.clone());
             let start = Instant::now();
-            group.all_reduce_compressed(&format!("auto.{elements}"), mine, ReduceOp::Mean, &way).wait()?;
+            group
+                .all_reduce_compressed(&format!("auto.{elements}"), mine, ReduceOp::Mean, &way)
+                .wait()?;
             times.push(start.elapsed().as_secs_f64());
         }
         times.push(begun.elapsed().as_secs_f64());
@@ -89,7 +101,8 @@ fn measure(
     Ok(survey.policy(candidates))
 }
 
-/// Numbers around zero, most of them small, that differ from rank to rank: codecs may work harder on some data than on other.
+/// Numbers around zero, most of them small, that differ from rank to rank: codecs may work harder
+/// on some data than on other.
 fn gradient(elements: usize, rank: usize) -> Vec<f32> {
     let mut state = rank as u64 + 1;
     let mut next = || {
@@ -133,8 +146,8 @@ impl Length {
 
     /// The fastest of those candidates that `may` and that beat dense.
     fn winner(&self, may: impl Fn(usize) -> bool) -> Option<usize> {
-        let winners =
-            (0..self.best.len() - 1).filter(|candidate| may(*candidate) && self.gain(*candidate) >= MARGIN);
+        let winners = (0..self.best.len() - 1)
+            .filter(|candidate| may(*candidate) && self.gain(*candidate) >= MARGIN);
         winners.max_by(|a, b| self.gain(*a).total_cmp(&self.gain(*b)))
     }
 }
@@ -147,7 +160,9 @@ impl Survey {
         let winner = last.winner(|_| true);
         let is_news = before.is_none_or(|before| before.winner(|_| true) != winner);
         let in_doubt = is_news || winner.is_some_and(|winner| last.gain(winner) < NARROW);
-        if (last.rounds < ROUNDS && last.total < SECONDS_EACH) || (in_doubt && last.rounds < IN_DOUBT) {
+        if (last.rounds < ROUNDS && last.total < SECONDS_EACH)
+            || (in_doubt && last.rounds < IN_DOUBT)
+        {
             return Some(last.elements);
         }
         let call = self.lengths.iter().map(|length| length.best[0]).fold(f64::INFINITY, f64::min);
@@ -172,7 +187,8 @@ impl Survey {
         (is_wanted && is_new).then_some(middle)
     }
 
-    /// A round: seconds that each way took on the slowest rank, dense first, and seconds since the start.
+    /// A round: seconds that each way took on the slowest rank, dense first, and seconds since the
+    /// start.
     fn note(&mut self, elements: usize, times: &[f64], elapsed: f64) {
         self.elapsed = elapsed;
         if self.lengths.last().is_none_or(|last| last.elements != elements) {
@@ -185,7 +201,8 @@ impl Survey {
         length.best.iter_mut().zip(times).for_each(|(best, time)| *best = best.min(*time));
     }
 
-    /// From the longest down, while there is one: the fastest of those candidates that win at this length and at every longer one, and its least gain at these.
+    /// From the longest down, while there is one: the fastest of those candidates that win at this
+    /// length and at every longer one, and its least gain at these.
     fn winners(&self) -> impl Iterator<Item = (&Length, usize, f64)> {
         let mut lengths: Vec<&Length> = self.lengths.iter().collect();
         lengths.sort_unstable_by_key(|length| std::cmp::Reverse(length.elements));
@@ -237,7 +254,8 @@ mod tests {
         /// Dense, bf16, int8.
         fn times(&self, elements: usize) -> [f64; 3] {
             let bytes = 4.0 * elements as f64;
-            let coded = |ratio| 1.2 * self.latency + bytes / self.coding + bytes / self.rate / ratio;
+            let coded =
+                |ratio| 1.2 * self.latency + bytes / self.coding + bytes / self.rate / ratio;
             [self.latency + bytes / self.rate, coded(2.0), coded(4.0)]
         }
     }
@@ -268,14 +286,20 @@ mod tests {
     fn each_link_gets_what_is_fastest_on_it() {
         let memory = survey(|elements, _| MEMORY.times(elements));
         assert!(memory.policy(&candidates()).is_dense());
-        assert!(memory.lengths.iter().any(|length| length.elements == LONGEST), "nothing was left out");
+        assert!(
+            memory.lengths.iter().any(|length| length.elements == LONGEST),
+            "nothing was left out"
+        );
 
         let gigabit = survey(|elements, _| GIGABIT.times(elements));
         assert_eq!(gigabit.policy(&candidates()).to_string(), "int8 from 64 KiB (1.38×)");
         assert_eq!(chosen(&gigabit, 100 << 20), "int8");
 
         let far = survey(|elements, _| FAR.times(elements));
-        assert_eq!((chosen(&far, 1 << 16), chosen(&far, LONGEST)), ("none".to_owned(), "int8".to_owned()));
+        assert_eq!(
+            (chosen(&far, 1 << 16), chosen(&far, LONGEST)),
+            ("none".to_owned(), "int8".to_owned())
+        );
         assert!(far.elapsed < 12.0, "{} s", far.elapsed);
     }
 
@@ -283,7 +307,10 @@ mod tests {
     fn a_thin_link_is_not_measured_for_long_and_still_compressed() {
         let thin = survey(|elements, _| THIN.times(elements));
         assert!(thin.elapsed < 2.0, "{} s", thin.elapsed);
-        assert_eq!((chosen(&thin, SHORTEST), chosen(&thin, LONGEST)), ("int8".to_owned(), "int8".to_owned()));
+        assert_eq!(
+            (chosen(&thin, SHORTEST), chosen(&thin, LONGEST)),
+            ("int8".to_owned(), "int8".to_owned())
+        );
     }
 
     proptest! {

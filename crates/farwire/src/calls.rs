@@ -1,8 +1,10 @@
 //! Requests and responses: a rank registers handlers by name, any rank calls them.
 //!
-//! A group that uses calls has a communicator beside its own for them. Each rank keeps a receive posted from every other for requests (tag 0) and one for responses (tag 1);
-//! both travel as parcels, because their length is nobody's business but their sender's. One thread per group deals them out; each handler runs on a thread of its own, so that
-//! it may take its time and make calls itself.
+//! A group that uses calls has a communicator beside its own for them. Each rank keeps a receive
+//! posted from every other for requests (tag 0) and one for responses (tag 1); both travel as
+//! parcels, because their length is nobody's business but their sender's. One thread per group
+//! deals them out; each handler runs on a thread of its own, so that it may take its time and make
+//! calls itself.
 //!
 //! ```text
 //! request   8 id   4 length of the name   name   body
@@ -63,7 +65,8 @@ struct Shared {
     next_id: AtomicU64,
 }
 
-/// Requests on their way. A rank that does not answer holds up requests to itself, here, and nothing else.
+/// Requests on their way. A rank that does not answer holds up requests to itself, here, and
+/// nothing else.
 #[derive(Default)]
 struct Flow {
     /// Sent and not answered, given up or not, by receiver.
@@ -96,7 +99,8 @@ enum News {
 impl Calls {
     /// Opens the communicator for calls and posts the first receives.
     ///
-    /// Requests that wait are answered from now on, so the first handler, if there is one, must be there already.
+    /// Requests that wait are answered from now on, so the first handler, if there is one, must be
+    /// there already.
     pub(crate) fn start(
         node: Weak<Node>,
         group: CommId,
@@ -120,7 +124,8 @@ impl Calls {
             next_id: AtomicU64::new(0),
         });
         let (news, heard) = mpsc::channel();
-        let others: Vec<_> = (0..members.len() as u32).map(Rank).filter(|rank| *rank != me).collect();
+        let others: Vec<_> =
+            (0..members.len() as u32).map(Rank).filter(|rank| *rank != me).collect();
         let mut dealer = Dealer {
             shared: shared.clone(),
             news: news.clone(),
@@ -151,17 +156,24 @@ impl Calls {
         completion: &Arc<Completion>,
     ) -> Result<(), Error> {
         if request.len() > LONGEST || name.len() > AROUND / 2 {
-            return Err(Error::TooLong { what: "request", len: request.len() + name.len(), limit: LONGEST });
+            return Err(Error::TooLong {
+                what: "request",
+                len: request.len() + name.len(),
+                limit: LONGEST,
+            });
         }
         let now = Instant::now();
         let due = now.checked_add(after).unwrap_or(now + FOREVER);
         let id = self.shared.next_id.fetch_add(1, Ordering::Relaxed);
-        let call = Outstanding { completion: completion.clone(), to, name: name.to_owned(), after, due };
+        let call =
+            Outstanding { completion: completion.clone(), to, name: name.to_owned(), after, due };
         lock(&self.shared.outstanding).insert(id, call);
         let _ = self.news.send(News::Called);
         let sent = if to == self.shared.me {
             let (shared, name) = (self.shared.clone(), name.to_owned());
-            on_a_thread("farwire-handler", move || shared.answered(id, shared.handle(to, &name, request)))
+            on_a_thread("farwire-handler", move || {
+                shared.answered(id, shared.handle(to, &name, request))
+            })
         } else {
             let name_len = (name.len() as u32).to_le_bytes();
             let parcel = [&id.to_le_bytes()[..], &name_len, name.as_bytes(), &request].concat();
@@ -213,7 +225,8 @@ impl Shared {
             let unanswered = flow.unanswered.entry(to).or_insert(0);
             *unanswered = unanswered.saturating_sub(1);
             let queued = flow.queued.entry(to).or_default();
-            std::iter::from_fn(|| queued.pop_front()).find(|(id, _)| lock(&self.outstanding).contains_key(id))
+            std::iter::from_fn(|| queued.pop_front())
+                .find(|(id, _)| lock(&self.outstanding).contains_key(id))
         };
         if let Some((id, parcel)) = next {
             // If it cannot be sent, the group has failed, and its caller is told with all others.
@@ -238,7 +251,8 @@ impl Shared {
 
     /// A call has its response. One whose caller has given up is dropped.
     fn answered(&self, id: u64, answer: Result<Vec<u8>, String>) {
-        let Some(Outstanding { completion, to, name, .. }) = lock(&self.outstanding).remove(&id) else {
+        let Some(Outstanding { completion, to, name, .. }) = lock(&self.outstanding).remove(&id)
+        else {
             return;
         };
         let result = answer.map(Buffer::from);
@@ -320,7 +334,8 @@ impl Dealer {
         let call = Call::RecvParcel { from, tag, max: LONGEST + AROUND };
         let options = Options { deadline: Some(Duration::MAX), ..Options::default() };
         // It fails once the rank is lost; then there is nothing to wait for.
-        if node.driver().recv_parcel(self.shared.comm, &call, &options, completion.clone()).is_ok() {
+        if node.driver().recv_parcel(self.shared.comm, &call, &options, completion.clone()).is_ok()
+        {
             completion.wake(Arc::new(Doorbell { news: self.news.clone(), from, tag }).into());
             self.posted.insert((from, tag), completion);
             node.call_keeper();
@@ -328,7 +343,8 @@ impl Dealer {
     }
 
     fn arrived(&mut self, from: Rank, tag: Tag) {
-        let parcel = match self.posted.remove(&(from, tag)).and_then(|completion| completion.take()) {
+        let parcel = match self.posted.remove(&(from, tag)).and_then(|completion| completion.take())
+        {
             Some(Ok(parcel)) => unwrap(parcel),
             // Nobody of this group will answer any more.
             Some(Err(Error::Failed { error, .. })) => return self.shared.fail_all(&error),
@@ -355,10 +371,12 @@ impl Dealer {
         let (shared, news) = (self.shared.clone(), self.news.clone());
         let started = on_a_thread("farwire-handler", move || {
             let answer = shared.handle(from, &name, parcel);
-            let (worked, mut body) = answer.map_or_else(|why| (0, why.into_bytes()), |body| (1, body));
+            let (worked, mut body) =
+                answer.map_or_else(|why| (0, why.into_bytes()), |body| (1, body));
             body.truncate(if worked == 0 { MAX_ERROR_LEN } else { LONGEST });
             // If it cannot be sent, its caller finds out by itself.
-            let _ = shared.send(from, RESPONSES, [&id.to_le_bytes()[..], &[worked], &body].concat());
+            let _ =
+                shared.send(from, RESPONSES, [&id.to_le_bytes()[..], &[worked], &body].concat());
             let _ = news.send(News::Handled);
         });
         match started {
@@ -376,8 +394,10 @@ impl Dealer {
         let (id, rest) = parcel.split_first_chunk()?;
         let (worked, body) = rest.split_first()?;
         let failure = || Err(String::from_utf8_lossy(body).into_owned());
-        self.shared
-            .answered(u64::from_le_bytes(*id), if *worked == 1 { Ok(body.to_vec()) } else { failure() });
+        self.shared.answered(
+            u64::from_le_bytes(*id),
+            if *worked == 1 { Ok(body.to_vec()) } else { failure() },
+        );
         Some(())
     }
 }
@@ -406,6 +426,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl std::fmt::Debug for Shared {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Shared").field("comm", &self.comm).field("me", &self.me).finish_non_exhaustive()
+        f.debug_struct("Shared")
+            .field("comm", &self.comm)
+            .field("me", &self.me)
+            .finish_non_exhaustive()
     }
 }

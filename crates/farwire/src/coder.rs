@@ -49,13 +49,19 @@ pub(crate) fn work(driver: &SharedDriver, op: OpId) {
 
 fn finish(driver: &SharedDriver, exchange: CodedCollective, completion: &Arc<Completion>) {
     let result = match exchange.finish() {
-        Err((error, input)) => Err(Error::NotEncodable { error, input: Some(Box::new(input.into())) }),
+        Err((error, input)) => {
+            Err(Error::NotEncodable { error, input: Some(Box::new(input.into())) })
+        }
         Ok(Finished { output, input }) => {
             let in_type = match &input {
                 Floats::F32(_) => None,
                 Floats::F64(_) => Some(Floats::F64(output.iter().map(|x| f64::from(*x)).collect())),
-                Floats::F16(_) => Some(Floats::F16(output.iter().map(|x| f16::from_f32(*x)).collect())),
-                Floats::Bf16(_) => Some(Floats::Bf16(output.iter().map(|x| bf16::from_f32(*x)).collect())),
+                Floats::F16(_) => {
+                    Some(Floats::F16(output.iter().map(|x| f16::from_f32(*x)).collect()))
+                }
+                Floats::Bf16(_) => {
+                    Some(Floats::Bf16(output.iter().map(|x| bf16::from_f32(*x)).collect()))
+                }
             };
             let mut driver = driver.lock();
             driver.recycle(input.into());

@@ -61,7 +61,13 @@ impl Communicator {
         Ok(Self::new(node, CommId::WORLD, rank, members, Options::default()))
     }
 
-    fn new(node: Arc<Membership>, id: CommId, rank: Rank, members: Vec<Peer>, options: Options) -> Self {
+    fn new(
+        node: Arc<Membership>,
+        id: CommId,
+        rank: Rank,
+        members: Vec<Peer>,
+        options: Options,
+    ) -> Self {
         let splits = AtomicU32::new(0);
         let group = Arc::new(Group {
             node: node.clone(),
@@ -114,7 +120,11 @@ impl Communicator {
     /// Everyone gets everyone's vector, one after the other in rank order. All must have the same
     /// length; see [`all_gather_varied`](Self::all_gather_varied).
     pub fn all_gather<T: Element>(&self, data: Vec<T>) -> Pending<Vec<T>> {
-        self.start(Call::AllGather { counts: Counts::Each(data.len()), dtype: T::DTYPE }, data, unwrap)
+        self.start(
+            Call::AllGather { counts: Counts::Each(data.len()), dtype: T::DTYPE },
+            data,
+            unwrap,
+        )
     }
 
     /// [`all_gather`](Self::all_gather) of vectors that differ in length: `counts[r]` elements from
@@ -135,13 +145,23 @@ impl Communicator {
     /// assert_eq!(comm.broadcast(mine, 3, 0).wait().unwrap(), [1, 2, 3]);
     /// # }); });
     /// ```
-    pub fn broadcast<T: Element>(&self, data: Option<Vec<T>>, count: usize, root: usize) -> Pending<Vec<T>> {
+    pub fn broadcast<T: Element>(
+        &self,
+        data: Option<Vec<T>>,
+        count: usize,
+        root: usize,
+    ) -> Pending<Vec<T>> {
         let call = Call::Broadcast { count, dtype: T::DTYPE, root: rank(root) };
         self.start(call, self.roots(data, root), unwrap)
     }
 
     /// The root gets the combination of everyone's vector; the others get `None`.
-    pub fn reduce<T: Element>(&self, data: Vec<T>, op: ReduceOp, root: usize) -> Pending<Option<Vec<T>>> {
+    pub fn reduce<T: Element>(
+        &self,
+        data: Vec<T>,
+        op: ReduceOp,
+        root: usize,
+    ) -> Pending<Option<Vec<T>>> {
         let call = Call::Reduce { count: data.len(), dtype: T::DTYPE, op, root: rank(root) };
         self.start(call, data, if root == self.rank() { unwrap_some } else { nothing })
     }
@@ -149,12 +169,18 @@ impl Communicator {
     /// The root gets everyone's vector, one after the other in rank order; the others get `None`.
     /// All must have the same length.
     pub fn gather<T: Element>(&self, data: Vec<T>, root: usize) -> Pending<Option<Vec<T>>> {
-        let call = Call::Gather { counts: Counts::Each(data.len()), dtype: T::DTYPE, root: rank(root) };
+        let call =
+            Call::Gather { counts: Counts::Each(data.len()), dtype: T::DTYPE, root: rank(root) };
         self.start(call, data, if root == self.rank() { unwrap_some } else { nothing })
     }
 
     /// Each rank gets its `count` elements of the root's vector. The others need give none.
-    pub fn scatter<T: Element>(&self, data: Option<Vec<T>>, count: usize, root: usize) -> Pending<Vec<T>> {
+    pub fn scatter<T: Element>(
+        &self,
+        data: Option<Vec<T>>,
+        count: usize,
+        root: usize,
+    ) -> Pending<Vec<T>> {
         let call = Call::Scatter { counts: Counts::Each(count), dtype: T::DTYPE, root: rank(root) };
         self.start(call, self.roots(data, root), unwrap)
     }
@@ -247,10 +273,17 @@ impl Communicator {
     }
 
     /// Calls a handler on another rank, or on this one. The response must come within `deadline`.
-    pub fn call(&self, to: usize, name: &str, request: Vec<u8>, deadline: Duration) -> Pending<Vec<u8>> {
+    pub fn call(
+        &self,
+        to: usize,
+        name: &str,
+        request: Vec<u8>,
+        deadline: Duration,
+    ) -> Pending<Vec<u8>> {
         let completion = Arc::new(Completion::default());
-        let called =
-            self.calls(None).and_then(|calls| calls.call(rank(to), name, request, deadline, &completion));
+        let called = self
+            .calls(None)
+            .and_then(|calls| calls.call(rank(to), name, request, deadline, &completion));
         match called {
             Err(error) => Pending::ready(Err(error)),
             Ok(()) => Pending::running(self.node.clone(), self.members(), completion, unwrap),
@@ -290,8 +323,10 @@ impl Communicator {
             .collect();
         chosen.sort_unstable();
         let members: Vec<_> = chosen.iter().map(|(_, _, peer)| *peer).collect();
-        let place =
-            chosen.iter().position(|(_, rank, _)| *rank == self.rank()).ok_or(OpenError::NotAMember)?;
+        let place = chosen
+            .iter()
+            .position(|(_, rank, _)| *rank == self.rank())
+            .ok_or(OpenError::NotAMember)?;
         // Every rank of this group splits it equally often, so all members derive the same id.
         let split = self.group.splits.fetch_add(1, Ordering::Relaxed);
         let id = self.group.id.child(split, color);
@@ -375,7 +410,11 @@ impl Communicator {
     ///
     /// A call that is refused leaves the vector as it was. One that fails half-way leaves anything
     /// in it.
-    pub fn all_reduce_in_place<T: Element>(&self, data: &mut [T], op: ReduceOp) -> Result<(), Error> {
+    pub fn all_reduce_in_place<T: Element>(
+        &self,
+        data: &mut [T],
+        op: ReduceOp,
+    ) -> Result<(), Error> {
         self.lend(data, |memory| self.in_place().all_reduce(memory, op))
     }
 
@@ -439,8 +478,13 @@ impl Communicator {
         let completion = Arc::new(Completion::default());
         let data = data.into();
         let long = data.bytes().len() > OVERLAP_FROM;
-        let submitted =
-            self.node.driver().submit(self.group.id, &call, &self.options, data, completion.clone());
+        let submitted = self.node.driver().submit(
+            self.group.id,
+            &call,
+            &self.options,
+            data,
+            completion.clone(),
+        );
         match submitted {
             Err(error) => Pending::ready(Err(error.in_group(&self.members()))),
             Ok(()) => {
@@ -488,8 +532,11 @@ fn nothing<T: Element>(_: Buffer) -> Option<Vec<T>> {
 
 /// 64 bits that differ if the data do, but for bad luck (FNV-1a, eight bytes at a time).
 fn digest(bytes: &[u8]) -> u64 {
-    let step = |hash: u64, word: u64| (hash ^ word).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(29);
+    let step =
+        |hash: u64, word: u64| (hash ^ word).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(29);
     let (words, rest) = bytes.as_chunks::<8>();
-    let hash = words.iter().fold(0xcbf2_9ce4_8422_2325, |hash, word| step(hash, u64::from_le_bytes(*word)));
+    let hash = words
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325, |hash, word| step(hash, u64::from_le_bytes(*word)));
     rest.iter().fold(hash, |hash, byte| step(hash, u64::from(*byte)))
 }

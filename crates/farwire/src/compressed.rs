@@ -36,7 +36,8 @@ fn floats<T: Float>(elements: Vec<T>) -> Floats {
 
 /// A codec, and what it owes: the state of compression on one rank.
 ///
-/// Every rank makes one of its own, with the same settings, and keeps it for the whole run: what a codec leaves out of a step is remembered by the tensor's name and sent with the next (error
+/// Every rank makes one of its own, with the same settings, and keeps it for the whole run: what a
+/// codec leaves out of a step is remembered by the tensor's name and sent with the next (error
 /// feedback). Cloning gives another handle to the same state.
 ///
 /// ```
@@ -74,11 +75,19 @@ impl Compressor {
 
     /// A codec for each length of vectors, with error feedback. The same on all ranks.
     pub fn by_size(policy: CodecPolicy) -> Self {
-        Self { policy, dense_below: 0, feedback: Some(Arc::default()), seed: 0, step: None, dimensions: None }
+        Self {
+            policy,
+            dense_below: 0,
+            feedback: Some(Arc::default()),
+            seed: 0,
+            step: None,
+            dimensions: None,
+        }
     }
 
-    /// bf16 or int8 where that is faster than dense between these ranks, and dense elsewhere, with error feedback: measured here and now, for about a second. All ranks must call it, and all choose
-    /// the same.
+    /// bf16 or int8 where that is faster than dense between these ranks, and dense elsewhere, with
+    /// error feedback: measured here and now, for about a second. All ranks must call it, and all
+    /// choose the same.
     ///
     /// ```
     /// use farwire::{Compressor, ReduceOp};
@@ -98,7 +107,8 @@ impl Compressor {
         CodecChoice::Auto.settle(group, group).map(Self::by_size)
     }
 
-    /// The same without error feedback: what the codec leaves out is lost. Training with top-k or sign suffers badly; random-k makes up for it by scaling what it sends.
+    /// The same without error feedback: what the codec leaves out is lost. Training with top-k or
+    /// sign suffers badly; random-k makes up for it by scaling what it sends.
     pub fn without_feedback(self) -> Self {
         Self { feedback: None, ..self }
     }
@@ -118,18 +128,21 @@ impl Compressor {
         Self { seed, ..self }
     }
 
-    /// The same state, for a step with this number: random choices then depend on it, and not on how many calls were made before, so that a run can be resumed bit for bit. The same on
-    /// all ranks.
+    /// The same state, for a step with this number: random choices then depend on it, and not on
+    /// how many calls were made before, so that a run can be resumed bit for bit. The same on all
+    /// ranks.
     pub fn at_step(&self, step: u64) -> Self {
         Self { step: Some(step), ..self.clone() }
     }
 
-    /// The same state, for calls through another codec, or none: what was left out by one is made up for by the other. The same on all ranks.
+    /// The same state, for calls through another codec, or none: what was left out by one is made
+    /// up for by the other. The same on all ranks.
     pub fn with_codec(&self, codec: CodecSpec) -> Self {
         Self { policy: codec.into(), ..self.clone() }
     }
 
-    /// The same state, for a tensor of these dimensions: PowerSGD sees it as a matrix of the first by the rest.
+    /// The same state, for a tensor of these dimensions: PowerSGD sees it as a matrix of the first
+    /// by the rest.
     pub fn shaped(&self, dimensions: &[usize]) -> Self {
         Self { dimensions: Some(dimensions.to_vec()), ..self.clone() }
     }
@@ -144,7 +157,8 @@ impl Compressor {
         self.policy.to_string()
     }
 
-    /// What a rank's vector goes through, and none if it stays dense. The whole is longer than that only in an all-gather.
+    /// What a rank's vector goes through, and none if it stays dense. The whole is longer than that
+    /// only in an all-gather.
     fn codec<T: Float>(&self, elements: usize, whole: usize) -> Option<CodecSpec> {
         let codec = (elements >= self.dense_below).then(|| self.policy.codec_for(whole, T::DTYPE));
         codec.filter(|codec| !codec.is_none())
@@ -154,8 +168,9 @@ impl Compressor {
 impl Communicator {
     /// [`all_reduce`](Self::all_reduce) of a gradient through a codec: sum or mean only.
     ///
-    /// `tensor` names the vector, and what is owed for it; one call at a time by each name. The result has the same bits on every rank. If the call fails, everything owed is as it was before. If
-    /// any rank's input holds a NaN or an infinity, all ranks get the same error.
+    /// `tensor` names the vector, and what is owed for it; one call at a time by each name. The
+    /// result has the same bits on every rank. If the call fails, everything owed is as it was
+    /// before. If any rank's input holds a NaN or an infinity, all ranks get the same error.
     pub fn all_reduce_compressed<T: Float>(
         &self,
         tensor: &str,
@@ -170,7 +185,8 @@ impl Communicator {
         self.start_coded(tensor, floats(data), Collective::AllReduce(op), codec, compressor)
     }
 
-    /// [`reduce_scatter`](Self::reduce_scatter) of a gradient through a codec: sum or mean only. See [`all_reduce_compressed`](Self::all_reduce_compressed).
+    /// [`reduce_scatter`](Self::reduce_scatter) of a gradient through a codec: sum or mean only.
+    /// See [`all_reduce_compressed`](Self::all_reduce_compressed).
     pub fn reduce_scatter_compressed<T: Float>(
         &self,
         tensor: &str,
@@ -185,7 +201,8 @@ impl Communicator {
         self.start_coded(tensor, floats(data), Collective::ReduceScatter(op), codec, compressor)
     }
 
-    /// [`all_gather`](Self::all_gather) through a codec: every rank, the sender included, gets what the codec makes of each vector. All must have the same length.
+    /// [`all_gather`](Self::all_gather) through a codec: every rank, the sender included, gets what
+    /// the codec makes of each vector. All must have the same length.
     pub fn all_gather_compressed<T: Float>(
         &self,
         tensor: &str,
@@ -240,8 +257,13 @@ impl Communicator {
         }
         let completion = Arc::new(Completion::paying(debt));
         let node = self.node();
-        let submitted =
-            node.driver().submit(self.id(), &call, self.options(), input.into(), completion.clone());
+        let submitted = node.driver().submit(
+            self.id(),
+            &call,
+            self.options(),
+            input.into(),
+            completion.clone(),
+        );
         if let Err(error) = submitted {
             let _ = completion.complete(Err(error));
         } else if long {
@@ -260,7 +282,8 @@ impl Communicator {
     ) -> Pending<Vec<T>> {
         let completion = Arc::new(Completion::default());
         let long = input.len() * input.dtype().size() > OVERLAP_FROM;
-        match self.try_start_coded(tensor, input, collective, codec, compressor, completion.clone()) {
+        match self.try_start_coded(tensor, input, collective, codec, compressor, completion.clone())
+        {
             Err(error) => Pending::ready(Err(error.in_group(&self.members()))),
             Ok(()) => {
                 let node = self.node();

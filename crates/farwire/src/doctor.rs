@@ -63,7 +63,9 @@ pub fn examine() -> Vec<Finding> {
 
 fn cores() -> Finding {
     match std::thread::available_parallelism() {
-        Ok(cores) => Finding::good("cores", format!("{cores}; more ranks than that on this host share them")),
+        Ok(cores) => {
+            Finding::good("cores", format!("{cores}; more ranks than that on this host share them"))
+        }
         Err(error) => Finding::broken("cores", &error, "nothing; one is assumed"),
     }
 }
@@ -82,10 +84,14 @@ fn interfaces() -> Vec<Finding> {
         text.trim().parse::<u64>().ok()
     };
     let finding = |name: String| {
-        let addresses: Vec<_> =
-            list.iter().filter(|other| other.name == name).map(|other| other.ip().to_string()).collect();
+        let addresses: Vec<_> = list
+            .iter()
+            .filter(|other| other.name == name)
+            .map(|other| other.ip().to_string())
+            .collect();
         let mtu = about(&name, "mtu").map_or(String::new(), |mtu| format!(", MTU {mtu}"));
-        let speed = about(&name, "speed").map_or(String::new(), |speed| format!(", {speed} Mbit/s"));
+        let speed =
+            about(&name, "speed").map_or(String::new(), |speed| format!(", {speed} Mbit/s"));
         Finding::good(format!("interface {name}"), format!("{}{mtu}{speed}", addresses.join(" ")))
     };
     names.into_iter().map(finding).collect()

@@ -11,9 +11,9 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use farwire_codec::collective::CodedCollective;
 use farwire_proto::{
-    Buffers, Call, Coding, CommId, DType, Engine, HEADER_LEN, Header, Input, Lane, Machine, MachineEvent,
-    Nonsense, OpId, OpenError, Options, Peer, Plan, Rank, Refusal, Refused, Time, Transmit, Verdict,
-    WorldSize,
+    Buffers, Call, Coding, CommId, DType, Engine, HEADER_LEN, Header, Input, Lane, Machine,
+    MachineEvent, Nonsense, OpId, OpenError, Options, Peer, Plan, Rank, Refusal, Refused, Time,
+    Transmit, Verdict, WorldSize,
 };
 use rustc_hash::FxHashSet as HashSet;
 
@@ -194,7 +194,9 @@ impl Driver {
 
     /// What was sent and received, by peer, and what carries it: nothing to oneself and to those
     /// that are lost.
-    pub(crate) fn traffic_by_peer(&self) -> impl Iterator<Item = (Traffic, Traffic, Option<&'static str>)> {
+    pub(crate) fn traffic_by_peer(
+        &self,
+    ) -> impl Iterator<Item = (Traffic, Traffic, Option<&'static str>)> {
         let links = self.links.iter().map(|link| link.as_ref().map(|link| link.kind()));
         self.sent
             .iter()
@@ -240,7 +242,8 @@ impl Driver {
         // Frames must fit the links, which are the same on all ranks; a longer segment than that is
         // cut down on all of them alike.
         let fits = NonZeroUsize::new(self.longest / WIDEST).unwrap_or(NonZeroUsize::MIN);
-        let options = Options { segment: options.segment.map(|segment| segment.min(fits)), ..*options };
+        let options =
+            Options { segment: options.segment.map(|segment| segment.min(fits)), ..*options };
         let plan = self.machine.plan(comm, call, &options);
         match plan.and_then(|plan| plan.check_elements(input.dtype()).map(|()| plan)) {
             Ok(plan) => self.start(plan, Input::Buffer(input), completion, false),

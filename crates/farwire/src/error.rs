@@ -37,7 +37,8 @@ pub enum Error {
         /// The input, as it was; unspecified, if that was in place.
         input: Option<Box<Buffer>>,
     },
-    /// A collective through a codec moved all its data, and somebody's could not be encoded. All ranks get the same error, and nobody's residuals have changed.
+    /// A collective through a codec moved all its data, and somebody's could not be encoded. All
+    /// ranks get the same error, and nobody's residuals have changed.
     #[error("{error}")]
     NotEncodable {
         /// Whose, and what.
@@ -141,7 +142,8 @@ fn failed(error: &OpError, members: Option<&[Peer]>) -> String {
     members.map_or_else(|| error.to_string(), |members| error.in_group(members).to_string())
 }
 
-/// Why a group of these ranks cannot be made. Ranks are those of the group that it would be part of.
+/// Why a group of these ranks cannot be made. Ranks are those of the group that it would be part
+/// of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SubgroupError {
@@ -160,7 +162,9 @@ pub enum SubgroupError {
         rank: usize,
     },
     /// The rank that asks is not listed.
-    #[error("this is rank {rank}, which is not among the members of the new group; let only them make it")]
+    #[error(
+        "this is rank {rank}, which is not among the members of the new group; let only them make it"
+    )]
     NotAMember {
         /// The rank.
         rank: usize,
@@ -205,7 +209,9 @@ impl Error {
     /// The memory that the operation was given, a vector or not, with its owner; once. See
     /// [`take_input`](Self::take_input) for what is in it.
     pub fn take_memory<T: Element>(&mut self) -> Option<Memory<T>> {
-        self.input()?.take_if(|buffer| buffer.dtype() == T::DTYPE).map(|buffer| Memory::from_buffer(*buffer))
+        self.input()?
+            .take_if(|buffer| buffer.dtype() == T::DTYPE)
+            .map(|buffer| Memory::from_buffer(*buffer))
     }
 
     fn input(&mut self) -> Option<&mut Option<Box<Buffer>>> {

@@ -39,7 +39,11 @@ impl<'a> InPlace<'a> {
     }
 
     /// Everyone gets the combination of everyone's vector.
-    pub fn all_reduce<T: Element>(&self, data: impl Into<Memory<T>>, op: ReduceOp) -> Pending<Memory<T>> {
+    pub fn all_reduce<T: Element>(
+        &self,
+        data: impl Into<Memory<T>>,
+        op: ReduceOp,
+    ) -> Pending<Memory<T>> {
         self.start(data, |count| Call::AllReduce { count, dtype: T::DTYPE, op })
     }
 
@@ -57,7 +61,11 @@ impl<'a> InPlace<'a> {
     /// Each rank gets its block of the combination of everyone's vector, at its place in the
     /// vector: that of an even division of it, in which the first blocks are the longer ones. The
     /// rest is as it was.
-    pub fn reduce_scatter<T: Element>(&self, data: impl Into<Memory<T>>, op: ReduceOp) -> Pending<Memory<T>> {
+    pub fn reduce_scatter<T: Element>(
+        &self,
+        data: impl Into<Memory<T>>,
+        op: ReduceOp,
+    ) -> Pending<Memory<T>> {
         self.start(data, |count| Call::ReduceScatter { count, dtype: T::DTYPE, op })
     }
 
@@ -65,23 +73,45 @@ impl<'a> InPlace<'a> {
     /// rank's holds what it gives.
     pub fn all_gather<T: Element>(&self, data: impl Into<Memory<T>>) -> Pending<Memory<T>> {
         let ranks = self.comm.size();
-        self.start(data, |count| Call::AllGather { counts: Counts::Each(count / ranks), dtype: T::DTYPE })
+        self.start(data, |count| Call::AllGather {
+            counts: Counts::Each(count / ranks),
+            dtype: T::DTYPE,
+        })
     }
 
     /// Everyone gets the root's vector.
-    pub fn broadcast<T: Element>(&self, data: impl Into<Memory<T>>, root: usize) -> Pending<Memory<T>> {
+    pub fn broadcast<T: Element>(
+        &self,
+        data: impl Into<Memory<T>>,
+        root: usize,
+    ) -> Pending<Memory<T>> {
         self.start(data, |count| Call::Broadcast { count, dtype: T::DTYPE, root: rank(root) })
     }
 
     /// Sends a message out of the memory: see [`Communicator::send`]. The other end may receive it
     /// in place or not.
-    pub fn send<T: Element>(&self, data: impl Into<Memory<T>>, to: usize, tag: u32) -> Pending<Memory<T>> {
+    pub fn send<T: Element>(
+        &self,
+        data: impl Into<Memory<T>>,
+        to: usize,
+        tag: u32,
+    ) -> Pending<Memory<T>> {
         self.start(data, |count| Call::Send { to: rank(to), tag: Tag(tag), count, dtype: T::DTYPE })
     }
 
     /// Receives a message into the memory, which has its length.
-    pub fn recv<T: Element>(&self, data: impl Into<Memory<T>>, from: usize, tag: u32) -> Pending<Memory<T>> {
-        self.start(data, |count| Call::Recv { from: rank(from), tag: Tag(tag), count, dtype: T::DTYPE })
+    pub fn recv<T: Element>(
+        &self,
+        data: impl Into<Memory<T>>,
+        from: usize,
+        tag: u32,
+    ) -> Pending<Memory<T>> {
+        self.start(data, |count| Call::Recv {
+            from: rank(from),
+            tag: Tag(tag),
+            count,
+            dtype: T::DTYPE,
+        })
     }
 
     fn start<T: Element>(

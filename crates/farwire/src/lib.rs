@@ -1,7 +1,8 @@
 //! A communication runtime for training models across the networks people actually have.
 //!
-//! A [`Communicator`] joins this process to the others of its group. Every collective takes a vector, owns it while it is in flight, and returns a [`Pending`]:
-//! a `Future` that can also be [`wait`](Pending::wait)ed for. A failed operation returns its input with the error.
+//! A [`Communicator`] joins this process to the others of its group. Every collective takes a
+//! vector, owns it while it is in flight, and returns a [`Pending`]: a `Future` that can also be
+//! [`wait`](Pending::wait)ed for. A failed operation returns its input with the error.
 //!
 //! ```
 //! use farwire::ReduceOp;
@@ -60,13 +61,13 @@ pub use error::{Error, SubgroupError};
 pub use farwire_codec as codec;
 pub use farwire_codec::collective::{CodingError, OrderError};
 pub use farwire_codec::{
-    Codec, CodecSpec, CodedPlace, Context, DecodeError, ErrorFeedback, FeedbackError, Norms, Owed, Savepoint,
-    SpecError, Transaction, VectorCodec,
+    Codec, CodecSpec, CodedPlace, Context, DecodeError, ErrorFeedback, FeedbackError, Norms, Owed,
+    Savepoint, SpecError, Transaction, VectorCodec,
 };
 pub use farwire_proto::{
-    Algorithm, Call, CallError, Called, CommId, Config, Counts, DType, Element, Epoch, Fault, Fingerprint,
-    Kind, OpError, OpSeq, OpenError, Options, Peer, Rank, ReduceOp, Tag, Tuning, UnknownName, WorldSize,
-    tune,
+    Algorithm, Call, CallError, Called, CommId, Config, Counts, DType, Element, Epoch, Fault,
+    Fingerprint, Kind, OpError, OpSeq, OpenError, Options, Peer, Rank, ReduceOp, Tag, Tuning,
+    UnknownName, WorldSize, tune,
 };
 pub use in_place::InPlace;
 pub use join::env::{EnvError, Place};

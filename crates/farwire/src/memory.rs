@@ -2,14 +2,15 @@
 //!
 //! # Rules of access
 //!
-//! 1. A [`Buffer`]'s bytes are the `bytes` bytes from `start`: initialised, aligned for its element type,
-//!    and valid to read and write for as long as the buffer lives. A vector promises that of its own,
-//!    an owner's `AsMut` of the slice it lends, and for anything else the caller of
+//! 1. A [`Buffer`]'s bytes are the `bytes` bytes from `start`: initialised, aligned for its element
+//!    type, and valid to read and write for as long as the buffer lives. A vector promises that of
+//!    its own, an owner's `AsMut` of the slice it lends, and for anything else the caller of
 //!    [`Memory::from_raw`] does.
-//! 2. While a buffer lives, its bytes are accessed through it alone, and so by Rust's usual rules: a
-//!    shared slice borrows it, a mutable one borrows it mutably.
-//! 3. Its owner is not touched until the buffer ends. Then it is dropped or handed back. It is held by a
-//!    raw pointer, because a `Box` that moves claims what is in it for itself, and the bytes may be in it.
+//! 2. While a buffer lives, its bytes are accessed through it alone, and so by Rust's usual rules:
+//!    a shared slice borrows it, a mutable one borrows it mutably.
+//! 3. Its owner is not touched until the buffer ends. Then it is dropped or handed back. It is held
+//!    by a raw pointer, because a `Box` that moves claims what is in it for itself, and the bytes
+//!    may be in it.
 //! 4. Elements are plain data: any bytes are a value, and nothing has to be dropped. The types that
 //!    implement [`Element`], which nobody can add to, each have a [`DType`] of their own, so that
 //!    tells which one a buffer is of.
@@ -140,7 +141,8 @@ impl<T: Element> Memory<T> {
     /// From this call until `owner` is dropped, or comes back by [`into_owner`](Self::into_owner):
     ///
     /// - the elements are initialised, and can be read and written, on any thread;
-    /// - nobody accesses them but through this `Memory`, whoever has that: also not through the owner.
+    /// - nobody accesses them but through this `Memory`, whoever has that: also not through the
+    ///   owner.
     ///
     /// If this call fails, the owner is dropped at once.
     pub unsafe fn from_raw<O: Send + 'static>(
@@ -229,7 +231,9 @@ impl<T: Element> Deref for Memory<T> {
 impl<T: Element> DerefMut for Memory<T> {
     fn deref_mut(&mut self) -> &mut [T] {
         // SAFETY: as above.
-        unsafe { std::slice::from_raw_parts_mut(self.buffer.start.cast().as_ptr(), self.buffer.len()) }
+        unsafe {
+            std::slice::from_raw_parts_mut(self.buffer.start.cast().as_ptr(), self.buffer.len())
+        }
     }
 }
 
@@ -338,7 +342,11 @@ impl fmt::Debug for Buffer {
 /// Has `run` use borrowed memory, and ends only when nothing holds that memory any more, also if
 /// `run` panics: an operation that is still in flight is then waited for, and `hurry` is told,
 /// because nobody else may be waiting for it.
-pub(crate) fn lend<T: Element, R>(data: &mut [T], hurry: impl Fn(), run: impl FnOnce(Memory<T>) -> R) -> R {
+pub(crate) fn lend<T: Element, R>(
+    data: &mut [T],
+    hurry: impl Fn(),
+    run: impl FnOnce(Memory<T>) -> R,
+) -> R {
     struct UntilReleased<F: Fn()> {
         hurry: F,
         /// Hung up on by the memory's end.
@@ -383,7 +391,8 @@ mod tests {
             let address = vector.as_ptr();
             let mut memory = Memory::from(vector);
             memory.iter_mut().for_each(|element| *element += 1);
-            let vector = memory.into_owner::<Vec<i64>>().expect_err("a vector is no owner").into_vec();
+            let vector =
+                memory.into_owner::<Vec<i64>>().expect_err("a vector is no owner").into_vec();
             assert_eq!((vector.as_ptr(), vector.capacity()), (address, 9));
             assert_eq!(vector, vec![8; len]);
         }

@@ -33,9 +33,14 @@ pub(crate) fn render(driver: &Driver, rank: u32) -> String {
         let mut below = 0;
         for (bound, within) in BUCKETS.iter().zip(tally.within) {
             below += within;
-            line(format_args!("farwire_operation_seconds_bucket{{{labels},le=\"{bound}\"}} {below}"));
+            line(format_args!(
+                "farwire_operation_seconds_bucket{{{labels},le=\"{bound}\"}} {below}"
+            ));
         }
-        line(format_args!("farwire_operation_seconds_bucket{{{labels},le=\"+Inf\"}} {}", tally.done));
+        line(format_args!(
+            "farwire_operation_seconds_bucket{{{labels},le=\"+Inf\"}} {}",
+            tally.done
+        ));
         line(format_args!("farwire_operation_seconds_sum{{{labels}}} {}", tally.seconds));
         line(format_args!("farwire_operation_seconds_count{{{labels}}} {}", tally.done));
     }
@@ -43,9 +48,13 @@ pub(crate) fn render(driver: &Driver, rank: u32) -> String {
     line(format_args!("# TYPE farwire_operations_failed_total counter"));
     for (kind, tally) in kinds().filter(|(_, tally)| tally.failed > 0) {
         let failed = tally.failed;
-        line(format_args!("farwire_operations_failed_total{{rank=\"{rank}\",kind=\"{kind}\"}} {failed}"));
+        line(format_args!(
+            "farwire_operations_failed_total{{rank=\"{rank}\",kind=\"{kind}\"}} {failed}"
+        ));
     }
-    line(format_args!("# HELP farwire_operations_in_flight Operations that have begun and not ended."));
+    line(format_args!(
+        "# HELP farwire_operations_in_flight Operations that have begun and not ended."
+    ));
     line(format_args!("# TYPE farwire_operations_in_flight gauge"));
     line(format_args!("farwire_operations_in_flight{{rank=\"{rank}\"}} {}", driver.in_flight()));
 
@@ -67,7 +76,9 @@ pub(crate) fn render(driver: &Driver, rank: u32) -> String {
     counter("farwire_received_bytes_total", "Bytes taken from links, headers included.", &|peer| {
         traffic[peer].1.bytes
     });
-    counter("farwire_received_frames_total", "Frames taken from links.", &|peer| traffic[peer].1.frames);
+    counter("farwire_received_frames_total", "Frames taken from links.", &|peer| {
+        traffic[peer].1.frames
+    });
     text
 }
 
@@ -75,7 +86,10 @@ pub(crate) fn render(driver: &Driver, rank: u32) -> String {
 const MIN_PORTS: u32 = 64;
 
 /// The first free port from `address` on.
-pub(crate) fn listen(address: SocketAddr, world: WorldSize) -> std::io::Result<std::net::TcpListener> {
+pub(crate) fn listen(
+    address: SocketAddr,
+    world: WorldSize,
+) -> std::io::Result<std::net::TcpListener> {
     let last = u32::from(address.port()) + world.get().max(MIN_PORTS) - 1;
     let last = u16::try_from(last).unwrap_or(u16::MAX);
     for port in address.port()..=last {
@@ -132,7 +146,9 @@ async fn answer(mut stream: TcpStream, rank: u32, node: &Weak<Node>) -> std::io:
     let Some(node) = node.upgrade() else { return Ok(()) };
     let request = String::from_utf8_lossy(&request[..len]).into_owned();
     let (status, kind, body) = match request.split(' ').nth(1) {
-        Some("/metrics" | "/") => ("200 OK", "text/plain; version=0.0.4", render(&node.driver(), rank)),
+        Some("/metrics" | "/") => {
+            ("200 OK", "text/plain; version=0.0.4", render(&node.driver(), rank))
+        }
         Some("/flight") => {
             let flight = node.driver().flight("asked over HTTP"); // the lock is free again
             ("200 OK", "application/json", flight.to_json())

@@ -65,7 +65,9 @@ impl Membership {
         if !driver.has_coder() {
             let (sender, jobs) = mpsc::channel();
             let node = self.downgrade();
-            std::thread::Builder::new().name("farwire-codec".into()).spawn(move || code(&jobs, &node))?;
+            std::thread::Builder::new()
+                .name("farwire-codec".into())
+                .spawn(move || code(&jobs, &node))?;
             driver.set_coder(sender);
         }
         Ok(())
@@ -139,7 +141,9 @@ impl Node {
             share: (cores / threads.max(1)).max(1),
         });
         let weak = Arc::downgrade(&node);
-        std::thread::Builder::new().name("farwire-keeper".into()).spawn(move || keeper.keep(&weak))?;
+        std::thread::Builder::new()
+            .name("farwire-keeper".into())
+            .spawn(move || keeper.keep(&weak))?;
         Ok(Arc::new(Membership { node, _network: network }))
     }
 
@@ -187,7 +191,11 @@ impl Node {
         while !completion.is_done() {
             if *taken {
                 self.bell.ring(); // the keeper, if it has the role and sleeps, steps aside
-                taken = self.role_changed.wait_timeout(taken, NAP).unwrap_or_else(PoisonError::into_inner).0;
+                taken = self
+                    .role_changed
+                    .wait_timeout(taken, NAP)
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .0;
                 continue;
             }
             let _role = Role::take(self, taken);

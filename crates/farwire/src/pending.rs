@@ -53,7 +53,9 @@ impl<T> Pending<T> {
     /// Blocks until the operation has ended. The calling thread moves data while it waits.
     pub fn wait(mut self) -> Result<T, Error> {
         match &mut self.state {
-            State::Ready(result) => result.take().expect("a future is not polled after it was ready"),
+            State::Ready(result) => {
+                result.take().expect("a future is not polled after it was ready")
+            }
             State::Running { node, group, completion, finish } => {
                 node.drive_until(completion);
                 let result = completion.take().expect("a result is taken once");
@@ -94,7 +96,9 @@ where
             }
             State::Running { node, group, completion, finish } => {
                 match completion.take_or_wake(context.waker()) {
-                    Some(result) => Poll::Ready(result.map(*finish).map_err(|error| error.in_group(group))),
+                    Some(result) => {
+                        Poll::Ready(result.map(*finish).map_err(|error| error.in_group(group)))
+                    }
                     None => {
                         node.call_keeper();
                         Poll::Pending

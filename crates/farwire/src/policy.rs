@@ -6,7 +6,8 @@ use std::str::FromStr;
 use farwire_codec::{CodecSpec, SpecError};
 use farwire_proto::DType;
 
-/// A codec counts as faster than dense if dense takes this many times as long: less is noise, and not worth an approximation.
+/// A codec counts as faster than dense if dense takes this many times as long: less is noise, and
+/// not worth an approximation.
 pub(crate) const MARGIN: f64 = 1.2;
 
 /// What people ask for: a codec, or that one be chosen by measuring.
@@ -54,7 +55,9 @@ impl fmt::Display for CodecChoice {
 
 /// A text that is neither a codec nor `auto`.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{0}; auto (bf16 or int8 where that is faster), auto:topk:0.01 (any codec, where it is faster)")]
+#[error(
+    "{0}; auto (bf16 or int8 where that is faster), auto:topk:0.01 (any codec, where it is faster)"
+)]
 pub struct ChoiceError(SpecError);
 
 impl From<SpecError> for ChoiceError {
@@ -75,7 +78,8 @@ impl FromStr for CodecChoice {
     }
 }
 
-/// Which codec a vector takes, by its length. It comes from a [`CodecSpec`], which serves any length, or of measuring: [`CodecChoice::settle`].
+/// Which codec a vector takes, by its length. It comes from a [`CodecSpec`], which serves any
+/// length, or of measuring: [`CodecChoice::settle`].
 ///
 /// ```
 /// use farwire::{CodecPolicy, DType};
@@ -99,7 +103,8 @@ pub(crate) struct Step {
     /// Elements of the shortest vector.
     pub(crate) from: usize,
     pub(crate) codec: CodecSpec,
-    /// How many times as long dense takes for vectors of f32, at least; not finite if that was not measured.
+    /// How many times as long dense takes for vectors of f32, at least; not finite if that was not
+    /// measured.
     pub(crate) gain: f64,
 }
 
@@ -112,7 +117,8 @@ impl CodecPolicy {
 
     /// The codec for a vector of this many elements; for an all-gather, of all ranks together.
     pub fn codec_for(&self, elements: usize, dtype: DType) -> CodecSpec {
-        // A dense vector with half the bytes takes at least half the time, while the codec sees as many elements.
+        // A dense vector with half the bytes takes at least half the time, while the codec sees as
+        // many elements.
         let share = (dtype.size() as f64 / size_of::<f32>() as f64).min(1.0);
         match self.steps.iter().rfind(|step| step.from <= elements) {
             Some(step) if step.gain * share >= MARGIN => step.codec.clone(),
@@ -138,7 +144,8 @@ impl From<CodecSpec> for CodecPolicy {
 /// Elements of f32 in a KiB.
 const KIB: usize = 1024 / size_of::<f32>();
 
-/// Prints the form that parses to the same. Lengths are those of vectors of f32; in brackets is how many times as long dense took.
+/// Prints the form that parses to the same. Lengths are those of vectors of f32; in brackets is how
+/// many times as long dense took.
 impl fmt::Display for CodecPolicy {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.steps.is_empty() {
@@ -191,18 +198,25 @@ mod tests {
         for text in ["auto", "auto:topk:0.01,values=int8", "none", "int8,block=64"] {
             assert_eq!(text.parse::<CodecChoice>().unwrap().to_string(), text);
         }
-        for text in
-            ["none", "topk:0.01", "topk:0.01,values=int8 from 4 KiB (1.2×); int8 from 16384 KiB (3.07×)"]
-        {
+        for text in [
+            "none",
+            "topk:0.01",
+            "topk:0.01,values=int8 from 4 KiB (1.2×); int8 from 16384 KiB (3.07×)",
+        ] {
             assert_eq!(text.parse::<CodecPolicy>().unwrap().to_string(), text);
         }
     }
 
     #[test]
     fn what_is_wrong_is_refused_with_the_accepted_forms() {
-        for text in ["", "Auto", "auto:", "auto:auto", "auto:zip", "auto,int8", "automatic", "auto "] {
+        for text in
+            ["", "Auto", "auto:", "auto:auto", "auto:zip", "auto,int8", "automatic", "auto "]
+        {
             let error = text.parse::<CodecChoice>().expect_err(text).to_string();
-            assert!(error.contains("accepted: none, bf16") && error.contains("auto:topk:0.01"), "{error}");
+            assert!(
+                error.contains("accepted: none, bf16") && error.contains("auto:topk:0.01"),
+                "{error}"
+            );
         }
         for text in [
             "",

@@ -101,7 +101,12 @@ struct Joined {
 impl Settings {
     async fn join(&self, bell: &Bell) -> Result<Joined, JoinError> {
         if self.place.world.get() == 1 {
-            return Ok(Joined { links: vec![None], threads: 1, endpoint: None, healths: Vec::new() });
+            return Ok(Joined {
+                links: vec![None],
+                threads: 1,
+                endpoint: None,
+                healths: Vec::new(),
+            });
         }
         let (me, epoch) = (self.place.rank, self.config.epoch);
         let master = rendezvous::resolve(&self.place).await?;
@@ -134,15 +139,19 @@ impl Settings {
         };
         let pairs: Vec<_> = peers.into_iter().zip(0..).map(pair).collect();
         negotiation::prepare(self.link.kinds(), pairs.iter().flatten().map(|(pair, _)| pair))?;
-        let crowd = |(pair, known): &(Pair, Acquaintance)| crowd(&known.member, pair.same_host, &members);
+        let crowd =
+            |(pair, known): &(Pair, Acquaintance)| crowd(&known.member, pair.same_host, &members);
         let here = pairs.iter().flatten().filter(|(pair, _)| pair.same_host);
-        let (ranks_here, crowd_here) = (1 + here.clone().count(), here.map(crowd).max().unwrap_or(1));
+        let (ranks_here, crowd_here) =
+            (1 + here.clone().count(), here.map(crowd).max().unwrap_or(1));
 
         // Pairs negotiate side by side, so a slow peer does not hold up the others.
         let negotiate = |pair: Option<(Pair, Acquaintance)>| {
             let mut beats = self.preset.beats();
             beats.lost_after *= pair.as_ref().map_or(1, crowd).max(crowd_here);
-            pair.map(|(pair, known)| (pair.peer, tokio::spawn(acquaint(pair, known, self.link, beats))))
+            pair.map(|(pair, known)| {
+                (pair.peer, tokio::spawn(acquaint(pair, known, self.link, beats)))
+            })
         };
         let negotiations: Vec<_> = pairs.into_iter().map(negotiate).collect();
         let (mut links, mut healths, mut threads_each) = (Vec::new(), Vec::new(), 1);
@@ -246,7 +255,8 @@ impl Network {
                 let _ = tokio::time::timeout(FAREWELL, all_left).await;
                 if let Some(endpoint) = endpoint {
                     endpoint.close(0u32.into(), b"done");
-                    let _ = tokio::time::timeout(Duration::from_millis(200), endpoint.wait_idle()).await;
+                    let _ = tokio::time::timeout(Duration::from_millis(200), endpoint.wait_idle())
+                        .await;
                 }
             });
             runtime.shutdown_background();

@@ -159,7 +159,10 @@ impl Builder {
     }
 
     /// What is not set by the builder comes from an environment.
-    pub(crate) fn settings(self, lookup: &dyn Fn(&str) -> Option<OsString>) -> Result<Settings, Error> {
+    pub(crate) fn settings(
+        self,
+        lookup: &dyn Fn(&str) -> Option<OsString>,
+    ) -> Result<Settings, Error> {
         let variables = Variables(lookup);
         let place = match self.place {
             Some(place) => place,
@@ -171,18 +174,23 @@ impl Builder {
             (None, None, Some(job)) => named("the launcher's job", job.as_ref())?,
             (None, None, None) => JobName::default(),
         };
-        let token = match (self.token, variables.text("FARWIRE_TOKEN"), lookup("FARWIRE_TOKEN_FILE")) {
+        let token = match (
+            self.token,
+            variables.text("FARWIRE_TOKEN"),
+            lookup("FARWIRE_TOKEN_FILE"),
+        ) {
             (Some(token), ..) => Some(token),
             (None, Some(text), _) => Some(text.parse().map_err(|source| Error::Token { source })?),
             (None, None, Some(path)) => {
-                let what = "could not read FARWIRE_TOKEN_FILE (`farwire token` makes what it should hold)";
+                let what =
+                    "could not read FARWIRE_TOKEN_FILE (`farwire token` makes what it should hold)";
                 let token = Token::read(&PathBuf::from(path));
                 Some(token.map_err(|error| Error::System { what, error })?)
             }
             (None, None, None) => None,
         };
-        let link =
-            variables.or(self.link, "FARWIRE_LINK", LinkChoice::expected(), |text| text.parse().ok())?;
+        let link = variables
+            .or(self.link, "FARWIRE_LINK", LinkChoice::expected(), |text| text.parse().ok())?;
         let preset = variables.or(self.preset, "FARWIRE_PRESET", "lan or wan", Preset::parse)?;
         let congestion =
             variables.or(None, "FARWIRE_CONGESTION", "auto, model or cubic", Congestion::parse)?;
@@ -192,7 +200,8 @@ impl Builder {
         let deadline = self.deadline.or(self.config.map(|config| config.deadline));
         let deadline = variables.time(deadline, "FARWIRE_DEADLINE")?;
         let config = self.config.unwrap_or_default();
-        let config = Config { credit: CREDIT, deadline: deadline.unwrap_or(config.deadline), ..config };
+        let config =
+            Config { credit: CREDIT, deadline: deadline.unwrap_or(config.deadline), ..config };
         let what = "an address and a port, like 127.0.0.1:9464";
         let metrics = variables.or(self.metrics.map(Some), "FARWIRE_METRICS", what, |text| {
             if text.is_empty() { Some(None) } else { text.parse().ok().map(Some) }
@@ -221,7 +230,9 @@ impl Builder {
 
 /// The name of a job; two names that are not text must not become one.
 fn named(from: &'static str, name: &OsStr) -> Result<JobName, EnvError> {
-    name.to_str().and_then(JobName::new).ok_or_else(|| wrong(from, &name.to_string_lossy(), job::WHAT))
+    name.to_str()
+        .and_then(JobName::new)
+        .ok_or_else(|| wrong(from, &name.to_string_lossy(), job::WHAT))
 }
 
 fn wrong(name: &'static str, value: &str, what: &'static str) -> EnvError {
@@ -251,7 +262,11 @@ impl Variables<'_> {
     }
 
     /// The same for a time.
-    fn time(&self, set: Option<Duration>, name: &'static str) -> Result<Option<Duration>, EnvError> {
+    fn time(
+        &self,
+        set: Option<Duration>,
+        name: &'static str,
+    ) -> Result<Option<Duration>, EnvError> {
         match self.text(name).filter(|_| set.is_none()) {
             None => Ok(set.map(|time| time.min(env::MAX_TIME))),
             Some(text) => env::time(name, &text).map(Some),
@@ -285,8 +300,12 @@ mod tests {
 
     use super::*;
 
-    const PLACE: [(&str, &str); 4] =
-        [("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")];
+    const PLACE: [(&str, &str); 4] = [
+        ("RANK", "1"),
+        ("WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", "29500"),
+    ];
 
     fn settings(builder: Builder, variables: &[(&str, &str)]) -> Result<Settings, Error> {
         builder.settings(&|name| {
@@ -404,7 +423,8 @@ mod tests {
         let place = Place { rank: Peer(0), ..settings(Builder::default(), &[]).unwrap().place };
         assert_eq!(settings(Builder::default().place(place), &[]).unwrap().place.rank, Peer(0));
         let config = Config { deadline: Duration::from_secs(3), ..Config::default() };
-        let both = settings(Builder::default().config(config), &[("FARWIRE_DEADLINE", "7s")]).unwrap();
+        let both =
+            settings(Builder::default().config(config), &[("FARWIRE_DEADLINE", "7s")]).unwrap();
         assert_eq!(both.config.deadline, Duration::from_secs(3));
         let forever = settings(Builder::default().join_timeout(Duration::MAX), &[]).unwrap();
         assert_eq!(forever.join_timeout, env::MAX_TIME, "no clock overflows");
@@ -412,8 +432,9 @@ mod tests {
 
     #[test]
     fn odd_names_of_jobs_are_names_or_errors() {
-        let job =
-            |text: &str| settings(Builder::default(), &[("FARWIRE_JOB", text)]).map(|settings| settings.job);
+        let job = |text: &str| {
+            settings(Builder::default(), &[("FARWIRE_JOB", text)]).map(|settings| settings.job)
+        };
         for text in ["a b", "\n", "é", "../../etc", "*", "-n", &"x".repeat(255)] {
             assert_eq!(job(text).unwrap(), JobName::new(text).unwrap());
         }

@@ -45,7 +45,8 @@ impl Token {
             }
         }
         let mut key = [0; N];
-        let secret = hkdf::Salt::new(hkdf::HKDF_SHA256, b"farwire cluster token v1").extract(&self.0);
+        let secret =
+            hkdf::Salt::new(hkdf::HKDF_SHA256, b"farwire cluster token v1").extract(&self.0);
         let info = [purpose.as_bytes()];
         let output = secret.expand(&info, Bytes(N)).expect("a key is short enough to derive");
         output.fill(&mut key).expect("the lengths agree");
@@ -54,11 +55,15 @@ impl Token {
 
     /// The token in a file, which nobody but its owner may be able to read.
     pub(crate) fn read(path: &Path) -> io::Result<Self> {
-        let at = |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
+        let at =
+            |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));
         let mut file = fs::File::open(path).map_err(at)?;
         let about = file.metadata().map_err(at)?;
         if !about.is_file() {
-            return Err(io::Error::other(format!("{} is not a file with a token in it", path.display())));
+            return Err(io::Error::other(format!(
+                "{} is not a file with a token in it",
+                path.display()
+            )));
         }
         let mode = about.permissions().mode();
         if mode & 0o077 != 0 {
@@ -84,7 +89,8 @@ impl Token {
         }
         let folder = path.parent().unwrap_or(Path::new("/"));
         fs::create_dir_all(folder)?;
-        // Several ranks may be the first: each writes a file of its own, and one of them gets the name.
+        // Several ranks may be the first: each writes a file of its own, and one of them gets the
+        // name.
         let own = folder.join(format!(".loopback-{}", std::process::id()));
         let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(&own)?;
         let written = file.write_all(format!("{}\n", Self::generate().reveal()).as_bytes());
@@ -105,7 +111,8 @@ impl Token {
 
 fn user_file() -> Option<PathBuf> {
     let config = std::env::var_os("XDG_CONFIG_HOME").map(PathBuf::from);
-    let config = config.or_else(|| std::env::var_os("HOME").map(|home| Path::new(&home).join(".config")))?;
+    let config =
+        config.or_else(|| std::env::var_os("HOME").map(|home| Path::new(&home).join(".config")))?;
     Some(config.join("farwire/loopback.token"))
 }
 
@@ -119,8 +126,10 @@ impl FromStr for Token {
         }
         let mut bytes = [0; 32];
         for (byte, pair) in bytes.iter_mut().zip(digits.as_bytes().chunks_exact(2)) {
-            let pair = std::str::from_utf8(pair).map_err(|_| TokenError("it is not hexadecimal"))?;
-            *byte = u8::from_str_radix(pair, 16).map_err(|_| TokenError("it is not hexadecimal"))?;
+            let pair =
+                std::str::from_utf8(pair).map_err(|_| TokenError("it is not hexadecimal"))?;
+            *byte =
+                u8::from_str_radix(pair, 16).map_err(|_| TokenError("it is not hexadecimal"))?;
         }
         // 32 random bytes have fewer than 20 different values once in 10¹² tokens.
         let mut values = bytes.to_vec();
@@ -150,7 +159,10 @@ mod tests {
         assert_ne!(token, Token::generate());
         assert_ne!(token.derive::<32>("one"), token.derive::<32>("two"));
         assert_eq!(token.derive::<32>("one"), token.clone().derive::<32>("one"));
-        assert!(!format!("{token:?}").contains(&token.reveal()[3..]), "a token is not shown by accident");
+        assert!(
+            !format!("{token:?}").contains(&token.reveal()[3..]),
+            "a token is not shown by accident"
+        );
     }
 
     #[test]

@@ -43,8 +43,8 @@ fn the_message_after_one_that_timed_out_arrives() {
     });
 }
 
-/// Nobody receives: the sender is stopped, both processes stay small, and everything else goes on. Then
-/// all arrive.
+/// Nobody receives: the sender is stopped, both processes stay small, and everything else goes on.
+/// Then all arrive.
 #[test]
 fn messages_that_nobody_receives_are_held_back() {
     hold_back("messages_that_nobody_receives_are_held_back", 70_000);
@@ -122,13 +122,15 @@ fn a_rank_that_is_hundreds_of_operations_ahead_waits() {
     }
 }
 
-/// A thousand messages begun at once and received in the order they were sent, or the last tag first.
+/// A thousand messages begun at once and received in the order they were sent, or the last tag
+/// first.
 #[test]
 fn a_thousand_sends_at_once_are_received_one_by_one() {
     for link in LINKS {
         on_processes("a_thousand_sends_at_once_are_received_one_by_one", 2, link, |comm| {
             if comm.rank() == 0 {
-                let sends: Vec<_> = (0..1000u32).map(|i| comm.send(vec![i; 300], 1, i / 250)).collect();
+                let sends: Vec<_> =
+                    (0..1000u32).map(|i| comm.send(vec![i; 300], 1, i / 250)).collect();
                 sends.into_iter().for_each(|send| send.wait().unwrap());
             } else {
                 for tag in [3, 1, 2, 0] {

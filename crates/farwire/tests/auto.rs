@@ -1,4 +1,5 @@
-//! Tier 3: codecs chosen by measuring. What is chosen depends on the machine; that all ranks choose the same, and get what the chosen codec gives, does not.
+//! Tier 3: codecs chosen by measuring. What is chosen depends on the machine; that all ranks choose
+//! the same, and get what the chosen codec gives, does not.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -18,8 +19,12 @@ fn equals_the_codec_of_its_length(comm: &Communicator, policy: &CodecPolicy) {
         // Of an all-gather, the result's length counts.
         let part = mine[..len / comm.size()].to_vec();
         let both = |compressor: Compressor, other: Compressor| {
-            let reduced =
-                comm.all_reduce_compressed("r", mine.clone(), ReduceOp::Sum, &compressor.at_step(1));
+            let reduced = comm.all_reduce_compressed(
+                "r",
+                mine.clone(),
+                ReduceOp::Sum,
+                &compressor.at_step(1),
+            );
             let gathered = comm.all_gather_compressed("g", part.clone(), &other.at_step(1));
             (reduced.wait().unwrap(), gathered.wait().unwrap())
         };
@@ -72,7 +77,9 @@ fn each_length_takes_its_codec() {
         equals_the_codec_of_its_length(&comm, &policy);
         // What each owes is kept by name, whichever codec it is.
         let compressor = Compressor::by_size(policy.clone());
-        for (name, len, owes) in [("short", 1000, false), ("middle", 5000, true), ("long", 70_000, true)] {
+        for (name, len, owes) in
+            [("short", 1000, false), ("middle", 5000, true), ("long", 70_000, true)]
+        {
             let mine = gradient(comm.rank(), len);
             comm.all_reduce_compressed(name, mine, ReduceOp::Mean, &compressor).wait().unwrap();
             let norms = compressor.feedback().unwrap().norms(name);
@@ -90,7 +97,11 @@ fn ranks_that_do_not_choose_together_get_an_error() {
                 (0, _) => CodecChoice::Auto.settle(&comm, &comm).unwrap_err(),
                 (_, 0) => comm.all_reduce(vec![1.0f32; 1024], ReduceOp::Sum).wait().unwrap_err(),
                 (_, 1) => comm.barrier().wait().unwrap_err(),
-                _ => "auto:topk:0.01".parse::<CodecChoice>().unwrap().settle(&comm, &comm).unwrap_err(),
+                _ => "auto:topk:0.01"
+                    .parse::<CodecChoice>()
+                    .unwrap()
+                    .settle(&comm, &comm)
+                    .unwrap_err(),
             };
             assert!(matches!(error.fault(), Some(Fault::Desync(..))), "{other}: {error}");
         });

@@ -32,7 +32,8 @@ fn serve_and_call(comm: &Communicator) {
     for to in 0..comm.size() {
         // Many at once, of all lengths, also several frames long, and a collective between them.
         let lens = [0, 1, 1000, 65_536, 200_000];
-        let calls: Vec<_> = lens.iter().map(|len| comm.call(to, "echo", vec![7; *len], LONG)).collect();
+        let calls: Vec<_> =
+            lens.iter().map(|len| comm.call(to, "echo", vec![7; *len], LONG)).collect();
         assert_eq!(comm.all_reduce(vec![1], ReduceOp::Sum).wait().unwrap(), [comm.size() as i32]);
         for (call, len) in calls.into_iter().zip(lens) {
             let answer = call.wait().unwrap();
@@ -80,7 +81,8 @@ fn any_process_calls_any_process() {
 fn more_calls_than_handlers_wait_their_turn() {
     on_threads(3, |comm| {
         comm.register("add", |_, request| Ok(vec![request[0] + 1])).unwrap();
-        let calls: Vec<_> = (0..300u32).map(|i| comm.call(0, "add", vec![i as u8 / 2], LONG)).collect();
+        let calls: Vec<_> =
+            (0..300u32).map(|i| comm.call(0, "add", vec![i as u8 / 2], LONG)).collect();
         for (i, call) in calls.into_iter().enumerate() {
             assert_eq!(call.wait().unwrap(), [i as u8 / 2 + 1]);
         }
@@ -92,7 +94,8 @@ fn more_calls_than_handlers_wait_their_turn() {
 fn a_call_that_nobody_answers_ends_at_its_deadline() {
     on_threads(2, |comm| {
         if comm.rank() == 0 {
-            let error = comm.call(1, "anything", vec![], Duration::from_millis(20)).wait().unwrap_err();
+            let error =
+                comm.call(1, "anything", vec![], Duration::from_millis(20)).wait().unwrap_err();
             assert!(matches!(error, Error::Unanswered { rank: 1, .. }), "{error}");
             let error = comm.call(9, "anything", vec![], LONG).wait().unwrap_err();
             assert!(error.to_string().contains("outside this communicator"), "{error}");
@@ -117,19 +120,25 @@ fn calls_can_be_awaited() {
     assert_eq!(answer.unwrap(), [1, 2, 1, 2]);
 }
 
-/// A rank that never answers costs its callers their calls, and nothing else; one that dies ends them at once.
+/// A rank that never answers costs its callers their calls, and nothing else; one that dies ends
+/// them at once.
 #[test]
 fn unanswered_calls_do_not_stop_collectives() {
     on_threads(2, |comm| {
         if comm.rank() == 1 {
-            let calls: Vec<_> =
-                (0..300).map(|_| comm.call(0, "x", vec![0; 100], Duration::from_millis(20))).collect();
+            let calls: Vec<_> = (0..300)
+                .map(|_| comm.call(0, "x", vec![0; 100], Duration::from_millis(20)))
+                .collect();
             for call in calls {
                 assert!(matches!(call.wait(), Err(Error::Unanswered { .. })));
             }
         }
         let options = farwire::Options { deadline: Some(LONG), ..farwire::Options::default() };
-        let sum = comm.with_options(options).all_reduce(vec![1.0f32; 100_000], ReduceOp::Sum).wait().unwrap();
+        let sum = comm
+            .with_options(options)
+            .all_reduce(vec![1.0f32; 100_000], ReduceOp::Sum)
+            .wait()
+            .unwrap();
         assert_eq!(sum[0], 2.0);
     });
 }

@@ -1,4 +1,5 @@
-//! Tier 3: collectives through codecs between threads and processes, against the same on the simulated network.
+//! Tier 3: collectives through codecs between threads and processes, against the same on the
+//! simulated network.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -19,7 +20,9 @@ use rustix::process::{Signal, getpid, kill_process};
 
 /// What people use, and what goes other ways between the ranks.
 fn codecs() -> impl Iterator<Item = &'static str> {
-    farwire_codec::typical().chain(["topk:0.02,mode=union", "powersgd:2"]).filter(|name| *name != "none")
+    farwire_codec::typical()
+        .chain(["topk:0.02,mode=union", "powersgd:2"])
+        .filter(|name| *name != "none")
 }
 
 fn gradient(rank: usize, step: u64, len: usize) -> Vec<f32> {
@@ -63,8 +66,10 @@ fn equals_the_simulation(comm: &Communicator, len: usize) {
         for step in 0..steps {
             let mine = gradient(comm.rank(), step, len);
             let at_step = compressor.at_step(step);
-            let mean = comm.all_reduce_compressed("w", mine, ReduceOp::Mean, &at_step).wait().unwrap();
-            let same = mean.iter().zip(&expected[step as usize]).all(|(a, b)| a.to_bits() == b.to_bits());
+            let mean =
+                comm.all_reduce_compressed("w", mine, ReduceOp::Mean, &at_step).wait().unwrap();
+            let same =
+                mean.iter().zip(&expected[step as usize]).all(|(a, b)| a.to_bits() == b.to_bits());
             assert!(
                 same && mean.len() == len,
                 "{codec}, step {step}, rank {} of {}",
@@ -72,7 +77,11 @@ fn equals_the_simulation(comm: &Communicator, len: usize) {
                 comm.size()
             );
         }
-        assert_eq!(compressor.feedback().unwrap().to_bytes(), owed[comm.rank()], "{codec}: residuals");
+        assert_eq!(
+            compressor.feedback().unwrap().to_bytes(),
+            owed[comm.rank()],
+            "{codec}: residuals"
+        );
     }
 }
 
@@ -97,11 +106,13 @@ fn processes_equal_the_simulation() {
     }
 }
 
-/// The codec changes on the way, and at last there is none: what was left out is sent, and nothing is lost.
+/// The codec changes on the way, and at last there is none: what was left out is sent, and nothing
+/// is lost.
 #[test]
 fn what_is_owed_is_sent_whatever_codec_comes_next() {
     let len = 500;
-    let total = |comm: &Communicator, mine: Vec<f64>| comm.all_reduce(mine, ReduceOp::Sum).wait().unwrap();
+    let total =
+        |comm: &Communicator, mine: Vec<f64>| comm.all_reduce(mine, ReduceOp::Sum).wait().unwrap();
     for ranks in [1, 2, 3, 5] {
         on_threads(ranks, |comm| {
             let first = Compressor::new("topk:0.05".parse().unwrap()).seed(7);
@@ -112,7 +123,10 @@ fn what_is_owed_is_sent_whatever_codec_comes_next() {
                     let mine = gradient(comm.rank(), step, len);
                     let through = first.with_codec(codec.parse().unwrap()).at_step(step);
                     let input = total(&comm, mine.iter().map(|x| f64::from(*x)).collect());
-                    let sum = comm.all_reduce_compressed("w", mine, ReduceOp::Sum, &through).wait().unwrap();
+                    let sum = comm
+                        .all_reduce_compressed("w", mine, ReduceOp::Sum, &through)
+                        .wait()
+                        .unwrap();
                     for ((balance, input), sum) in balance.iter_mut().zip(&input).zip(&sum) {
                         scale = scale.max(input.abs());
                         *balance += input - f64::from(*sum);
@@ -122,15 +136,22 @@ fn what_is_owed_is_sent_whatever_codec_comes_next() {
                 let transaction = first.feedback().unwrap().begin("w").unwrap();
                 for part in [transaction.worker(0..len), transaction.owner(0..len)] {
                     if let Residual::Owed(part) = part.residual() {
-                        owed.iter_mut().zip(part).for_each(|(owed, part)| *owed += f64::from(*part));
+                        owed.iter_mut()
+                            .zip(part)
+                            .for_each(|(owed, part)| *owed += f64::from(*part));
                     }
                 }
                 drop(transaction);
                 let owed = total(&comm, owed);
-                let worst = balance.iter().zip(&owed).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+                let worst =
+                    balance.iter().zip(&owed).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
                 let relative = worst / (scale * step as f64);
                 assert!(relative < 2f64.powi(-20), "{ranks} ranks, after {codec}: {relative:e}");
-                assert_eq!(owed.iter().any(|x| *x != 0.0), codec != "none", "{ranks} ranks, after {codec}");
+                assert_eq!(
+                    owed.iter().any(|x| *x != 0.0),
+                    codec != "none",
+                    "{ranks} ranks, after {codec}"
+                );
             }
         });
     }
@@ -143,7 +164,9 @@ fn what_is_owed_stays_owed_if_a_dense_call_does_not_succeed() {
     on_threads(3, |comm| {
         let top = Compressor::new("topk:0.05".parse().unwrap());
         let none = top.with_codec("none".parse().unwrap());
-        comm.all_reduce_compressed("w", gradient(comm.rank(), 0, 100), ReduceOp::Mean, &top).wait().unwrap();
+        comm.all_reduce_compressed("w", gradient(comm.rank(), 0, 100), ReduceOp::Mean, &top)
+            .wait()
+            .unwrap();
         let before = top.feedback().unwrap().to_bytes();
         let mut mine = vec![1.0f32; 100];
         if comm.rank() == 1 {
@@ -168,7 +191,8 @@ fn what_is_owed_stays_owed_if_a_dense_call_does_not_succeed() {
     });
 }
 
-/// Many tensors in flight at once, dense calls between them, in f32 and bf16, and waited for in another order.
+/// Many tensors in flight at once, dense calls between them, in f32 and bf16, and waited for in
+/// another order.
 #[test]
 fn coded_and_dense_calls_overlap() {
     on_threads(3, |comm| {
@@ -178,7 +202,12 @@ fn coded_and_dense_calls_overlap() {
         let mut dense = Vec::new();
         for i in 0..20usize {
             let name = format!("t{i}");
-            coded.push(comm.all_reduce_compressed(&name, vec![i as f32; 1000 + i], ReduceOp::Sum, &int8));
+            coded.push(comm.all_reduce_compressed(
+                &name,
+                vec![i as f32; 1000 + i],
+                ReduceOp::Sum,
+                &int8,
+            ));
             dense.push(comm.all_reduce(vec![i as u32; 50], ReduceOp::Sum));
         }
         let small = comm.all_reduce_compressed("small", vec![bf16::ONE; 99], ReduceOp::Sum, &half);
@@ -195,15 +224,19 @@ fn coded_and_dense_calls_overlap() {
         assert_eq!(small.wait().unwrap(), vec![bf16::from_f32(3.0); 99]);
         assert_eq!(large.wait().unwrap(), vec![bf16::from_f32(3.0); 100]);
         assert!(wide.wait().unwrap().iter().all(|x| (x - 1.5).abs() < 0.02));
-        let shard =
-            comm.reduce_scatter_compressed("rs", vec![1.0f32; 10], ReduceOp::Sum, &int8).wait().unwrap();
+        let shard = comm
+            .reduce_scatter_compressed("rs", vec![1.0f32; 10], ReduceOp::Sum, &int8)
+            .wait()
+            .unwrap();
         assert_eq!(shard.len(), if comm.rank() == 0 { 4 } else { 3 });
-        let all = comm.all_gather_compressed("ag", vec![comm.rank() as f32; 5], &int8).wait().unwrap();
+        let all =
+            comm.all_gather_compressed("ag", vec![comm.rank() as f32; 5], &int8).wait().unwrap();
         assert!(all.iter().enumerate().all(|(i, x)| (x - (i / 5) as f32).abs() < 0.01), "{all:?}");
     });
 }
 
-/// Short vectors are coded by whoever waits, long ones on a thread of their own: any thread may find another's result, and has to tell it.
+/// Short vectors are coded by whoever waits, long ones on a thread of their own: any thread may
+/// find another's result, and has to tell it.
 #[test]
 fn every_thread_gets_its_own_result_however_long() {
     on_threads(2, |comm| {
@@ -214,7 +247,12 @@ fn every_thread_gets_its_own_result_however_long() {
                 (
                     i,
                     len,
-                    comm.all_reduce_compressed(&i.to_string(), vec![i as f32; len], ReduceOp::Sum, &int8),
+                    comm.all_reduce_compressed(
+                        &i.to_string(),
+                        vec![i as f32; len],
+                        ReduceOp::Sum,
+                        &int8,
+                    ),
                 )
             };
             let started: Vec<_> = (0..8).map(start).collect();
@@ -223,7 +261,8 @@ fn every_thread_gets_its_own_result_however_long() {
                     scope.spawn(move || {
                         let sum = pending.wait().unwrap();
                         assert!(
-                            sum.len() == len && sum.iter().all(|x| (x - 2.0 * i as f32).abs() < 0.1),
+                            sum.len() == len
+                                && sum.iter().all(|x| (x - 2.0 * i as f32).abs() < 0.1),
                             "{i}"
                         );
                     });
@@ -237,7 +276,8 @@ fn every_thread_gets_its_own_result_however_long() {
 fn what_cannot_be_is_refused_with_a_reason() {
     on_threads(2, |comm| {
         let top = Compressor::new("topk:0.1".parse().unwrap());
-        let refused = |error: Error, says: &str| assert!(error.to_string().contains(says), "{error}");
+        let refused =
+            |error: Error, says: &str| assert!(error.to_string().contains(says), "{error}");
         let call = |op| comm.all_reduce_compressed("w", vec![1.0f32; 100], op, &top);
         refused(call(ReduceOp::Max).wait().unwrap_err(), "with sum or mean");
         let first = call(ReduceOp::Sum);
@@ -250,7 +290,8 @@ fn what_cannot_be_is_refused_with_a_reason() {
         if comm.rank() == 1 {
             spoiled[3] = f32::NAN;
         }
-        let mut error = comm.all_reduce_compressed("w", spoiled, ReduceOp::Sum, &top).wait().unwrap_err();
+        let mut error =
+            comm.all_reduce_compressed("w", spoiled, ReduceOp::Sum, &top).wait().unwrap_err();
         let Error::NotEncodable { error: source, .. } = &error else { panic!("{error}") };
         assert_eq!(*source, CodingError::NotFinite { rank: 1, tensor: "w".into(), element: 3 });
         assert_eq!(error.take_input::<f32>().unwrap().len(), 100);
@@ -258,9 +299,12 @@ fn what_cannot_be_is_refused_with_a_reason() {
         call(ReduceOp::Sum).wait().unwrap();
 
         // Different codecs: out of step, on both.
-        let other = Compressor::new(if comm.rank() == 0 { "int8" } else { "int4" }.parse().unwrap());
-        let error =
-            comm.all_reduce_compressed("w", vec![1.0f32; 100], ReduceOp::Sum, &other).wait().unwrap_err();
+        let other =
+            Compressor::new(if comm.rank() == 0 { "int8" } else { "int4" }.parse().unwrap());
+        let error = comm
+            .all_reduce_compressed("w", vec![1.0f32; 100], ReduceOp::Sum, &other)
+            .wait()
+            .unwrap_err();
         assert!(matches!(error.fault(), Some(Fault::Desync(..))), "{error}");
     });
 }
@@ -355,7 +399,8 @@ fn a_codec_that_is_wrong_is_an_error_and_never_a_result_or_a_wait() {
             };
             let compressor = Compressor::new(CodecSpec::custom(codec)).without_feedback();
             let mine = vec![if on_0 { 1.0f32 } else { 2.0 }; 4];
-            let error = comm.all_reduce_compressed("w", mine.clone(), ReduceOp::Sum, &compressor).wait();
+            let error =
+                comm.all_reduce_compressed("w", mine.clone(), ReduceOp::Sum, &compressor).wait();
             let mut error = error.expect_err("a wrong codec has no result");
             assert_eq!(error.take_input::<f32>(), Some(mine), "{which}: {error}");
         });

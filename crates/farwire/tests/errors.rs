@@ -9,12 +9,12 @@ use std::io;
 use common::on_threads;
 use farwire::codec::EncodeError;
 use farwire::{
-    Algorithm, CodecChoice, CodecSpec, Compressor, DecodeError, Error, ErrorFeedback, JoinError, Options,
-    Place, ReduceOp, Token,
+    Algorithm, CodecChoice, CodecSpec, Compressor, DecodeError, Error, ErrorFeedback, JoinError,
+    Options, Place, ReduceOp, Token,
 };
 
-/// Whether something in a chain of errors, as `anyhow` prints them one below the other, is said again
-/// further down.
+/// Whether something in a chain of errors, as `anyhow` prints them one below the other, is said
+/// again further down.
 fn repeats_itself(error: &(dyn std::error::Error + 'static)) -> bool {
     let mut texts = vec![error.to_string()];
     let mut next = error.source();
@@ -104,11 +104,13 @@ fn refused_calls_give_their_vector_back() {
         let mut order = comm.all_gather_compressed("w", floats(), &power).wait().unwrap_err();
         assert!(matches!(order, Error::Order { .. }), "{order}");
         assert_eq!(order.take_input::<f32>(), Some(floats()));
-        let mut call = comm.all_reduce_compressed("w", floats(), ReduceOp::Max, &power).wait().unwrap_err();
+        let mut call =
+            comm.all_reduce_compressed("w", floats(), ReduceOp::Max, &power).wait().unwrap_err();
         assert!(matches!(call, Error::Call { .. }), "{call}");
         assert_eq!(call.take_input::<f32>(), Some(floats()));
         let first = comm.all_reduce_compressed("w", floats(), ReduceOp::Sum, &power);
-        let mut busy = comm.all_reduce_compressed("w", floats(), ReduceOp::Sum, &power).wait().unwrap_err();
+        let mut busy =
+            comm.all_reduce_compressed("w", floats(), ReduceOp::Sum, &power).wait().unwrap_err();
         assert!(matches!(busy, Error::Feedback { .. }), "{busy}");
         assert_eq!(busy.take_input::<f32>(), Some(floats()));
         first.wait().unwrap();
@@ -120,7 +122,10 @@ fn refused_calls_give_their_vector_back() {
 fn a_root_without_a_vector_is_refused() {
     on_threads(1, |comm| {
         let error = comm.broadcast::<f32>(None, 3, 0).wait().unwrap_err();
-        assert!(error.to_string().contains("needs an input of 12 bytes on this rank, not 0"), "{error}");
+        assert!(
+            error.to_string().contains("needs an input of 12 bytes on this rank, not 0"),
+            "{error}"
+        );
         assert!(comm.broadcast::<f32>(None, 0, 0).wait().unwrap().is_empty());
     });
 }

@@ -107,13 +107,16 @@ fn in_place_works_between_processes_over_every_link() {
 #[test]
 fn the_ring_works_in_place_and_gather_reduce_is_refused() {
     on_threads(3, |comm| {
-        let by = |algorithm| comm.with_options(Options { algorithm: Some(algorithm), ..Options::default() });
+        let by = |algorithm| {
+            comm.with_options(Options { algorithm: Some(algorithm), ..Options::default() })
+        };
         let mine = || samples::<bf16>(1, comm.rank(), 1000);
         let kept = by(Algorithm::Ring).all_reduce(mine(), ReduceOp::Sum).wait().unwrap();
         let done = by(Algorithm::Ring).in_place().all_reduce(mine(), ReduceOp::Sum).wait().unwrap();
         assert_eq!(bytes(&kept), bytes(&done));
 
-        let refused = by(Algorithm::GatherReduce).in_place().all_reduce(mine(), ReduceOp::Sum).wait();
+        let refused =
+            by(Algorithm::GatherReduce).in_place().all_reduce(mine(), ReduceOp::Sum).wait();
         let mut error = refused.unwrap_err();
         assert!(error.to_string().contains("use two-phase or ring"), "{error}");
         assert_eq!(error.take_input::<bf16>(), Some(mine()));
@@ -169,7 +172,8 @@ fn memory_of_others_comes_back_with_its_owner() {
     assert_eq!(drops.try_iter().collect::<Vec<_>>(), [100_000; 3]);
 }
 
-/// The driver is the last to hold it, and lets it go without holding its own lock: the owner may do anything.
+/// The driver is the last to hold it, and lets it go without holding its own lock: the owner may do
+/// anything.
 #[test]
 fn memory_that_nobody_waits_for_lives_until_its_operation_has_ended() {
     struct Nosy(Lender, Communicator);
@@ -209,8 +213,11 @@ fn a_lost_rank_gives_the_memory_back_with_the_error() {
         }
         let (dropped, drops) = channel();
         let lender = Lender { elements: vec![1.0; 100_000].into(), dropped };
-        let mut error =
-            comm.in_place().all_reduce(Memory::from_owner(lender), ReduceOp::Sum).wait().unwrap_err();
+        let mut error = comm
+            .in_place()
+            .all_reduce(Memory::from_owner(lender), ReduceOp::Sum)
+            .wait()
+            .unwrap_err();
         assert_eq!(error.fault(), Some(&Fault::PeerLost(Peer(1))));
         assert_eq!(error.take_input::<f32>(), None, "it is not a vector");
         let memory = error.take_memory::<f32>().unwrap();
@@ -221,13 +228,16 @@ fn a_lost_rank_gives_the_memory_back_with_the_error() {
 
         // The group has failed: this does not even start.
         let mut data = vec![5.0f32; 10];
-        assert!(matches!(comm.all_reduce_in_place(&mut data, ReduceOp::Sum), Err(Error::Failed { .. })));
+        assert!(matches!(
+            comm.all_reduce_in_place(&mut data, ReduceOp::Sum),
+            Err(Error::Failed { .. })
+        ));
         assert_eq!(data, [5.0; 10]);
     });
 }
 
-/// A waker of another task that panics, on the thread that waits for borrowed memory: the memory is let go
-/// before the panic goes on, and the group still works.
+/// A waker of another task that panics, on the thread that waits for borrowed memory: the memory is
+/// let go before the panic goes on, and the group still works.
 #[test]
 fn a_panic_while_waiting_lets_go_of_borrowed_memory_first() {
     use std::future::Future;
@@ -252,12 +262,18 @@ fn a_panic_while_waiting_lets_go_of_borrowed_memory_first() {
                 let mut message = pin!(other.recv::<u8>(1, 1, 0));
                 let bomb = Arc::new(Bomb(AtomicUsize::new(0)));
                 let waker = bomb.clone().into();
-                assert!(matches!(message.as_mut().poll(&mut Context::from_waker(&waker)), Poll::Pending));
+                assert!(matches!(
+                    message.as_mut().poll(&mut Context::from_waker(&waker)),
+                    Poll::Pending
+                ));
                 polled.wait();
                 let waited = catch_unwind(AssertUnwindSafe(|| {
                     comm.all_reduce_in_place(&mut data, ReduceOp::Sum).unwrap();
                 }));
-                assert!(data.iter().all(|x| *x == 2.0), "the operation is over, and went well: {waited:?}");
+                assert!(
+                    data.iter().all(|x| *x == 2.0),
+                    "the operation is over, and went well: {waited:?}"
+                );
                 comm.barrier().wait().unwrap();
                 assert_eq!(bomb.0.load(Ordering::SeqCst), 1);
             } else {

@@ -1,4 +1,5 @@
-//! What an in-place all-reduce allocates. A binary of its own, since it counts every allocation of its process.
+//! What an in-place all-reduce allocates. A binary of its own, since it counts every allocation of
+//! its process.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 #![allow(unsafe_code, reason = "an allocator that counts")]
@@ -64,7 +65,10 @@ fn an_in_place_all_reduce_holds_no_second_copy() {
                     comm.all_reduce_in_place(&mut data.borrow_mut()[..], ReduceOp::Sum).unwrap();
                 });
                 assert!(data.borrow().iter().all(|x| *x == 3.0));
-                println!("{} MiB of f32, {RANKS} ranks: {kept} MiB, in place {in_place} MiB", LEN * 4 / MIB);
+                println!(
+                    "{} MiB of f32, {RANKS} ranks: {kept} MiB, in place {in_place} MiB",
+                    LEN * 4 / MIB
+                );
                 assert!(in_place < RANKS * 8, "{in_place} MiB");
             });
         }

@@ -39,8 +39,9 @@ fn long_vectors_cross_many_slots() {
 fn sixty_four_operations_in_flight_at_once() {
     on_threads(4, |comm| {
         for _ in 0..3 {
-            let pending: Vec<_> =
-                (0..64u32).map(|i| comm.all_reduce(vec![i; 1000 + i as usize], ReduceOp::Sum)).collect();
+            let pending: Vec<_> = (0..64u32)
+                .map(|i| comm.all_reduce(vec![i; 1000 + i as usize], ReduceOp::Sum))
+                .collect();
             for (i, pending) in pending.into_iter().enumerate().rev() {
                 assert_eq!(pending.wait().unwrap(), vec![4 * i as u32; 1000 + i]);
             }
@@ -71,9 +72,14 @@ fn a_vector_of_another_type_than_its_call_is_refused_and_comes_back() {
 fn segments_of_any_size_work() {
     for segment in [1, 1000, 1 << 20, usize::MAX] {
         on_threads(3, |comm| {
-            let options = Options { segment: std::num::NonZeroUsize::new(segment), ..Options::default() };
+            let options =
+                Options { segment: std::num::NonZeroUsize::new(segment), ..Options::default() };
             let len = if segment == 1 { 100 } else { 300_000 };
-            let sum = comm.with_options(options).all_reduce(vec![1.0f64; len], ReduceOp::Sum).wait().unwrap();
+            let sum = comm
+                .with_options(options)
+                .all_reduce(vec![1.0f64; len], ReduceOp::Sum)
+                .wait()
+                .unwrap();
             assert_eq!(sum, vec![3.0; len]);
         });
     }
@@ -83,7 +89,8 @@ fn segments_of_any_size_work() {
 fn a_loop_of_small_operations_stays_right() {
     on_threads(3, |comm| {
         for i in 0..5000u64 {
-            let sum = comm.all_reduce(vec![i + comm.rank() as u64; 3], ReduceOp::Sum).wait().unwrap();
+            let sum =
+                comm.all_reduce(vec![i + comm.rank() as u64; 3], ReduceOp::Sum).wait().unwrap();
             assert_eq!(sum, [3 * i + 3; 3]);
         }
     });
@@ -106,7 +113,8 @@ fn several_threads_wait_on_one_rank() {
             for (group, i) in groups.iter().zip(0u32..) {
                 scope.spawn(move || {
                     for round in 0..200 {
-                        let sum = group.all_reduce(vec![i + round; 100], ReduceOp::Sum).wait().unwrap();
+                        let sum =
+                            group.all_reduce(vec![i + round; 100], ReduceOp::Sum).wait().unwrap();
                         assert_eq!(sum, vec![2 * (i + round); 100]);
                     }
                 });
@@ -233,7 +241,8 @@ fn a_fault_in_a_group_names_ranks_of_the_group_and_of_the_world() {
         let group = comm.subgroup(&[3, 2, 1], "some").unwrap();
         for _ in 0..2 {
             // On the way, and before it has begun.
-            let error = group.all_reduce(vec![1.0f32; 10], ReduceOp::Sum).wait().unwrap_err().to_string();
+            let error =
+                group.all_reduce(vec![1.0f32; 10], ReduceOp::Sum).wait().unwrap_err().to_string();
             assert!(error.contains("rank 1 of the group (rank 2 of the world) is lost"), "{error}");
         }
     });
@@ -304,7 +313,10 @@ fn mismatched_calls_are_an_error_on_all_ranks() {
         let len = if comm.rank() == 2 { 11 } else { 10 };
         let error = comm.all_reduce(vec![1.0f32; len], ReduceOp::Sum).wait().unwrap_err();
         assert!(matches!(error.fault(), Some(Fault::Desync(..))), "{error}");
-        assert!(error.to_string().contains("f32 × 10") && error.to_string().contains("f32 × 11"), "{error}");
+        assert!(
+            error.to_string().contains("f32 × 10") && error.to_string().contains("f32 × 11"),
+            "{error}"
+        );
     });
 }
 
@@ -313,10 +325,15 @@ fn a_deadline_ends_the_wait() {
     let too_late = Barrier::new(2);
     on_threads(2, |comm| {
         if comm.rank() == 0 {
-            let hasty = comm
-                .with_options(Options { deadline: Some(Duration::from_millis(50)), ..Options::default() });
+            let hasty = comm.with_options(Options {
+                deadline: Some(Duration::from_millis(50)),
+                ..Options::default()
+            });
             let error = hasty.all_reduce(vec![1u8], ReduceOp::Sum).wait().unwrap_err();
-            assert!(matches!(error.fault(), Some(Fault::TimedOut { waiting_for: Peer(1), .. })), "{error}");
+            assert!(
+                matches!(error.fault(), Some(Fault::TimedOut { waiting_for: Peer(1), .. })),
+                "{error}"
+            );
         }
         too_late.wait();
         // The other rank learns at its next call, which is out of step or comes after the news.

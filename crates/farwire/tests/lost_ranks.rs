@@ -1,4 +1,5 @@
-//! Tier 3: processes that die or stop in the middle. The others get the error that names them, and their input back.
+//! Tier 3: processes that die or stop in the middle. The others get the error that names them, and
+//! their input back.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -57,7 +58,8 @@ fn a_killed_rank_is_an_error_for_the_others() {
     }
 }
 
-/// A rank that dies with an in-place call under way: the memory is the caller's again once the error is there.
+/// A rank that dies with an in-place call under way: the memory is the caller's again once the
+/// error is there.
 #[test]
 fn a_rank_killed_during_an_in_place_call_leaves_the_others_their_memory() {
     const TEST: &str = "a_rank_killed_during_an_in_place_call_leaves_the_others_their_memory";
@@ -77,8 +79,11 @@ fn a_rank_killed_during_an_in_place_call_leaves_the_others_their_memory() {
             assert_eq!(error.fault(), Some(&Fault::PeerLost(Peer(VICTIM as u32))), "{error}");
             mine.fill(5.0);
             for len in [LEN, 10] {
-                let mut error =
-                    comm.in_place().all_reduce(vec![2.0f32; len], ReduceOp::Sum).wait().unwrap_err();
+                let mut error = comm
+                    .in_place()
+                    .all_reduce(vec![2.0f32; len], ReduceOp::Sum)
+                    .wait()
+                    .unwrap_err();
                 assert_eq!(error.take_input::<f32>(), Some(vec![2.0; len]), "it did not begin");
             }
             assert!(mine.iter().all(|x| *x == 5.0), "nobody else writes here");

@@ -75,12 +75,19 @@ fn a_failed_job_leaves_a_flight_record_per_survivor() {
             assert_succeeds(child, "a survivor");
         }
     }
-    let mut flights: Vec<_> =
-        directory.read_dir().unwrap().map(|file| Flight::read(&file.unwrap().path()).unwrap()).collect();
+    let mut flights: Vec<_> = directory
+        .read_dir()
+        .unwrap()
+        .map(|file| Flight::read(&file.unwrap().path()).unwrap())
+        .collect();
     flights.sort_by_key(|flight| flight.rank);
     assert_eq!(flights.iter().map(|flight| flight.rank).collect::<Vec<_>>(), [0, 2]);
     for flight in &flights {
-        assert!(flight.reason.contains("rank 1") || flight.reason.contains("process 1"), "{}", flight.reason);
+        assert!(
+            flight.reason.contains("rank 1") || flight.reason.contains("process 1"),
+            "{}",
+            flight.reason
+        );
         let last = flight.operations.last().unwrap();
         assert_eq!(last.state, State::Failed);
         assert!(last.waiting_for.contains(&1), "{last:?}");
@@ -93,13 +100,18 @@ fn a_trace_has_every_operation() {
     const TEST: &str = "a_trace_has_every_operation";
     let directory = scratch(TEST);
     let path = directory.join("trace.json");
-    let children =
-        start_processes_with(TEST, 2, "quic", &[("FARWIRE_TRACE", path.to_str().unwrap())], |comm| {
+    let children = start_processes_with(
+        TEST,
+        2,
+        "quic",
+        &[("FARWIRE_TRACE", path.to_str().unwrap())],
+        |comm| {
             for _ in 0..100 {
                 comm.all_reduce(vec![1.0f32; 10], ReduceOp::Sum).wait().unwrap();
             }
             comm.shutdown().unwrap();
-        });
+        },
+    );
     if children.is_empty() {
         return;
     }
@@ -107,7 +119,8 @@ fn a_trace_has_every_operation() {
         assert_succeeds(child, "a rank");
     }
     for rank in 0..2 {
-        let text = std::fs::read_to_string(directory.join(format!("trace.rank{rank}.json"))).unwrap();
+        let text =
+            std::fs::read_to_string(directory.join(format!("trace.rank{rank}.json"))).unwrap();
         let events: Vec<serde_json::Value> = serde_json::from_str(&format!("{text}]")).unwrap();
         let count = |phase: &str, name: &str| {
             events.iter().filter(|event| event["ph"] == phase && event["name"] == name).count()
@@ -147,7 +160,9 @@ fn metrics_are_served_to_prometheus() {
                     assert!(answer.starts_with("HTTP/1.1 200 OK"), "{answer}");
                     assert!(answer.contains("kind=\"all_reduce\",le=\"+Inf\"} 10"), "{answer}");
                     assert!(answer.contains("farwire_sent_bytes_total{rank="), "{answer}");
-                    (0..2).find(|rank| answer.contains(&format!("in_flight{{rank=\"{rank}\"}}"))).unwrap()
+                    (0..2)
+                        .find(|rank| answer.contains(&format!("in_flight{{rank=\"{rank}\"}}")))
+                        .unwrap()
                 })
                 .collect();
             assert_eq!(ranks.iter().sum::<i32>(), 1);
@@ -204,7 +219,12 @@ fn join_alone(variables: &[(&str, &str)]) -> String {
     let output = Command::new(std::env::current_exe().unwrap())
         .args([TEST, "--exact", "--nocapture"])
         .env(MARK, "1")
-        .envs([("RANK", "0"), ("WORLD_SIZE", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "9")])
+        .envs([
+            ("RANK", "0"),
+            ("WORLD_SIZE", "1"),
+            ("MASTER_ADDR", "127.0.0.1"),
+            ("MASTER_PORT", "9"),
+        ])
         .envs(variables.iter().copied())
         .output();
     String::from_utf8(output.unwrap().stdout).unwrap()

@@ -4,7 +4,9 @@
 
 mod common;
 
-use common::{assert_succeeds, every_collective, long_collectives, on_processes, start_processes, subgroups};
+use common::{
+    assert_succeeds, every_collective, long_collectives, on_processes, start_processes, subgroups,
+};
 use farwire::ReduceOp;
 use half::bf16;
 use rand::{RngExt, SeedableRng};
@@ -34,10 +36,15 @@ fn every_collective_equals_the_oracle_over_every_link() {
 #[test]
 fn some_processes_form_a_group_while_the_others_do_something_else() {
     for link in LINKS {
-        on_processes("some_processes_form_a_group_while_the_others_do_something_else", 5, link, |comm| {
-            subgroups(&comm);
-            comm.shutdown().unwrap();
-        });
+        on_processes(
+            "some_processes_form_a_group_while_the_others_do_something_else",
+            5,
+            link,
+            |comm| {
+                subgroups(&comm);
+                comm.shutdown().unwrap();
+            },
+        );
     }
 }
 
@@ -57,17 +64,23 @@ fn ten_thousand_operations_keep_memory_flat() {
             let mut rng = ChaCha8Rng::seed_from_u64(comm.rank() as u64);
             let mut early = 0;
             for round in 1..=10_000u32 {
-                let busy = if rng.random_range(0..8) == 0 { rng.random_range(0..20_000) } else { 0 };
+                let busy =
+                    if rng.random_range(0..8) == 0 { rng.random_range(0..20_000) } else { 0 };
                 (0..busy).for_each(|_| std::hint::spin_loop());
-                let sum =
-                    comm.all_reduce(vec![round; 1 + round as usize % 50], ReduceOp::Sum).wait().unwrap();
+                let sum = comm
+                    .all_reduce(vec![round; 1 + round as usize % 50], ReduceOp::Sum)
+                    .wait()
+                    .unwrap();
                 assert!(sum.iter().all(|x| *x == 3 * round));
                 if round == 1_000 {
                     early = resident();
                 }
             }
             let late = resident();
-            println!("{link}, rank {}: {early} KiB after 1,000, {late} KiB after 10,000", comm.rank());
+            println!(
+                "{link}, rank {}: {early} KiB after 1,000, {late} KiB after 10,000",
+                comm.rank()
+            );
             assert!(late < early + 4096, "{early} KiB, then {late} KiB");
             comm.shutdown().unwrap();
         });
@@ -118,8 +131,9 @@ fn a_message_outlives_its_sender() {
 fn sixty_four_operations_in_flight_at_once() {
     for link in LINKS {
         on_processes("sixty_four_operations_in_flight_at_once", 3, link, |comm| {
-            let pending: Vec<_> =
-                (0..64u32).map(|i| comm.all_reduce(vec![i; 30_000 + i as usize], ReduceOp::Sum)).collect();
+            let pending: Vec<_> = (0..64u32)
+                .map(|i| comm.all_reduce(vec![i; 30_000 + i as usize], ReduceOp::Sum))
+                .collect();
             for (i, pending) in pending.into_iter().enumerate().rev() {
                 assert_eq!(pending.wait().unwrap(), vec![3 * i as u32; 30_000 + i]);
             }

@@ -1,4 +1,5 @@
-//! Tier 3: whoever is not of the cluster, or not who it says, is refused, and a running job does not notice.
+//! Tier 3: whoever is not of the cluster, or not who it says, is refused, and a running job does
+//! not notice.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -57,7 +58,9 @@ fn sum_to(expected: u32, comms: Vec<Communicator>) {
     std::thread::scope(|scope| {
         let sums: Vec<_> = comms
             .into_iter()
-            .map(|comm| scope.spawn(move || comm.all_reduce(vec![1], ReduceOp::Sum).wait().unwrap()))
+            .map(|comm| {
+                scope.spawn(move || comm.all_reduce(vec![1], ReduceOp::Sum).wait().unwrap())
+            })
             .collect();
         for sum in sums {
             assert_eq!(sum.join().unwrap(), [expected]);
@@ -65,7 +68,8 @@ fn sum_to(expected: u32, comms: Vec<Communicator>) {
     });
 }
 
-/// Half-open handshakes in number, more than a process keeps at once, all at the one address that the ranks have, too.
+/// Half-open handshakes in number, more than a process keeps at once, all at the one address that
+/// the ranks have, too.
 const SLOW: usize = 300;
 
 #[test]
@@ -77,8 +81,8 @@ fn slow_handshakes_do_not_keep_ranks_from_joining() {
         // In less time than it would take for them to be given up.
         let one = join(1, 2, port, &token, 8).unwrap();
         let zero = zero.join().unwrap();
-        let sums =
-            [zero, one].map(|comm| scope.spawn(move || comm.all_reduce(vec![1], ReduceOp::Sum).wait()));
+        let sums = [zero, one]
+            .map(|comm| scope.spawn(move || comm.all_reduce(vec![1], ReduceOp::Sum).wait()));
         for sum in sums {
             assert_eq!(sum.join().unwrap().unwrap(), [2]);
         }
@@ -86,7 +90,8 @@ fn slow_handshakes_do_not_keep_ranks_from_joining() {
     });
 }
 
-/// All-reduces until the test says that it is enough, and checks each sum and the growth of this process.
+/// All-reduces until the test says that it is enough, and checks each sum and the growth of this
+/// process.
 fn reduce_until_told(comm: &Communicator) {
     let enough = Arc::new(AtomicBool::new(false));
     let told = enough.clone();
@@ -115,12 +120,14 @@ fn reduce_until_told(comm: &Communicator) {
     }
 }
 
-/// Without a token in the environment, and with a key file of its own, which is another user's on the same machine.
+/// Without a token in the environment, and with a key file of its own, which is another user's on
+/// the same machine.
 fn join_without_token(test: &str, port: u16) -> String {
     const MARK: &str = "FARWIRE_TEST_STRANGER";
     if std::env::var_os(MARK).is_some() {
         let port = std::env::var(MARK).unwrap().parse().unwrap();
-        let stranger = Communicator::builder().place(place(1, 2, port)).join_timeout(Duration::from_secs(3));
+        let stranger =
+            Communicator::builder().place(place(1, 2, port)).join_timeout(Duration::from_secs(3));
         println!("{}", stranger.join().unwrap_err());
         std::process::exit(0);
     }
@@ -234,8 +241,9 @@ fn strays_in_a_loop_do_not_keep_a_job_from_starting() {
                 }
             })
         });
-        let ranks = [0, 1, 2]
-            .map(|rank| scope.spawn(move || builder(rank, 3, port, token, 60).job("healthy").join()));
+        let ranks = [0, 1, 2].map(|rank| {
+            scope.spawn(move || builder(rank, 3, port, token, 60).job("healthy").join())
+        });
         let comms = ranks.map(|rank| rank.join().unwrap());
         enough.store(true, SeqCst);
         // Rank 0 stays until the last of them was told.

@@ -18,8 +18,10 @@ const REPEATS: usize = 1 << 16;
 fn forms(token: &Token) -> Vec<(&'static str, Vec<u8>)> {
     let text = token.reveal();
     let digits = &text["fw-".len()..];
-    let raw: Vec<u8> =
-        (0..digits.len()).step_by(2).map(|at| u8::from_str_radix(&digits[at..at + 2], 16).unwrap()).collect();
+    let raw: Vec<u8> = (0..digits.len())
+        .step_by(2)
+        .map(|at| u8::from_str_radix(&digits[at..at + 2], 16).unwrap())
+        .collect();
     vec![
         ("hexadecimal, in part", digits.as_bytes()[..16].to_vec()),
         ("hexadecimal, its end", digits.as_bytes()[48..].to_vec()),
@@ -57,15 +59,16 @@ fn neither_token_nor_payload_crosses_the_wire_in_clear() {
         true
     });
     let test = "neither_token_nor_payload_crosses_the_wire_in_clear";
-    let ranks = start_processes_at(test, &[port, relay.address.port()], &token, "quic", &[], |comm| {
-        let payload = PATTERN.repeat(REPEATS);
-        let other = 1 - comm.rank();
-        let sent = comm.send(payload.clone(), other, 0);
-        assert!(comm.recv::<u8>(payload.len(), other, 0).wait().unwrap() == payload);
-        sent.wait().unwrap();
-        assert!(comm.all_reduce(payload.clone(), ReduceOp::Max).wait().unwrap() == payload);
-        comm.shutdown().unwrap();
-    });
+    let ranks =
+        start_processes_at(test, &[port, relay.address.port()], &token, "quic", &[], |comm| {
+            let payload = PATTERN.repeat(REPEATS);
+            let other = 1 - comm.rank();
+            let sent = comm.send(payload.clone(), other, 0);
+            assert!(comm.recv::<u8>(payload.len(), other, 0).wait().unwrap() == payload);
+            sent.wait().unwrap();
+            assert!(comm.all_reduce(payload.clone(), ReduceOp::Max).wait().unwrap() == payload);
+            comm.shutdown().unwrap();
+        });
     if ranks.is_empty() {
         return; // this is one of them
     }

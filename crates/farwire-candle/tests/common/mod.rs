@@ -9,13 +9,20 @@ use farwire::Communicator;
 
 const MARK: &str = "FARWIRE_TEST_CASE";
 
-/// Jobs of one test program run one after the other: they have the machine's few cores for themselves.
+/// Jobs of one test program run one after the other: they have the machine's few cores for
+/// themselves.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// Runs `rank` in a process for each of `ranks`. Returns what the processes left, in rank order; nothing in such a process itself.
+/// Runs `rank` in a process for each of `ranks`. Returns what the processes left, in rank order;
+/// nothing in such a process itself.
 ///
 /// `test` is the name of the calling test function, and `case` tells its jobs apart.
-pub(crate) fn job(test: &str, case: &str, ranks: usize, rank: impl FnOnce(Communicator)) -> Vec<Output> {
+pub(crate) fn job(
+    test: &str,
+    case: &str,
+    ranks: usize,
+    rank: impl FnOnce(Communicator),
+) -> Vec<Output> {
     let case = format!("{test} {case} {ranks}");
     if let Ok(mark) = std::env::var(MARK) {
         if mark == case {
@@ -49,8 +56,8 @@ pub(crate) fn job(test: &str, case: &str, ranks: usize, rank: impl FnOnce(Commun
 /// [`job`], of which every process must succeed.
 pub(crate) fn job_succeeds(test: &str, case: &str, ranks: usize, rank: impl FnOnce(Communicator)) {
     for (index, output) in job(test, case, ranks, rank).into_iter().enumerate() {
-        let text =
-            String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+        let text = String::from_utf8_lossy(&output.stdout).into_owned()
+            + &String::from_utf8_lossy(&output.stderr);
         assert!(output.status.success(), "{case}, rank {index} of {ranks}:\n{text}");
     }
 }

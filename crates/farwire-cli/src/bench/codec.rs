@@ -9,7 +9,8 @@ use std::time::Instant;
 
 use farwire::{CodecChoice, CodecSpec};
 use farwire_codec::{
-    CodedPlace, Context, Encoded, Job, MessageCodec, PowerSgd, Residual, Shape, Travel, add_at, typical,
+    CodedPlace, Context, Encoded, Job, MessageCodec, PowerSgd, Residual, Shape, Travel, add_at,
+    typical,
 };
 use serde::Serialize;
 
@@ -87,7 +88,11 @@ pub(super) fn run(args: &Args) -> Result<(), BenchError> {
                 Travel::Factors(coder) => factors(args, codec, coder, &gradient, &owed),
             };
             if args.json {
-                writeln!(out, "{}", serde_json::to_string(&row).expect("plain numbers and names serialise"))?;
+                writeln!(
+                    out,
+                    "{}",
+                    serde_json::to_string(&row).expect("plain numbers and names serialise")
+                )?;
             } else {
                 writeln!(out, "{row}")?;
             }
@@ -112,7 +117,13 @@ impl Best {
     }
 }
 
-fn messages(args: &Args, spec: &CodecSpec, coder: &dyn MessageCodec, gradient: &[f32], owed: &[f32]) -> Row {
+fn messages(
+    args: &Args,
+    spec: &CodecSpec,
+    coder: &dyn MessageCodec,
+    gradient: &[f32],
+    owed: &[f32],
+) -> Row {
     let n = gradient.len();
     let place = CodedPlace::whole(Context { seed: 1, step: 2, tensor: 3 }, n);
     let threads = NonZeroUsize::new(args.threads as usize).unwrap_or(NonZeroUsize::MIN);
@@ -126,11 +137,14 @@ fn messages(args: &Args, spec: &CodecSpec, coder: &dyn MessageCodec, gradient: &
     coder.encode(&job, &mut out).expect("the values are finite");
     coder.add_decoded_into(&out.messages[0], &place, &mut acc).expect("its own message");
     let sent = (0u32..).zip(&acc).filter(|(_, value)| sparse && **value != 0.0);
-    let (indices, values): (Vec<u32>, Vec<f32>) = sent.map(|(index, value)| (index, *value)).unzip();
+    let (indices, values): (Vec<u32>, Vec<f32>) =
+        sent.map(|(index, value)| (index, *value)).unzip();
     for _ in 0..repeats(args) {
         add.of(|| add_into(black_box(&mut acc), black_box(gradient)));
         encode.of(|| coder.encode(&job, &mut out).expect("the values are finite"));
-        decode.of(|| coder.add_decoded_into(&out.messages[0], &place, &mut acc).expect("its own message"));
+        decode.of(|| {
+            coder.add_decoded_into(&out.messages[0], &place, &mut acc).expect("its own message")
+        });
         if sparse {
             add_into(black_box(&mut acc), black_box(gradient)); // as cold as for the decoder
             coder.encode(&job, &mut out).expect("the values are finite");
@@ -145,7 +159,9 @@ fn messages(args: &Args, spec: &CodecSpec, coder: &dyn MessageCodec, gradient: &
     let there = indices.partition_point(|index| (*index as usize) < shard);
     let (indices, values) = (&indices[..there], &values[..there]);
     for _ in 0..200 {
-        cached.of(|| coder.add_decoded_into(&out.messages[0], &part, &mut acc[..shard]).expect("its own"));
+        cached.of(|| {
+            coder.add_decoded_into(&out.messages[0], &part, &mut acc[..shard]).expect("its own")
+        });
         cached_scatter.of(|| add_at(&mut acc[..shard], indices, values));
     }
     let mut row = Row::new(spec, n, args.threads as usize, add, encode, decode, kept, bits);
@@ -173,7 +189,9 @@ fn factors(args: &Args, spec: &CodecSpec, coder: PowerSgd, gradient: &[f32], owe
         let mut waiting = None;
         encode.of(|| {
             let residual = Residual::Owed(owed);
-            let p = coder.begin(gradient.into(), residual, warm.as_deref(), shape, context).expect("finite");
+            let p = coder
+                .begin(gradient.into(), residual, warm.as_deref(), shape, context)
+                .expect("finite");
             let sum = p.p().to_vec();
             waiting = Some(p.with_sum(sum).expect("finite"));
         });
@@ -221,7 +239,8 @@ impl Row {
 
 impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let bound = |rate: Option<f64>| rate.map_or("-".into(), |rate| format!("{:.0}", rate / 1e6));
+        let bound =
+            |rate: Option<f64>| rate.map_or("-".into(), |rate| format!("{:.0}", rate / 1e6));
         write!(
             f,
             "{:<26} {:>9} {:>8.2} {:>8.2} {:>8.2} {:>8.2} {:>8.2} {:>8.0} {:>8} {:>8.0} {:>8} {:>8.3}  {:.0}× smaller than f32",
@@ -252,7 +271,8 @@ fn add_into(b: &mut [f32], a: &[f32]) {
 pub(super) fn gaussian(len: usize, seed: u64) -> Vec<f32> {
     let mut state = seed;
     let mut uniform = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 40) as f32 / (1u64 << 24) as f32
     };
     (0..len).map(|_| (0..6).map(|_| uniform()).sum::<f32>() - 3.0).collect()

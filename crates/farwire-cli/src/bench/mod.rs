@@ -10,13 +10,14 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use farwire::{
-    CodecChoice, CodecPolicy, CodecSpec, Communicator, Compressor, Element, Error, ErrorFeedback, Float,
-    LinkChoice, Options,
+    CodecChoice, CodecPolicy, CodecSpec, Communicator, Compressor, Element, Error, ErrorFeedback,
+    Float, LinkChoice, Options,
 };
 use farwire_codec::Context;
 use farwire_codec::collective::{CodedCollective, Collective, Floats, Order};
 use farwire_proto::{
-    Algorithm, Call, CallError, Counts, DType, Kind, Rank, ReduceOp, UnknownName, WorldSize, with_type,
+    Algorithm, Call, CallError, Counts, DType, Kind, Rank, ReduceOp, UnknownName, WorldSize,
+    with_type,
 };
 use farwire_sim::kinds::Shape;
 use half::{bf16, f16};
@@ -185,7 +186,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, BenchError> {
     }
     if let Some(codec) = args.codec.first().filter(|codec| **codec != CodecChoice::default()) {
         let (dtype, op) = (args.dtype, args.reduce);
-        if !kind.takes_codec() || !dtype.is_float() || !matches!(op, ReduceOp::Sum | ReduceOp::Mean) {
+        if !kind.takes_codec() || !dtype.is_float() || !matches!(op, ReduceOp::Sum | ReduceOp::Mean)
+        {
             return Err(BenchError::NotCodable { codec: codec.to_string(), kind, dtype, op });
         }
     }
@@ -278,7 +280,11 @@ fn measure_all(args: &Args, comm: &Communicator) -> Result<u64, BenchError> {
         wrong += row.wrong.unwrap_or(0);
         if comm.rank() == 0 {
             if args.json {
-                writeln!(out, "{}", serde_json::to_string(&row).expect("plain numbers and names serialise"))?;
+                writeln!(
+                    out,
+                    "{}",
+                    serde_json::to_string(&row).expect("plain numbers and names serialise")
+                )?;
             } else {
                 writeln!(out, "{row}")?;
             }
@@ -325,11 +331,14 @@ fn measure<T: Element>(
     let count = bytes / T::DTYPE.size();
     let (rank, ranks) = (comm.rank(), comm.size());
     let world = WorldSize::new(ranks as u32).expect("a communicator has a rank");
-    let Op::Between(kind) = args.op else { unreachable!("codecs by themselves are measured elsewhere") };
+    let Op::Between(kind) = args.op else {
+        unreachable!("codecs by themselves are measured elsewhere")
+    };
     // Through a compressor, all gather the same number.
     let whole = if kind == Kind::AllGather { count / ranks * ranks } else { count };
     let codec = policy.codec_for(whole, T::DTYPE);
-    let compressor = (args.choice() != CodecChoice::default()).then(|| Compressor::by_size(policy.clone()));
+    let compressor =
+        (args.choice() != CodecChoice::default()).then(|| Compressor::by_size(policy.clone()));
     let mut shape = Shape::even(world, count, T::DTYPE, args.reduce);
     if compressor.is_some() {
         shape.blocks = Counts::Each(count / ranks);
@@ -353,9 +362,9 @@ fn measure<T: Element>(
     }
     trial.compressor = compressor;
     trial.data = trial.input(rank).map_err(Error::from)?;
-    let iters = args
-        .iters
-        .unwrap_or_else(|| (512usize << 20).checked_div(bytes).unwrap_or(1000).clamp(10, 1000) as u32);
+    let iters = args.iters.unwrap_or_else(|| {
+        (512usize << 20).checked_div(bytes).unwrap_or(1000).clamp(10, 1000) as u32
+    });
     for _ in 0..args.warmup {
         trial.turn()?;
     }
@@ -370,7 +379,8 @@ fn measure<T: Element>(
     let cpu_s = comm.all_reduce(vec![cpu.as_secs_f64()], ReduceOp::Sum).wait()?[0];
     let sent = comm.all_reduce(vec![sent / u64::from(iters)], ReduceOp::Max).wait()?[0];
     slowest.sort_unstable();
-    let at = |share: f64| slowest[((slowest.len() - 1) as f64 * share).round() as usize] as f64 / 1e3;
+    let at =
+        |share: f64| slowest[((slowest.len() - 1) as f64 * share).round() as usize] as f64 / 1e3;
     let (p50_us, p99_us) = (at(0.5), at(0.99));
     let algbw_gbs = bytes as f64 / p50_us / 1e3;
     Ok(Row {
@@ -396,7 +406,8 @@ impl<T: Element> Trial<'_, T> {
     /// One iteration, and how long it took; what comes back goes in again, if it has the length.
     fn turn(&mut self) -> Result<Duration, Error> {
         let length = self.data.len();
-        // A codec's work depends on the data, and sums of sums would overflow: it gets the same gradient each time.
+        // A codec's work depends on the data, and sums of sums would overflow: it gets the same
+        // gradient each time.
         let same = (!self.codec.is_none()).then(|| self.data.clone());
         let start = Instant::now();
         let result = self.call()?;
@@ -501,11 +512,13 @@ impl<T: Element> Trial<'_, T> {
                 output: Vec::new(),
             }
         };
-        let mut all: Vec<_> =
-            (0..ranks).map(|rank| CodedCollective::new(order(rank)).expect("it was measured")).collect();
+        let mut all: Vec<_> = (0..ranks)
+            .map(|rank| CodedCollective::new(order(rank)).expect("it was measured"))
+            .collect();
         for round in 0..all[0].rounds() {
             // A rank may be a round ahead, so rounds are kept by number.
-            let made: Vec<_> = all.iter_mut().map(|rank| rank.next_parcels().expect("its turn")).collect();
+            let made: Vec<_> =
+                all.iter_mut().map(|rank| rank.next_parcels().expect("its turn")).collect();
             for (me, exchange) in all.iter_mut().enumerate() {
                 let parcels: Vec<_> = made.iter().map(|from| from[me].to_vec()).collect();
                 exchange.came(round, &parcels).expect("ranks understand each other");

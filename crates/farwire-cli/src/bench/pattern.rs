@@ -73,7 +73,8 @@ pub(super) fn expected<T: Element>(kind: Kind, shape: &Shape, rank: Rank) -> Vec
 /// Elements of a rank's input.
 pub(super) fn input_len(kind: Kind, shape: &Shape, rank: Rank) -> Result<usize, CallError> {
     let call = &shape.row(kind, rank).calls[0];
-    let plan = Plan::new(CommId::WORLD, rank, shape.world, call, &Options::default(), &Tuning::default())?;
+    let plan =
+        Plan::new(CommId::WORLD, rank, shape.world, call, &Options::default(), &Tuning::default())?;
     Ok(plan.input_bytes() / shape.dtype.size())
 }
 
@@ -117,12 +118,15 @@ mod tests {
         let inputs: Vec<Vec<u8>> = ranks
             .map(|rank| {
                 let length = input_len(kind, shape, rank)?;
-                Ok(bytemuck::cast_slice(&fill(&period::<T>(rank.index(), shape.op), length)).to_vec())
+                Ok(bytemuck::cast_slice(&fill(&period::<T>(rank.index(), shape.op), length))
+                    .to_vec())
             })
             .collect::<Result<_, _>>()?;
         // Every algorithm gives the same, so that one stands for all.
-        let mut results =
-            kind.algorithms().iter().map(|algorithm| oracle::results(kind, shape, *algorithm, &inputs));
+        let mut results = kind
+            .algorithms()
+            .iter()
+            .map(|algorithm| oracle::results(kind, shape, *algorithm, &inputs));
         let first = results.next().unwrap();
         assert!(results.all(|other| other == first), "{kind} {}", shape.op);
         Ok(first.iter().map(|result| bytemuck::pod_collect_to_vec(result)).collect())

@@ -127,7 +127,8 @@ fn out_of_step(flights: &Flights) -> Vec<String> {
     }
     let differing = calls.iter().find(|(_, calls)| calls.len() > 1);
     let line = differing.map(|((_, number), calls)| {
-        let each: Vec<_> = calls.iter().map(|(call, who)| format!("{} called {call}", ranks(who))).collect();
+        let each: Vec<_> =
+            calls.iter().map(|(call, who)| format!("{} called {call}", ranks(who))).collect();
         format!("Out of step at operation #{number}: {}.", each.join("; "))
     });
     line.into_iter().collect()
@@ -148,13 +149,13 @@ fn behind(flights: &Flights) -> Vec<String> {
     let mut lines = Vec::new();
     for reached in furthest.values() {
         let Some(most) = reached.values().map(|(number, _)| *number).max() else { continue };
-        let late: BTreeMap<u64, Vec<u32>> = reached.iter().filter(|(_, (number, _))| *number < most).fold(
-            BTreeMap::new(),
-            |mut late, (rank, (number, _))| {
+        let late: BTreeMap<u64, Vec<u32>> = reached
+            .iter()
+            .filter(|(_, (number, _))| *number < most)
+            .fold(BTreeMap::new(), |mut late, (rank, (number, _))| {
                 late.entry(*number).or_default().push(*rank);
                 late
-            },
-        );
+            });
         for (number, who) in late {
             let verb = if who.len() == 1 { "was" } else { "were" };
             lines.push(format!(
@@ -181,7 +182,9 @@ fn blame(flights: &Flights, absent: &BTreeSet<u32>) -> Vec<String> {
         }
     }
     if by.is_empty() {
-        return vec!["No missing rank was waited for; see each rank's own reason above.".to_owned()];
+        return vec![
+            "No missing rank was waited for; see each rank's own reason above.".to_owned(),
+        ];
     }
     by.iter()
         .map(|(whom, who)| {
@@ -203,20 +206,25 @@ pub(super) fn merge(paths: &[PathBuf], merged: &Path) -> Result<usize, DoctorErr
     let mut events = Vec::new();
     for path in paths {
         let list = trace_events(&String::from_utf8_lossy(&bytes(path)?));
-        let list =
-            list.map_err(|source| DoctorError::NotWhat { path: path.clone(), what: "a trace", source })?;
+        let list = list.map_err(|source| DoctorError::NotWhat {
+            path: path.clone(),
+            what: "a trace",
+            source,
+        })?;
         events.extend(list);
     }
     let text = serde_json::Value::from(events.clone()).to_string();
-    std::fs::write(merged, text).map_err(|source| DoctorError::Write { path: merged.to_owned(), source })?;
+    std::fs::write(merged, text)
+        .map_err(|source| DoctorError::Write { path: merged.to_owned(), source })?;
     Ok(events.len())
 }
 
 /// The events of a trace, one per line. Ranks leave the list open, so that they may end at any
 /// time, and one that was killed may have left half an event.
 fn trace_events(text: &str) -> serde_json::Result<Vec<serde_json::Value>> {
-    let parse =
-        |text: &str| serde_json::from_str(&format!("{}]", text.trim_end().trim_end_matches([']', ','])));
+    let parse = |text: &str| {
+        serde_json::from_str(&format!("{}]", text.trim_end().trim_end_matches([']', ','])))
+    };
     match (parse(text), text.rsplit_once(",\n")) {
         (Err(_), Some((whole, _))) => parse(whole),
         (result, _) => result,
@@ -257,7 +265,10 @@ mod tests {
         let text = report(&flights(&[(0, stuck()), (1, stuck()), (3, stuck())]));
         assert!(text.contains("3 of 4 ranks left a record."), "{text}");
         assert!(text.contains("rank 2 was missing: ranks 0, 1, 3 waited for it"), "{text}");
-        assert!(text.contains("all_reduce(…) #7 failed after 2.000 s, waiting for rank 2"), "{text}");
+        assert!(
+            text.contains("all_reduce(…) #7 failed after 2.000 s, waiting for rank 2"),
+            "{text}"
+        );
         assert!(!text.contains("Out of step") && !text.contains("only at"), "{text}");
     }
 
@@ -276,13 +287,17 @@ mod tests {
     fn one_bad_record_does_not_hide_the_others() {
         let dir = std::env::temp_dir().join(format!("farwire-doctor-{}", std::process::id()));
         std::fs::create_dir_all(&dir).unwrap();
-        let (good, bad, none) = (dir.join("good.json"), dir.join("bad.json"), dir.join("none.json"));
+        let (good, bad, none) =
+            (dir.join("good.json"), dir.join("bad.json"), dir.join("none.json"));
         let flights = flights(&[(1, vec![operation(7, "barrier()", State::Waiting, &[2])])]);
         std::fs::write(&good, serde_json::to_vec(&flights[&1]).unwrap()).unwrap();
         std::fs::write(&bad, [0xff, b'{']).unwrap();
         let text = diagnose(&[bad.clone(), good, none]).unwrap();
         assert!(text.contains("bad.json is not a flight record"), "{text}");
-        assert!(text.contains("could not read") && text.contains("1 of 4 ranks left a record"), "{text}");
+        assert!(
+            text.contains("could not read") && text.contains("1 of 4 ranks left a record"),
+            "{text}"
+        );
         assert!(diagnose(&[bad]).is_err());
         std::fs::remove_dir_all(dir).unwrap();
     }

@@ -26,7 +26,8 @@ pub(super) fn measure(comm: &Communicator) -> Result<Option<String>, Error> {
         comm.barrier().wait()?;
         if me == a {
             let (latency, bandwidth) = send_to(comm, b)?;
-            let link = links[b].as_deref().and_then(|name| link_names().position(|link| link == name));
+            let link =
+                links[b].as_deref().and_then(|name| link_names().position(|link| link == name));
             let cell = (a * ranks + b) * 3;
             cells[cell..cell + 3].copy_from_slice(&[
                 latency.as_secs_f64(),
@@ -82,7 +83,9 @@ fn table(cells: &[f64], ranks: usize) -> String {
             let link = (cell[2] as usize).checked_sub(1).and_then(|link| link_names().nth(link));
             link.unwrap_or_default().to_owned()
         }),
-        ("Latency, one way, of 8 bytes (median)", |cell| show_time(Duration::from_secs_f64(cell[0]))),
+        ("Latency, one way, of 8 bytes (median)", |cell| {
+            show_time(Duration::from_secs_f64(cell[0]))
+        }),
         ("Bandwidth of 8 MiB (best)", |cell| show_rate(cell[1])),
     ];
     let mut text = String::new();
@@ -92,7 +95,13 @@ fn table(cells: &[f64], ranks: usize) -> String {
         let _ = writeln!(text, "      {heads}");
         for a in 0..ranks {
             let row: String = (0..ranks)
-                .map(|b| if a == b { format!("{:>14}", "-") } else { format!("{:>14}", show(cell(a, b))) })
+                .map(|b| {
+                    if a == b {
+                        format!("{:>14}", "-")
+                    } else {
+                        format!("{:>14}", show(cell(a, b)))
+                    }
+                })
                 .collect();
             let _ = writeln!(text, "{a:>6}{row}");
         }

@@ -64,7 +64,9 @@ fn by_error(said: &[(u32, String)]) -> Vec<(&str, Vec<u32>)> {
         let bare = repeated.unwrap_or(text);
         let same = |error: &str| error.strip_prefix(SAID).unwrap_or(error) == bare;
         match errors.iter_mut().find(|(error, _)| same(error)) {
-            Some((error, ranks)) if error.starts_with(SAID) || repeated.is_none() => ranks.push(*rank),
+            Some((error, ranks)) if error.starts_with(SAID) || repeated.is_none() => {
+                ranks.push(*rank)
+            }
             Some(_) => {}
             None => errors.push((text, vec![*rank])),
         }
@@ -122,11 +124,15 @@ mod tests {
     #[test]
     fn an_error_is_said_once_and_names_who_said_it() {
         let errors = |said: &[(u32, &str)]| -> Vec<String> {
-            let said: Vec<_> = said.iter().map(|(rank, text)| (*rank, (*text).to_owned())).collect();
+            let said: Vec<_> =
+                said.iter().map(|(rank, text)| (*rank, (*text).to_owned())).collect();
             by_error(&said).iter().map(|(error, ranks)| named(ranks, 4) + error).collect()
         };
         assert_eq!(errors(&[(0, "a"), (1, "a"), (2, "a"), (3, "a")]), ["all 4 ranks: a"]);
-        assert_eq!(errors(&[(0, "a"), (1, "b"), (2, "a"), (3, "a")]), ["ranks 0, 2 and 3: a", "rank 1: b"]);
+        assert_eq!(
+            errors(&[(0, "a"), (1, "b"), (2, "a"), (3, "a")]),
+            ["ranks 0, 2 and 3: a", "rank 1: b"]
+        );
         let repeated = format!("{SAID}a");
         assert_eq!(errors(&[(0, "a"), (1, &repeated), (3, &repeated)]), ["rank 0: a"]);
         // On a machine without rank 0.

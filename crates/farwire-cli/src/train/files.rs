@@ -20,7 +20,8 @@ pub(crate) fn open_data(path: &Path) -> Result<File, TrainCommandError> {
     // Without waiting for somebody who writes: what is no file is refused rather than read for
     // ever.
     let flags = rustix::fs::OFlags::NONBLOCK.bits();
-    let file = OpenOptions::new().read(true).custom_flags(flags as i32).open(path).map_err(failed)?;
+    let file =
+        OpenOptions::new().read(true).custom_flags(flags as i32).open(path).map_err(failed)?;
     let about = file.metadata().map_err(failed)?;
     let kind = about.file_type();
     let what = if kind.is_dir() {
@@ -36,7 +37,10 @@ pub(crate) fn open_data(path: &Path) -> Result<File, TrainCommandError> {
 }
 
 /// The text to learn from; none if this process is asked to end before it is read.
-pub(crate) fn read_data(path: &Path, stop: &AtomicI32) -> Result<Option<Vec<u8>>, TrainCommandError> {
+pub(crate) fn read_data(
+    path: &Path,
+    stop: &AtomicI32,
+) -> Result<Option<Vec<u8>>, TrainCommandError> {
     let failed = |source| TrainCommandError::Data { path: path.to_owned(), source };
     let mut file = open_data(path)?;
     let mut text = Vec::new();
@@ -87,7 +91,8 @@ impl Drop for Held {
 pub(crate) fn hold(dir: &Path) -> Result<Option<Held>, TrainCommandError> {
     let path = dir.join(".lock");
     loop {
-        let Ok(file) = OpenOptions::new().write(true).create(true).truncate(false).open(&path) else {
+        let Ok(file) = OpenOptions::new().write(true).create(true).truncate(false).open(&path)
+        else {
             return Ok(None);
         };
         match file.try_lock() {
@@ -96,7 +101,8 @@ pub(crate) fn hold(dir: &Path) -> Result<Option<Held>, TrainCommandError> {
             Err(TryLockError::Error(_)) => return Ok(None),
         }
         // A job that ends removes the file; this may be the one it has removed.
-        let inode = |about: io::Result<fs::Metadata>| about.map(|about| (about.dev(), about.ino())).ok();
+        let inode =
+            |about: io::Result<fs::Metadata>| about.map(|about| (about.dev(), about.ino())).ok();
         if inode(fs::metadata(&path)) == inode(file.metadata()) {
             return Ok(Some(Held { path, _file: file }));
         }

@@ -75,8 +75,8 @@ pub(crate) struct Args {
     /// How gradients are compressed on the wire, with error feedback; --help lists the codecs.
     #[arg(long, default_value = "int8", long_help = codec_help("Biases and norms travel as they are."))]
     codec: CodecChoice,
-    /// Steps at the start without compression. Default: an eighth of the run for sparse codecs, none
-    /// for others. A resumed run keeps what it began with.
+    /// Steps at the start without compression. Default: an eighth of the run for sparse codecs,
+    /// none for others. A resumed run keeps what it began with.
     #[arg(long, value_name = "STEPS", allow_negative_numbers = true)]
     dense_steps: Option<u32>,
     /// Steps, after --dense-steps, over which a sparse codec goes from keeping a quarter to keeping
@@ -173,7 +173,9 @@ pub(crate) enum TrainCommandError {
     Ranks { world: u32, ranks: u32 },
     #[error("--tp {tp} × --pp {pp} does not divide {ranks} ranks; change one of them")]
     Layout { ranks: u32, tp: u32, pp: u32 },
-    #[error("--dp {dp} × --tp {tp} × --pp {pp} is not {ranks} ranks; change one of them, or leave --dp out")]
+    #[error(
+        "--dp {dp} × --tp {tp} × --pp {pp} is not {ranks} ranks; change one of them, or leave --dp out"
+    )]
     Product { ranks: u32, dp: u32, tp: u32, pp: u32 },
     #[error("could not read {path}: {source}")]
     Data { path: PathBuf, source: std::io::Error },
@@ -183,9 +185,13 @@ pub(crate) enum TrainCommandError {
     DataTooLong { path: PathBuf, limit: u64 },
     #[error("no report could be written to {path}: {source}; choose another place with --report")]
     ReportPlace { path: PathBuf, source: std::io::Error },
-    #[error("could not write the report to {path}: {source}; training itself has finished, and its results are printed above")]
+    #[error(
+        "could not write the report to {path}: {source}; training itself has finished, and its results are printed above"
+    )]
     Report { path: PathBuf, source: std::io::Error },
-    #[error("{0}: another job is using this checkpoint folder; wait until it ends, or use another folder")]
+    #[error(
+        "{0}: another job is using this checkpoint folder; wait until it ends, or use another folder"
+    )]
     Held(PathBuf),
     #[error(
         "these sizes need at least {needed} of memory here, but this machine has {memory}; use a smaller \
@@ -459,7 +465,11 @@ fn save(trainer: &mut Trainer, dir: &Path, run: &Run) -> Result<(), TrainCommand
 
 /// What to learn from, which rank 0 reads and gives to the others; none if it is asked to end
 /// first.
-fn text(args: &Args, comm: &Communicator, stop: &AtomicI32) -> Result<Option<Vec<u8>>, TrainCommandError> {
+fn text(
+    args: &Args,
+    comm: &Communicator,
+    stop: &AtomicI32,
+) -> Result<Option<Vec<u8>>, TrainCommandError> {
     let Some(path) = &args.data else { return Ok(Some(embedded())) };
     let is_first = comm.rank() == 0;
     let mine = tell(comm, if is_first { files::read_data(path, stop) } else { Ok(None) })?;
@@ -480,7 +490,8 @@ fn watch_for_signals() -> Result<Arc<AtomicI32>, TrainCommandError> {
     let stop = Arc::new(AtomicI32::new(0));
     let asked = stop.clone();
     let system = |source| LaunchError::System { what: "could not watch for signals", source };
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(system)?;
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(system)?;
     let guard = runtime.enter();
     let mut wishes = Wishes::new().map_err(system)?;
     drop(guard);

@@ -36,7 +36,8 @@ pub(crate) fn html(runs: &[Run]) -> String {
     let mut page = String::from(HEAD);
     let _ = writeln!(page, "<h1>farwire train</h1>\n<p class=\"sub\">{}</p>", escape(&about(runs)));
     page += &table(runs);
-    let losses: Vec<Line> = runs.iter().map(|run| Line::of(run, |step, _| step.step as f64 + 1.0)).collect();
+    let losses: Vec<Line> =
+        runs.iter().map(|run| Line::of(run, |step, _| step.step as f64 + 1.0)).collect();
     page += &figure(
         "Loss by step",
         "The mean over the batch; the pale line is each step, the strong one the mean of those around it.",
@@ -77,8 +78,11 @@ pub(crate) fn html(runs: &[Run]) -> String {
     }
     if let Some(run) = runs.first() {
         let settings = serde_json::to_string_pretty(&run.settings).unwrap_or_default();
-        let _ =
-            writeln!(page, "<details><summary>Settings</summary><pre>{}</pre></details>", escape(&settings));
+        let _ = writeln!(
+            page,
+            "<details><summary>Settings</summary><pre>{}</pre></details>",
+            escape(&settings)
+        );
     }
     page + "</main></body></html>\n"
 }
@@ -101,9 +105,11 @@ fn table(runs: &[Run]) -> String {
     let mut rows = String::new();
     for (run, colour) in runs.iter().zip(COLOURS.iter().cycle()) {
         let outcome = run.outcome();
-        let percent =
-            |share: Option<f64>| share.map_or("–".to_owned(), |share| format!("{:.0} %", 100.0 * share));
-        let times = |ratio: Option<f64>| ratio.map_or("–".to_owned(), |ratio| format!("{ratio:.1}×"));
+        let percent = |share: Option<f64>| {
+            share.map_or("–".to_owned(), |share| format!("{:.0} %", 100.0 * share))
+        };
+        let times =
+            |ratio: Option<f64>| ratio.map_or("–".to_owned(), |ratio| format!("{ratio:.1}×"));
         let _ = writeln!(
             rows,
             "<tr><td><i style=\"background:{colour}\"></i>{}</td><td>{}</td><td>{:.3}</td><td>{:.3}</td><td>{:.1} s</td><td>{:.0}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
@@ -119,12 +125,12 @@ fn table(runs: &[Run]) -> String {
             percent(outcome.hidden),
         );
         let chosen = outcome.chosen.iter().map(|chosen| format!("{} is {chosen}", outcome.codec));
-        let skipped = outcome
-            .last_skipped
-            .iter()
-            .map(|why| format!("{} of these steps were skipped; the last one, since {why}", outcome.skipped));
+        let skipped = outcome.last_skipped.iter().map(|why| {
+            format!("{} of these steps were skipped; the last one, since {why}", outcome.skipped)
+        });
         for note in chosen.chain(skipped) {
-            let _ = writeln!(rows, "<tr><td colspan=\"10\" class=\"note\">{}</td></tr>", escape(&note));
+            let _ =
+                writeln!(rows, "<tr><td colspan=\"10\" class=\"note\">{}</td></tr>", escape(&note));
         }
         if let (Some(_), Some(_)) = (outcome.bubble, outcome.bubble_formula) {
             let _ = writeln!(
@@ -141,7 +147,11 @@ fn table(runs: &[Run]) -> String {
 }
 
 fn figure(title: &str, caption: &str, svg: &str) -> String {
-    format!("<figure><h2>{}</h2>{svg}<figcaption>{}</figcaption></figure>\n", escape(title), escape(caption))
+    format!(
+        "<figure><h2>{}</h2>{svg}<figcaption>{}</figcaption></figure>\n",
+        escape(title),
+        escape(caption)
+    )
 }
 
 /// A run's loss over something that grows.
@@ -241,7 +251,8 @@ fn ticks((from, to): (f64, f64)) -> Vec<f64> {
         return Vec::new();
     }
     let power = 10f64.powf(rough.log10().floor());
-    let step = [1.0, 2.0, 5.0, 10.0].map(|times| times * power).into_iter().find(|step| *step >= rough);
+    let step =
+        [1.0, 2.0, 5.0, 10.0].map(|times| times * power).into_iter().find(|step| *step >= rough);
     let step = step.unwrap_or(power * 10.0);
     let first = (from / step).ceil() as i64;
     (first..first + 20)
@@ -253,7 +264,9 @@ fn ticks((from, to): (f64, f64)) -> Vec<f64> {
 fn range(values: impl Iterator<Item = f64>) -> (f64, f64) {
     let (low, high) = values
         .filter(|value| value.is_finite())
-        .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| (low.min(value), high.max(value)));
+        .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| {
+            (low.min(value), high.max(value))
+        });
     match (low.is_finite(), high > low) {
         (false, _) => (0.0, 1.0),
         (true, false) => (low - 0.5, low + 0.5),
@@ -304,9 +317,11 @@ fn split(steps: &[StepReport]) -> String {
     // One slow step must not flatten all others.
     let mut heights: Vec<f64> = bars.iter().map(|(_, parts)| parts.iter().sum()).collect();
     heights.sort_by(f64::total_cmp);
-    let highest = heights.get(heights.len().saturating_sub(1) * 95 / 100).copied().unwrap_or(1.0).max(1e-9);
+    let highest =
+        heights.get(heights.len().saturating_sub(1) * 95 / 100).copied().unwrap_or(1.0).max(1e-9);
     let first = bars.first().map_or(0.0, |(step, _)| *step);
-    let axes = Axes { x: (first, first + (bars.len().max(1) * each) as f64), y: (0.0, highest * 1.15) };
+    let axes =
+        Axes { x: (first, first + (bars.len().max(1) * each) as f64), y: (0.0, highest * 1.15) };
     let mut svg = axes.draw(("step", "ms"), &plain, &plain);
     for (step, parts) in &bars {
         let mut below = 0.0;
@@ -344,7 +359,9 @@ fn volumes(runs: &[Run]) -> String {
     let longest = rows.iter().map(|(_, sent, dense)| sent.max(*dense)).fold(1.0, f64::max);
     let (left, width, height) = (110.0, SIZE.0 - 110.0 - 90.0, 30.0);
     let mut svg = String::new();
-    for (index, ((name, sent, dense), colour)) in rows.iter().zip(COLOURS.iter().cycle()).enumerate() {
+    for (index, ((name, sent, dense), colour)) in
+        rows.iter().zip(COLOURS.iter().cycle()).enumerate()
+    {
         let y = 8.0 + index as f64 * height;
         let (long, outline) = (sent / longest * width, dense / longest * width);
         let _ = write!(
@@ -373,8 +390,9 @@ fn trace(spans: &[Span]) -> String {
     let (left, width, height) = (240.0, SIZE.0 - 240.0 - 60.0, 18.0);
     let mut svg = String::new();
     for (index, span) in spans.iter().enumerate() {
-        let share =
-            |at: std::time::Duration| left + (at.as_secs_f64() - start) / (end - start).max(1e-9) * width;
+        let share = |at: std::time::Duration| {
+            left + (at.as_secs_f64() - start) / (end - start).max(1e-9) * width
+        };
         let (from, to, y) = (share(span.start), share(span.end), 4.0 + index as f64 * height);
         let colour = if span.name.starts_with("bucket") { COLOURS[1] } else { COLOURS[0] };
         let _ = write!(

@@ -146,8 +146,11 @@ impl View {
             return Ok(());
         }
         let Settings { model, batch, steps, micro_batches, pp, schedule, .. } = &run.settings;
-        let pipeline =
-            if *pp > 1 { format!(", {micro_batches} micro-batches, {schedule}") } else { String::new() };
+        let pipeline = if *pp > 1 {
+            format!(", {micro_batches} micro-batches, {schedule}")
+        } else {
+            String::new()
+        };
         let mut out = std::io::stdout();
         writeln!(
             out,
@@ -232,7 +235,8 @@ impl View {
         )?;
         for outcome in runs.iter().map(Run::outcome) {
             let percent = |share: f64| format!("{:.0} %", 100.0 * share);
-            let times = |ratio: Option<f64>| ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.1}×"));
+            let times =
+                |ratio: Option<f64>| ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.1}×"));
             writeln!(
                 out,
                 "{:<12} {:>6} {:>15} {:>9} {:>9.0} {:>11} {:>7} {:>7} {:>7}",
@@ -247,7 +251,11 @@ impl View {
                 outcome.hidden.map_or("-".to_owned(), percent),
             )?;
             if let Some(why) = outcome.last_skipped {
-                writeln!(out, "  skipped {} of these steps; the last one, since {why}", outcome.skipped)?;
+                writeln!(
+                    out,
+                    "  skipped {} of these steps; the last one, since {why}",
+                    outcome.skipped
+                )?;
             }
             if let Some(chosen) = outcome.chosen {
                 writeln!(out, "  {} is {chosen}", outcome.codec)?;
@@ -271,7 +279,9 @@ impl View {
             (true, Some(dir)) => {
                 writeln!(out, "stopped; go on with --checkpoint {} --resume", dir.display())?;
             }
-            (true, None) => writeln!(out, "stopped, without a checkpoint: --checkpoint DIR keeps one")?,
+            (true, None) => {
+                writeln!(out, "stopped, without a checkpoint: --checkpoint DIR keeps one")?
+            }
             (false, Some(dir)) => writeln!(out, "checkpoint: {}", dir.display())?,
             (false, None) => {}
         }
@@ -282,8 +292,11 @@ impl View {
 /// The axes that have more than one rank.
 fn layout(settings: &Settings) -> String {
     let axes = [("dp", settings.dp), ("tp", settings.tp), ("pp", settings.pp)];
-    let named: Vec<String> =
-        axes.into_iter().filter(|(_, size)| *size > 1).map(|(name, size)| format!("{name}={size}")).collect();
+    let named: Vec<String> = axes
+        .into_iter()
+        .filter(|(_, size)| *size > 1)
+        .map(|(name, size)| format!("{name}={size}"))
+        .collect();
     if named.is_empty() { "alone".to_owned() } else { named.join(" × ") }
 }
 
@@ -298,8 +311,10 @@ fn line(settings: &Settings, report: &StepReport, skipped: usize) -> String {
     let speed = *tokens as f64 / times.total.max(1e-9);
     let bytes = show_bytes(*wire_bytes as f64);
     let ratio = *dense_bytes as f64 / (*wire_bytes).max(1) as f64;
-    let ratio = if only_exchange(settings) { format!("  ratio {ratio:.1}×") } else { String::new() };
-    let hidden = if settings.dp > 1 { format!("  hidden {:.0} %", 100.0 * hidden) } else { String::new() };
+    let ratio =
+        if only_exchange(settings) { format!("  ratio {ratio:.1}×") } else { String::new() };
+    let hidden =
+        if settings.dp > 1 { format!("  hidden {:.0} %", 100.0 * hidden) } else { String::new() };
     let skipped = if skipped > 0 { format!("  skipped {skipped}") } else { String::new() };
     format!("loss {loss:.3}  {speed:.0} tok/s  {bytes}/step{ratio}{hidden}{skipped}")
 }

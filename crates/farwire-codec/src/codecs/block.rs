@@ -191,20 +191,24 @@ impl BlockQuantiser {
             }
             (Format::Int4, rounding) => {
                 let mut codes = [0; PIECE];
-                for (k, (values, out)) in values.chunks(PIECE).zip(out.chunks_mut(PIECE / 2)).enumerate() {
+                for (k, (values, out)) in
+                    values.chunks(PIECE).zip(out.chunks_mut(PIECE / 2)).enumerate()
+                {
                     let codes = &mut codes[..values.len()];
                     let start = start.wrapping_add((k * PIECE) as u32);
                     match rounding {
-                        Rounding::Nearest if self.rotate => simd::to_levels(level, values, inverse, codes),
+                        Rounding::Nearest if self.rotate => {
+                            simd::to_levels(level, values, inverse, codes)
+                        }
                         Rounding::Nearest => simd::to_int8(level, values, inverse, codes),
                         Rounding::Stochastic => {
                             simd::to_int8_stochastic(level, values, inverse, key, start, codes);
                         }
                     }
                     if !self.has_levels() {
-                        codes
-                            .iter_mut()
-                            .for_each(|code| *code = (*code as i8).clamp(-7, 7).wrapping_add(8) as u8);
+                        codes.iter_mut().for_each(|code| {
+                            *code = (*code as i8).clamp(-7, 7).wrapping_add(8) as u8
+                        });
                     }
                     simd::pack_nibbles(level, codes, out);
                 }
@@ -287,7 +291,8 @@ impl BlockQuantiser {
             self.quantise(level, values, inverse, noise, start, codes);
         }
         *scale_bytes = scale.to_le_bytes();
-        self.decoded_units(level, noise, start, codes, units).expect("these codes were just written");
+        self.decoded_units(level, noise, start, codes, units)
+            .expect("these codes were just written");
         simd::sub_scaled(level, values, units, scale);
     }
 }

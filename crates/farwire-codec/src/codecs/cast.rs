@@ -77,7 +77,13 @@ impl Tiles for Cast {
         }
     }
 
-    fn add_tile(&self, level: Level, _: &Noise, bytes: &[u8], acc: &mut [f32]) -> Result<(), DecodeError> {
+    fn add_tile(
+        &self,
+        level: Level,
+        _: &Noise,
+        bytes: &[u8],
+        acc: &mut [f32],
+    ) -> Result<(), DecodeError> {
         let finite = match self {
             Self::Bf16 => simd::add_bf16(level, bytes, acc),
             Self::F16 => {

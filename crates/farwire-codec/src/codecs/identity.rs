@@ -51,7 +51,13 @@ impl Tiles for Identity {
         values.fill(0.0);
     }
 
-    fn add_tile(&self, level: Level, _: &Noise, bytes: &[u8], acc: &mut [f32]) -> Result<(), DecodeError> {
+    fn add_tile(
+        &self,
+        level: Level,
+        _: &Noise,
+        bytes: &[u8],
+        acc: &mut [f32],
+    ) -> Result<(), DecodeError> {
         if simd::add_f32(level, bytes, acc) { Ok(()) } else { Err(DecodeError::Field("value")) }
     }
 }

@@ -193,7 +193,9 @@ impl PowerQ {
         let Self { mut matrix, shape, rank, p, q: own, keep } = self;
         let (level, columns, rank) = (Level::detect(), shape.columns.max(1), rank.max(1));
         for (row, p) in acc.chunks_mut(columns).zip(p.chunks(rank)) {
-            p.iter().zip(q.chunks(columns)).for_each(|(p, column)| simd::add_scaled(level, row, column, *p));
+            p.iter()
+                .zip(q.chunks(columns))
+                .for_each(|(p, column)| simd::add_scaled(level, row, column, *p));
         }
         for (row, p) in matrix.chunks_mut(columns).zip(p.chunks(rank)) {
             p.iter()
@@ -226,8 +228,9 @@ fn orthonormalise(matrix: &mut [f32], rank: usize) {
     if matrix.is_empty() {
         return;
     }
-    let mut columns: Vec<Vec<f64>> =
-        (0..rank).map(|c| matrix.iter().skip(c).step_by(rank).map(|x| f64::from(*x)).collect()).collect();
+    let mut columns: Vec<Vec<f64>> = (0..rank)
+        .map(|c| matrix.iter().skip(c).step_by(rank).map(|x| f64::from(*x)).collect())
+        .collect();
     let dot = |a: &[f64], b: &[f64]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f64>();
     for c in 0..rank {
         let (done, rest) = columns.split_at_mut(c);
@@ -245,7 +248,12 @@ fn orthonormalise(matrix: &mut [f32], rank: usize) {
         column.iter_mut().for_each(|x| *x *= factor);
     }
     for (c, column) in columns.iter().enumerate() {
-        matrix.iter_mut().skip(c).step_by(rank).zip(column).for_each(|(x, value)| *x = *value as f32);
+        matrix
+            .iter_mut()
+            .skip(c)
+            .step_by(rank)
+            .zip(column)
+            .for_each(|(x, value)| *x = *value as f32);
     }
 }
 
@@ -265,8 +273,9 @@ mod tests {
     #[test]
     fn columns_become_orthonormal_and_dependent_ones_zero() {
         // Third column: the sum of the others. Fourth: zero.
-        let mut matrix: Vec<f32> =
-            (0..6).flat_map(|i| [i as f32, (i * i) as f32 - 3.0, (i * i + i) as f32 - 3.0, 0.0]).collect();
+        let mut matrix: Vec<f32> = (0..6)
+            .flat_map(|i| [i as f32, (i * i) as f32 - 3.0, (i * i + i) as f32 - 3.0, 0.0])
+            .collect();
         orthonormalise(&mut matrix, 4);
         let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| a * b).sum::<f32>();
         let column = |c: usize| matrix.iter().skip(c).step_by(4).copied().collect::<Vec<_>>();

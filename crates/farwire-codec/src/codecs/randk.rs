@@ -54,9 +54,9 @@ pub(super) const FAMILY: CodecFamily = CodecFamily {
 fn parse(params: &mut Params<'_>) -> Result<CodecSpec, String> {
     let keep = Share::parse(params.argument("0.01")?)?;
     let bf16 = params.one_of("values", &[("f32", false), ("bf16", true)])?.unwrap_or(true);
-    let seed = params
-        .take("seed")
-        .map(|seed| seed.parse().map_err(|_| format!("seed={seed} is not a whole number below 2^64")));
+    let seed = params.take("seed").map(|seed| {
+        seed.parse().map_err(|_| format!("seed={seed} is not a whole number below 2^64"))
+    });
     Ok(CodecSpec::new(RandomK { keep, bf16, seed: seed.transpose()? }))
 }
 
@@ -160,7 +160,12 @@ impl MessageCodec for RandomK {
         Ok(())
     }
 
-    fn add_decoded_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
+    fn add_decoded_into(
+        &self,
+        bytes: &[u8],
+        place: &CodedPlace,
+        acc: &mut [f32],
+    ) -> Result<(), DecodeError> {
         assert_eq!(acc.len(), place.range.len(), "one element for each of the range");
         let strata = self.strata(place);
         let range = place.range.clone();
@@ -221,7 +226,9 @@ impl Strata {
 
     /// The stratum of element `index`: the last that starts at or before it.
     fn of(&self, index: u64) -> u64 {
-        ((u128::from(index) + 1) * u128::from(self.count)).div_ceil(u128::from(self.elements)) as u64 - 1
+        ((u128::from(index) + 1) * u128::from(self.count)).div_ceil(u128::from(self.elements))
+            as u64
+            - 1
     }
 
     /// The strata that have an element in `range`.
@@ -244,7 +251,8 @@ impl Strata {
         let mut start = if touching.is_empty() { 0 } else { self.start(touching.start) };
         // start(j) without a division: the remainders add up, and each time they reach `count` a
         // stratum is one longer.
-        let mut owed = (u128::from(touching.start) * u128::from(remainder) % u128::from(count)) as u64;
+        let mut owed =
+            (u128::from(touching.start) * u128::from(remainder) % u128::from(count)) as u64;
         let all = touching.map(move |j| {
             owed += remainder;
             let end = start + step + u64::from(owed >= count);
@@ -261,8 +269,9 @@ impl Strata {
         let touching = self.touching(&range);
         let ends = [touching.start, touching.end.saturating_sub(1)];
         let ends = if touching.end - touching.start > 1 { &ends[..] } else { &ends[..1] };
-        let outside =
-            |j: &&u64| !range.contains(&self.drawn(**j, self.start(**j), self.start(**j + 1)).index);
+        let outside = |j: &&u64| {
+            !range.contains(&self.drawn(**j, self.start(**j), self.start(**j + 1)).index)
+        };
         if touching.is_empty() {
             return 0;
         }

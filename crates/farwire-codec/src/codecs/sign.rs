@@ -57,7 +57,13 @@ impl Tiles for Sign {
         simd::add_signs(level, signs, -scale, values);
     }
 
-    fn add_tile(&self, level: Level, _: &Noise, bytes: &[u8], acc: &mut [f32]) -> Result<(), DecodeError> {
+    fn add_tile(
+        &self,
+        level: Level,
+        _: &Noise,
+        bytes: &[u8],
+        acc: &mut [f32],
+    ) -> Result<(), DecodeError> {
         let Some((scale, signs)) = bytes.split_first_chunk::<4>() else { return Ok(()) };
         simd::add_signs(level, signs, checked_scale(*scale)?, acc);
         Ok(())

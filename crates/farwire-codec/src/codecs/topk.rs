@@ -69,7 +69,9 @@ impl Share {
     /// How many of `elements` that is.
     pub fn of(self, elements: usize) -> usize {
         match self {
-            Self::Fraction(fraction) => ((fraction * elements as f64).round() as usize).max(1).min(elements),
+            Self::Fraction(fraction) => {
+                ((fraction * elements as f64).round() as usize).max(1).min(elements)
+            }
             Self::Count(count) => count.min(elements),
         }
     }
@@ -145,7 +147,8 @@ fn parse(params: &mut Params<'_>) -> Result<CodecSpec, String> {
     };
     let codings = [ValueCoding::F32, ValueCoding::Bf16, ValueCoding::Int8];
     let values = params.one_of("values", &codings.map(|coding| (coding.name(), coding)))?;
-    let mode = params.one_of("mode", &[("global", OwnerMode::Global), ("union", OwnerMode::Union)])?;
+    let mode =
+        params.one_of("mode", &[("global", OwnerMode::Global), ("union", OwnerMode::Union)])?;
     let (values, mode) = (values.unwrap_or_default(), mode.unwrap_or_default());
     Ok(CodecSpec::new(TopK { keep, values, mode }))
 }
@@ -197,7 +200,9 @@ impl MessageCodec for TopK {
         let level = Level::detect();
         out.scratch.selected.clear();
         match self.keep {
-            _ if job.role == Role::Owner && self.mode == OwnerMode::Union => select(level, job, None, out)?,
+            _ if job.role == Role::Owner && self.mode == OwnerMode::Union => {
+                select(level, job, None, out)?
+            }
             Keep::Whole(share) => {
                 let keep = proportion(share.of(job.place.whole), len, job.place.whole);
                 select(level, job, Some(keep), out)?;
@@ -219,12 +224,22 @@ impl MessageCodec for TopK {
         Ok(())
     }
 
-    fn add_decoded_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
+    fn add_decoded_into(
+        &self,
+        bytes: &[u8],
+        place: &CodedPlace,
+        acc: &mut [f32],
+    ) -> Result<(), DecodeError> {
         assert_eq!(acc.len(), place.range.len(), "one element for each of the range");
         decode(Level::detect(), self.values, bytes, acc, false)
     }
 
-    fn decode_into(&self, bytes: &[u8], place: &CodedPlace, acc: &mut [f32]) -> Result<(), DecodeError> {
+    fn decode_into(
+        &self,
+        bytes: &[u8],
+        place: &CodedPlace,
+        acc: &mut [f32],
+    ) -> Result<(), DecodeError> {
         assert_eq!(acc.len(), place.range.len(), "one element for each of the range");
         decode(Level::detect(), self.values, bytes, acc, true)
     }
@@ -312,7 +327,8 @@ pub(crate) fn decode(
         let mut due = indices.iter().zip(values).take(waiting);
         if taken > 0 {
             let (indices, values) = &mut *ahead;
-            let add_some = || due.by_ref().take(16).for_each(|(index, value)| acc[*index as usize] += value);
+            let add_some =
+                || due.by_ref().take(16).for_each(|(index, value)| acc[*index as usize] += value);
             let used = index::decode(level, bytes, taken, next, range, indices, add_some)?;
             let end = indices[taken - 1] + 1;
             if fresh {

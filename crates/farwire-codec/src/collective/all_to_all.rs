@@ -45,7 +45,11 @@ impl AllToAll {
         self.codec.max_message_len(longest)
     }
 
-    pub(super) fn next(&mut self, round: u32, common: &mut Common) -> Option<Result<Made, Trouble>> {
+    pub(super) fn next(
+        &mut self,
+        round: u32,
+        common: &mut Common,
+    ) -> Option<Result<Made, Trouble>> {
         let len = common.input.len();
         let whole = 0..len;
         let owed = common.owed(whole.clone());

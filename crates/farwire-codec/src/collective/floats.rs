@@ -77,10 +77,15 @@ impl Floats {
         }
         macro_rules! add_whole {
             ($values:ident, $type:ty) => {{
-                let finite =
-                    $values.iter().zip(owed).all(|(value, o)| (value + <$type>::from(*o)).is_finite());
+                let finite = $values
+                    .iter()
+                    .zip(owed)
+                    .all(|(value, o)| (value + <$type>::from(*o)).is_finite());
                 finite.then(|| {
-                    $values.iter_mut().zip(owed).for_each(|(value, owed)| *value += <$type>::from(*owed));
+                    $values
+                        .iter_mut()
+                        .zip(owed)
+                        .for_each(|(value, owed)| *value += <$type>::from(*owed));
                     Vec::new()
                 })
             }};

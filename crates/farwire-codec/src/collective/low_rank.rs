@@ -52,14 +52,25 @@ impl LowRank {
         only: Option<Range<usize>>,
     ) -> Self {
         let (p, q) = codec.factor_lens(shape);
-        Self { codec, shape, shards: [even(p, world), even(q, world)], mean, only, step: Step::Begin }
+        Self {
+            codec,
+            shape,
+            shards: [even(p, world), even(q, world)],
+            mean,
+            only,
+            step: Step::Begin,
+        }
     }
 
     pub(super) fn longest(&self) -> usize {
         4 * self.shards.iter().flatten().map(ExactSizeIterator::len).max().unwrap_or(0)
     }
 
-    pub(super) fn next(&mut self, round: u32, common: &mut Common) -> Option<Result<Made, Trouble>> {
+    pub(super) fn next(
+        &mut self,
+        round: u32,
+        common: &mut Common,
+    ) -> Option<Result<Made, Trouble>> {
         if common.trouble.is_some() {
             return Some(Ok(Made::Same(seal(Vec::new()))));
         }
@@ -67,7 +78,8 @@ impl LowRank {
             let owed = common.owed(0..common.input.len());
             let warm = common.feedback.as_ref().and_then(|feedback| feedback.warm());
             let values = common.input.values(0..common.input.len());
-            let begun = self.codec.begin(values, residual(owed.as_ref()), warm, self.shape, common.context);
+            let begun =
+                self.codec.begin(values, residual(owed.as_ref()), warm, self.shape, common.context);
             match begun {
                 Err(error) => return Some(Err(common.fail_encode(round, error, Kind::Input, 0))),
                 Ok(p) => self.step = Step::P(p, Summing::default()),
@@ -76,12 +88,16 @@ impl LowRank {
         let (factor, summing, first) = match &self.step {
             Step::P(p, summing) => (p.p(), summing, 0),
             Step::Q(q, summing) => (q.q(), summing, 2),
-            Step::Failed(error) => return Some(Err(common.fail_encode(round, *error, Kind::Sum, 0))),
+            Step::Failed(error) => {
+                return Some(Err(common.fail_encode(round, *error, Kind::Sum, 0)));
+            }
             Step::Begin | Step::End => return None,
         };
         if round == first {
             let shards = &self.shards[first as usize / 2];
-            let each = shards.iter().map(|shard| seal(bytemuck::cast_slice(&factor[shard.clone()]).to_vec()));
+            let each = shards
+                .iter()
+                .map(|shard| seal(bytemuck::cast_slice(&factor[shard.clone()]).to_vec()));
             return Some(Ok(Made::Each(each.collect())));
         }
         let sum = summing.shard.as_ref().filter(|_| round == first + 1)?;

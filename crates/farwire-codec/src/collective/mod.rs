@@ -130,7 +130,9 @@ impl Route {
         let (rank, world) = (*rank, *world);
         let (count, dtype) = (input.len(), input.dtype());
         let (plain, ranges, op) = match *collective {
-            Collective::AllReduce(op) => (Call::AllReduce { count, dtype, op }, even(count, world), Some(op)),
+            Collective::AllReduce(op) => {
+                (Call::AllReduce { count, dtype, op }, even(count, world), Some(op))
+            }
             Collective::ReduceScatter(op) => {
                 (Call::ReduceScatter { count, dtype, op }, even(count, world), Some(op))
             }
@@ -184,13 +186,33 @@ impl CodedCollective {
             Ok(laid_out) => laid_out,
             Err(error) => return Err((error, order.input)),
         };
-        let Order { collective, rank, world, input, tensor, mut feedback, context, threads, output, .. } =
-            order;
+        let Order {
+            collective,
+            rank,
+            world,
+            input,
+            tensor,
+            mut feedback,
+            context,
+            threads,
+            output,
+            ..
+        } = order;
         let adds = !matches!(collective, Collective::AllGather(_));
         if let Some(feedback) = feedback.as_mut().filter(|_| adds) {
             feedback.own(&route.owned(rank));
         }
-        let common = Common { rank, world, input, tensor, feedback, context, threads, output, trouble: None };
+        let common = Common {
+            rank,
+            world,
+            input,
+            tensor,
+            feedback,
+            context,
+            threads,
+            output,
+            trouble: None,
+        };
         Ok(Self { call, route, common, made: 0, came: 0 })
     }
 
@@ -252,7 +274,10 @@ impl CodedCollective {
     ///
     /// If this rank's own of that round have not been made.
     pub fn came(&mut self, round: u32, parcels: &[Vec<u8>]) -> Result<(), Nonsense> {
-        assert!(round < self.made, "a rank makes its own part of a round before it hears the others'");
+        assert!(
+            round < self.made,
+            "a rank makes its own part of a round before it hears the others'"
+        );
         self.understand(round, parcels)?;
         self.came = round + 1;
         Ok(())
@@ -278,8 +303,8 @@ impl CodedCollective {
                 _ => return Err(nonsense(DecodeError::Field("status"))),
             };
             let element = <[u8; 8]>::try_from(message).map(u64::from_le_bytes);
-            let element =
-                element.map_err(|_| nonsense(DecodeError::Length { need: 9, given: parcel.len() }))?;
+            let element = element
+                .map_err(|_| nonsense(DecodeError::Length { need: 9, given: parcel.len() }))?;
             let theirs = Trouble { round, rank: from, kind, element };
             common.trouble = Some(common.trouble.map_or(theirs, |known| known.min(theirs)));
         }
@@ -393,7 +418,8 @@ fn residual(owed: Option<&Owed>) -> Residual<'_> {
 
 /// 32 bits by which ranks find out that they mean different codecs, tensors or steps.
 fn agreement(codec: &CodecSpec, Context { seed, step, tensor }: Context) -> NonZeroU32 {
-    let mix = |hash: u64, word: u64| (hash ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(31);
+    let mix =
+        |hash: u64, word: u64| (hash ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(31);
     let mixed = [seed, step, tensor].into_iter().fold(u64::from(codec.id().get()), mix);
     NonZeroU32::new((mixed ^ mixed >> 32) as u32).unwrap_or(NonZeroU32::MIN)
 }

@@ -104,7 +104,9 @@ pub enum OrderError {
         given: usize,
     },
     /// More elements than a codec can count.
-    #[error("{codec} counts elements in 32 bits; {given} are too many for one vector: cut it in two")]
+    #[error(
+        "{codec} counts elements in 32 bits; {given} are too many for one vector: cut it in two"
+    )]
     TooLong {
         /// The codec.
         codec: String,

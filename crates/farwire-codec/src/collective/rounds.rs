@@ -15,7 +15,8 @@ impl Rounds for CodedCollective {
     }
 
     fn came(&mut self, round: u32, parcels: &[Vec<u8>]) -> Result<(), Nonsense> {
-        let nonsense = |super::Nonsense { from, round, why }| Nonsense { from, round, why: why.into() };
+        let nonsense =
+            |super::Nonsense { from, round, why }| Nonsense { from, round, why: why.into() };
         self.came(round, parcels).map_err(nonsense)
     }
 

@@ -89,7 +89,8 @@ impl TwoPhase {
                 cut(start, end - start)
             })
             .collect();
-        let longest_shard = chunks.iter().flat_map(|chunk| &chunk.shards).map(ExactSizeIterator::len).max();
+        let longest_shard =
+            chunks.iter().flat_map(|chunk| &chunk.shards).map(ExactSizeIterator::len).max();
         let longest = codec.max_message_len(longest_shard.unwrap_or(0));
         Self { codec, count, chunks, gather, mean, longest }
     }
@@ -121,17 +122,28 @@ impl TwoPhase {
         }
     }
 
-    pub(super) fn next(&mut self, round: u32, common: &mut Common) -> Option<Result<Made, Trouble>> {
+    pub(super) fn next(
+        &mut self,
+        round: u32,
+        common: &mut Common,
+    ) -> Option<Result<Made, Trouble>> {
         match self.phase(round) {
             Phase::Scatter(chunk) => Some(self.encode_shards(round, chunk, common)),
-            Phase::Gather(chunk) if common.trouble.is_some() || self.chunks[chunk].sum.is_some() => {
+            Phase::Gather(chunk)
+                if common.trouble.is_some() || self.chunks[chunk].sum.is_some() =>
+            {
                 Some(self.encode_sum(round, chunk, common))
             }
             Phase::Gather(_) => None,
         }
     }
 
-    fn encode_shards(&mut self, round: u32, chunk: usize, common: &mut Common) -> Result<Made, Trouble> {
+    fn encode_shards(
+        &mut self,
+        round: u32,
+        chunk: usize,
+        common: &mut Common,
+    ) -> Result<Made, Trouble> {
         if common.trouble.is_some() {
             return Ok(Made::Same(seal(Vec::new())));
         }
@@ -167,7 +179,12 @@ impl TwoPhase {
         Ok(Made::Each(parcels))
     }
 
-    fn encode_sum(&mut self, round: u32, chunk: usize, common: &mut Common) -> Result<Made, Trouble> {
+    fn encode_sum(
+        &mut self,
+        round: u32,
+        chunk: usize,
+        common: &mut Common,
+    ) -> Result<Made, Trouble> {
         let Some(sum) = self.chunks[chunk].sum.take().filter(|_| common.trouble.is_none()) else {
             return Ok(Made::Same(seal(Vec::new())));
         };
@@ -176,8 +193,8 @@ impl TwoPhase {
         let shard = shards[common.rank.index()].clone();
         let owed = common.feedback.as_ref().map(|feedback| feedback.owner(shard.clone()));
         let mut encoded = Encoded { residual: common.buffer(shard.len()), ..Encoded::default() };
-        let place =
-            CodedPlace::whole(context, range.len()).part(shard.start - range.start..shard.end - range.start);
+        let place = CodedPlace::whole(context, range.len())
+            .part(shard.start - range.start..shard.end - range.start);
         let job = Job {
             rank: common.rank.0,
             threads: common.threads,
@@ -205,14 +222,19 @@ impl TwoPhase {
         let context = self.context(chunk, common);
         let Chunk { range, shards, own, sum, .. } = &mut self.chunks[chunk];
         let whole = CodedPlace::whole(context, range.len());
-        let place = |shard: &Range<usize>| whole.part(shard.start - range.start..shard.end - range.start);
-        let message =
-            |from: farwire_proto::Rank| if from == me { unseal(own) } else { messages[from.index()] };
+        let place =
+            |shard: &Range<usize>| whole.part(shard.start - range.start..shard.end - range.start);
+        let message = |from: farwire_proto::Rank| {
+            if from == me { unseal(own) } else { messages[from.index()] }
+        };
         match phase {
             Phase::Scatter(_) => {
                 let mine = &shards[me.index()];
-                let mut acc =
-                    if self.gather { common.buffer(mine.len()) } else { std::mem::take(&mut common.output) };
+                let mut acc = if self.gather {
+                    common.buffer(mine.len())
+                } else {
+                    std::mem::take(&mut common.output)
+                };
                 acc.resize(mine.len(), 0.0);
                 for from in world.ranks() {
                     let (message, place) = (message(from), place(mine));
@@ -233,11 +255,9 @@ impl TwoPhase {
                 for from in world.ranks() {
                     let shard = &shards[from.index()];
                     let out = &mut common.output[shard.clone()];
-                    self.codec.decode_into(message(from), &place(shard), out).map_err(|why| Nonsense {
-                        from,
-                        round,
-                        why,
-                    })?;
+                    self.codec
+                        .decode_into(message(from), &place(shard), out)
+                        .map_err(|why| Nonsense { from, round, why })?;
                     scale(out, self.mean, world);
                 }
             }

@@ -33,7 +33,8 @@ impl ErrorFeedback {
         });
         let pieces: Vec<_> = pieces.collect();
         let views = pieces.iter().map(|(key, values)| {
-            let view = TensorView::new(Dtype::F32, vec![values.len()], bytemuck::cast_slice(values));
+            let view =
+                TensorView::new(Dtype::F32, vec![values.len()], bytemuck::cast_slice(values));
             (key.as_str(), view.expect("four bytes for each element"))
         });
         safetensors::serialize(views, None).expect("a header of names and lengths")
@@ -46,7 +47,8 @@ impl ErrorFeedback {
         for (key, view) in file.iter() {
             let refuse = |why| FeedbackError::Content { key: key.into(), why };
             let mut parts = key.splitn(3, ':');
-            let (Some(kind), Some(start), Some(name)) = (parts.next(), parts.next(), parts.next()) else {
+            let (Some(kind), Some(start), Some(name)) = (parts.next(), parts.next(), parts.next())
+            else {
                 return Err(refuse("its name is not KIND:START:NAME"));
             };
             let start: usize = start.parse().map_err(|_| refuse("START is not a number"))?;
@@ -101,7 +103,8 @@ impl ErrorFeedback {
 
     /// Reads what [`save`](Self::save) wrote.
     pub fn load(path: &Path) -> Result<Self, FeedbackError> {
-        let bytes = std::fs::read(path).map_err(|error| FeedbackError::File { path: path.into(), error })?;
+        let bytes = std::fs::read(path)
+            .map_err(|error| FeedbackError::File { path: path.into(), error })?;
         Self::from_bytes(&bytes)
     }
 }
@@ -133,7 +136,9 @@ mod tests {
         assert_eq!(back.names(), ["a:b/c", "w"]);
         assert_eq!(back.norms("w"), feedback.norms("w"));
         assert_eq!(back.to_bytes(), feedback.to_bytes());
-        assert!(ErrorFeedback::load(&path).unwrap_err().to_string().contains("feedback.safetensors"));
+        assert!(
+            ErrorFeedback::load(&path).unwrap_err().to_string().contains("feedback.safetensors")
+        );
     }
 
     #[test]

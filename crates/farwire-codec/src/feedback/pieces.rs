@@ -39,7 +39,8 @@ impl Pieces {
         for (start, values) in self.overlapping(&range) {
             let shared = start.max(range.start)..(start + values.len()).min(range.end);
             let from = shared.start - start..shared.end - start;
-            whole[shared.start - range.start..shared.end - range.start].copy_from_slice(&values[from]);
+            whole[shared.start - range.start..shared.end - range.start]
+                .copy_from_slice(&values[from]);
         }
         Some(Arc::new(whole))
     }
@@ -69,7 +70,8 @@ impl Pieces {
     }
 
     pub(super) fn norm(&self) -> f64 {
-        let squares = self.0.values().flat_map(|values| values.iter()).map(|value| f64::from(*value).powi(2));
+        let squares =
+            self.0.values().flat_map(|values| values.iter()).map(|value| f64::from(*value).powi(2));
         squares.sum::<f64>().sqrt()
     }
 }

@@ -48,8 +48,10 @@ impl ErrorFeedback {
     /// assert_eq!(feedback.norms("w").unwrap().worker, 3.0);
     /// ```
     pub fn savepoint(&self) -> Savepoint {
-        let states =
-            lock(&self.tensors).iter().map(|(name, entry)| (name.clone(), entry.state.clone())).collect();
+        let states = lock(&self.tensors)
+            .iter()
+            .map(|(name, entry)| (name.clone(), entry.state.clone()))
+            .collect();
         Savepoint { tensors: self.tensors.clone(), states: Some(states) }
     }
 }

@@ -406,7 +406,9 @@ kernel! {
 /// One round of the Hadamard transform within a row.
 #[inline(always)]
 fn butterfly<const HALF: usize>(row: [f32; 16]) -> [f32; 16] {
-    std::array::from_fn(|i| if i & HALF == 0 { row[i] + row[i ^ HALF] } else { row[i ^ HALF] - row[i] })
+    std::array::from_fn(
+        |i| if i & HALF == 0 { row[i] + row[i ^ HALF] } else { row[i ^ HALF] - row[i] },
+    )
 }
 
 kernel! {
@@ -465,8 +467,11 @@ mod tests {
     /// The value of each e4m3 code, from the format's definition.
     fn e4m3_value(code: u8) -> f64 {
         let (exponent, mantissa) = (i32::from(code >> 3 & 15), f64::from(code & 7));
-        let magnitude =
-            if exponent == 0 { mantissa / 512.0 } else { (1.0 + mantissa / 8.0) * 2f64.powi(exponent - 7) };
+        let magnitude = if exponent == 0 {
+            mantissa / 512.0
+        } else {
+            (1.0 + mantissa / 8.0) * 2f64.powi(exponent - 7)
+        };
         if code & 0x80 == 0 { magnitude } else { -magnitude }
     }
 

@@ -47,7 +47,9 @@ pub(crate) fn decode_gaps(
 fn word(bytes: &[u8], at: usize) -> u64 {
     match bytes.get(at..at + 8) {
         Some(word) => u64::from_le_bytes(word.try_into().expect("eight bytes")),
-        None => bytes.iter().skip(at).take(8).rev().fold(0, |word, byte| word << 8 | u64::from(*byte)),
+        None => {
+            bytes.iter().skip(at).take(8).rev().fold(0, |word, byte| word << 8 | u64::from(*byte))
+        }
     }
 }
 
@@ -187,7 +189,8 @@ fn avx512(
         unsafe {
             let position = _mm512_loadu_si512(positions.as_ptr().add(16 * row).cast());
             let zeros = _mm512_sll_epi32(_mm512_sub_epi32(position, j), shift);
-            let index = _mm512_add_epi32(_mm512_add_epi32(zeros, lows), _mm512_add_epi32(next_lanes, j));
+            let index =
+                _mm512_add_epi32(_mm512_add_epi32(zeros, lows), _mm512_add_epi32(next_lanes, j));
             _mm512_storeu_si512(out.as_mut_ptr().add(16 * row).cast(), index);
         }
         j = _mm512_add_epi32(j, sixteen);

@@ -43,7 +43,10 @@ fn messages_are_as_long_as_expected() {
     for (name, codec) in all_messages() {
         let (len, expected) = (encode(name, &values).messages[0].len(), codec.expected_len(n));
         let close = 0.02 * expected as f64 + 32.0;
-        assert!((len as f64 - expected as f64).abs() <= close, "{name}: {len} bytes, expected {expected}");
+        assert!(
+            (len as f64 - expected as f64).abs() <= close,
+            "{name}: {len} bytes, expected {expected}"
+        );
         assert!(expected <= codec.max_message_len(n), "{name}");
     }
 }
@@ -67,7 +70,8 @@ fn distortion(name: &str, values: &[f32]) -> f64 {
 fn distortion_on_a_gaussian() {
     let values = Random(3).normals(1 << 18);
     // Outliers in a few places, which rotation must spread.
-    let spiky: Vec<f32> = (0..1 << 18).map(|i| if i % 97 == 0 { 20.0 } else { 0.1 } * values[i]).collect();
+    let spiky: Vec<f32> =
+        (0..1 << 18).map(|i| if i % 97 == 0 { 20.0 } else { 0.1 } * values[i]).collect();
     for (name, values, bound) in [
         ("sign", &values, 0.363 * 1.05),
         ("int4,rotate=on", &values, 0.0095 * 1.05),

@@ -14,8 +14,9 @@ fn imbalance(spec: &str, ranks: usize, steps: usize, drop_every: usize) -> f64 {
     let (mut inputs, mut results) = (vec![0.0f64; n], vec![0.0f64; n]);
     for step in 1..=steps {
         // A mean, as gradients have, and noise.
-        let gradients: Vec<Vec<f32>> =
-            (0..ranks).map(|_| (0..n).map(|i| random.normal() + (i % 7) as f32 / 3.0).collect()).collect();
+        let gradients: Vec<Vec<f32>> = (0..ranks)
+            .map(|_| (0..n).map(|i| random.normal() + (i % 7) as f32 / 3.0).collect())
+            .collect();
         let end = if step % drop_every == 0 { End::Drop } else { End::Commit };
         let result = world.all_reduce(&gradients, end);
         if end == End::Commit {
@@ -94,8 +95,13 @@ fn a_gradient_with_a_nan_leaves_the_residual_as_it_was() {
         let (owed, place) = (transaction.worker(0..n), CodedPlace::whole(Context::default(), n));
         let mut out = Encoded::default();
         out.residual = transaction.buffer(0);
-        let job = Job::worker(&gradient, owed.residual(), &place, std::slice::from_ref(&place.range));
-        assert_eq!(codec.encode(&job, &mut out), Err(EncodeError::NotFinite { index: n - 1 }), "{name}");
+        let job =
+            Job::worker(&gradient, owed.residual(), &place, std::slice::from_ref(&place.range));
+        assert_eq!(
+            codec.encode(&job, &mut out),
+            Err(EncodeError::NotFinite { index: n - 1 }),
+            "{name}"
+        );
         drop(transaction);
         assert_eq!(world.feedback[0].to_bytes(), before, "{name}");
     }

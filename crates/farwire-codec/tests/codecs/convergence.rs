@@ -55,10 +55,9 @@ impl Problem for LeastSquares {
     }
 
     fn loss(&self, weights: &[f32]) -> f64 {
-        let squares = self
-            .rows
-            .iter()
-            .map(|(x, y)| f64::from(x.iter().zip(weights).map(|(x, w)| x * w).sum::<f32>() - y).powi(2));
+        let squares = self.rows.iter().map(|(x, y)| {
+            f64::from(x.iter().zip(weights).map(|(x, w)| x * w).sum::<f32>() - y).powi(2)
+        });
         squares.sum::<f64>() / self.rows.len() as f64
     }
 }
@@ -122,7 +121,8 @@ impl Problem for Mlp {
     }
 
     fn loss(&self, weights: &[f32]) -> f64 {
-        let squares = self.rows.iter().map(|(x, y)| f64::from(Self::forward(x, weights).1 - y).powi(2));
+        let squares =
+            self.rows.iter().map(|(x, y)| f64::from(Self::forward(x, weights).1 - y).powi(2));
         squares.sum::<f64>() / self.rows.len() as f64
     }
 }
@@ -138,7 +138,14 @@ fn train(problem: &impl Problem, mut world: World, ranks: usize, steps: usize, r
     problem.loss(&weights)
 }
 
-fn compare(name: &str, problem: &impl Problem, ranks: usize, steps: usize, rate: f32, tolerance: f64) {
+fn compare(
+    name: &str,
+    problem: &impl Problem,
+    ranks: usize,
+    steps: usize,
+    rate: f32,
+    tolerance: f64,
+) {
     let n = problem.parameters();
     let start = problem.loss(&problem.start());
     let dense = train(problem, World::new("none", ranks, n), ranks, steps, rate);
@@ -149,11 +156,14 @@ fn compare(name: &str, problem: &impl Problem, ranks: usize, steps: usize, rate:
     let families = CODECS.iter().flat_map(|family| family.typical.iter().copied().take(forms));
     for codec in families.chain(["powersgd:1"]) {
         let loss = train(problem, World::new(codec, ranks, n), ranks, steps, rate);
-        println!("{name}, {ranks} ranks, {codec}: {loss:.6}, dense {dense:.6}, at the start {start:.3}");
+        println!(
+            "{name}, {ranks} ranks, {codec}: {loss:.6}, dense {dense:.6}, at the start {start:.3}"
+        );
         assert!(loss <= dense + tolerance * (start - dense), "{codec}");
         with = if codec == "topk:0.01" { loss } else { with };
     }
-    let without = train(problem, World::new("topk:0.01", ranks, n).without_feedback(), ranks, steps, rate);
+    let without =
+        train(problem, World::new("topk:0.01", ranks, n).without_feedback(), ranks, steps, rate);
     println!("{name}, {ranks} ranks, topk:0.01 without feedback: {without:.6}");
     assert!(
         without - dense > 2.0 * (with - dense) && without > dense,

@@ -53,7 +53,9 @@ fn sent(name: &str) -> u64 {
         let spec: CodecSpec = name.parse().unwrap();
         let Travel::Factors(codec) = spec.travels() else { unreachable!("{name} has no messages") };
         let residual = Residual::Owed(&owed);
-        let p = codec.begin(gradient.as_slice().into(), residual, None, Shape::of(&[n]), context).unwrap();
+        let p = codec
+            .begin(gradient.as_slice().into(), residual, None, Shape::of(&[n]), context)
+            .unwrap();
         let sum = p.p().to_vec();
         let q = p.with_sum(sum.clone()).unwrap();
         return hash(hash(0xcbf2_9ce4_8422_2325, &floats(&sum)), &floats(q.q()));
@@ -63,10 +65,13 @@ fn sent(name: &str) -> u64 {
     let mut out = Encoded::default();
     let job = Job { rank: 1, ..Job::worker(&gradient, Residual::Owed(&owed), &place, &shards) };
     codec.encode(&job, &mut out).unwrap();
-    let worker = out.messages.iter().fold(0xcbf2_9ce4_8422_2325, |seed, message| hash(seed, message));
+    let worker =
+        out.messages.iter().fold(0xcbf2_9ce4_8422_2325, |seed, message| hash(seed, message));
     let worker = hash(worker, &floats(&out.residual));
     let part = place.part(shards[2].clone());
-    codec.encode(&Job::owner(&gradient[shards[2].clone()], Residual::Zero, &part), &mut out).unwrap();
+    codec
+        .encode(&Job::owner(&gradient[shards[2].clone()], Residual::Zero, &part), &mut out)
+        .unwrap();
     hash(hash(worker, &out.messages[0]), &floats(&out.residual))
 }
 

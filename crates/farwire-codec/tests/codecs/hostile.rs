@@ -36,9 +36,15 @@ fn mutated_messages_are_decoded_or_refused() {
             let acc = &mut acc[..place.range.len()];
             assert!(codec.add_decoded_into(message, place, acc).is_ok());
             let longer = [message.as_slice(), &[0]].concat();
-            assert!(codec.add_decoded_into(&longer, place, acc).is_err(), "{name}: a byte too many");
+            assert!(
+                codec.add_decoded_into(&longer, place, acc).is_err(),
+                "{name}: a byte too many"
+            );
             if let Some((_, shorter)) = message.split_last() {
-                assert!(codec.add_decoded_into(shorter, place, acc).is_err(), "{name}: a byte too few");
+                assert!(
+                    codec.add_decoded_into(shorter, place, acc).is_err(),
+                    "{name}: a byte too few"
+                );
             }
         }
     }
@@ -70,6 +76,7 @@ fn mutate(message: &[u8], random: &mut Random) -> Vec<u8> {
 fn a_count_from_the_wire_allocates_nothing_and_is_checked_first() {
     let codec = crate::messages("topk:0.01").unwrap();
     let place = CodedPlace::whole(Context::default(), 10);
-    let error = codec.add_decoded_into(&u32::MAX.to_le_bytes(), &place, &mut [0.0; 10]).unwrap_err();
+    let error =
+        codec.add_decoded_into(&u32::MAX.to_le_bytes(), &place, &mut [0.0; 10]).unwrap_err();
     assert_eq!(error, DecodeError::Count { given: u32::MAX as usize, range: 10 });
 }

@@ -15,13 +15,16 @@ fn errors(codec: &dyn MessageCodec, values: &[f32], role: Role, rank: u32, step:
 }
 
 fn correlation(a: &[f32], b: &[f32]) -> f64 {
-    let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
+    let dot = |a: &[f32], b: &[f32]| {
+        a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>()
+    };
     dot(a, b) / (dot(a, a) * dot(b, b)).sqrt()
 }
 
 #[test]
 fn an_owner_does_not_repeat_the_errors_it_made_as_a_worker() {
-    for name in ["int8,rounding=stochastic", "int4,rounding=stochastic", "fp8,rounding=stochastic"] {
+    for name in ["int8,rounding=stochastic", "int4,rounding=stochastic", "fp8,rounding=stochastic"]
+    {
         let codec = messages(name).unwrap();
         let values = Random(11).normals(40_000);
         let draws = [
@@ -35,7 +38,12 @@ fn an_owner_does_not_repeat_the_errors_it_made_as_a_worker() {
         for (i, j) in (0..draws.len()).flat_map(|i| (0..i).map(move |j| (i, j))) {
             // Independent ones would be within 1/√40,000 = 0.005, one time in three.
             let correlation = correlation(&errors[i], &errors[j]);
-            assert!(correlation.abs() < 0.025, "{name}: {:?}, {:?}: {correlation}", draws[i], draws[j]);
+            assert!(
+                correlation.abs() < 0.025,
+                "{name}: {:?}, {:?}: {correlation}",
+                draws[i],
+                draws[j]
+            );
         }
         // Nor shifted against one another.
         for shift in 1..20 {

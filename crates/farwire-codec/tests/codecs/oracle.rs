@@ -183,8 +183,9 @@ fn top_k_of_a_large_vector_is_a_full_sort_whatever_the_sample_says() {
     let n = 200_000;
     let gaussian = random.normals(n);
     // The sample sees nothing of the last: its large elements are all in one place.
-    let hidden: Vec<f32> =
-        (0..n).map(|i| if (777..3777).contains(&i) { 5.0 + random.normal() } else { 0.0 }).collect();
+    let hidden: Vec<f32> = (0..n)
+        .map(|i| if (777..3777).contains(&i) { 5.0 + random.normal() } else { 0.0 })
+        .collect();
     let few: Vec<f32> = (0..n).map(|i| if i % 1000 == 5 { random.normal() } else { 0.0 }).collect();
     let steep: Vec<f32> = (0..n).map(|_| random.normal().powi(9)).collect();
     for values in [gaussian, hidden, few, steep, vec![0.25; n], vec![0.0; n]] {
@@ -212,12 +213,17 @@ fn long_vectors_come_out_the_same_for_any_number_of_threads() {
             assert_eq!((value - decoded) + 0.0, left + 0.0, "{name}");
         }
         let threads = NonZeroUsize::new(3).unwrap();
-        let three = run(&*codec, &Job { threads, ..Job::worker(&values, Residual::Zero, &place, &shards) });
-        assert!(one.messages == three.messages && bits(&one.residual) == bits(&three.residual), "{name}");
+        let three =
+            run(&*codec, &Job { threads, ..Job::worker(&values, Residual::Zero, &place, &shards) });
+        assert!(
+            one.messages == three.messages && bits(&one.residual) == bits(&three.residual),
+            "{name}"
+        );
         // A part that is encoded in place, of the same blocks, gives the same bytes.
         if matches!(name, "int8" | "sign") {
             let part = place.part(shards[0].clone());
-            let short = run(&*codec, &Job::owner(&values[shards[0].clone()], Residual::Zero, &part));
+            let short =
+                run(&*codec, &Job::owner(&values[shards[0].clone()], Residual::Zero, &part));
             assert!(short.messages[0] == one.messages[0], "{name}");
         }
     }
@@ -233,7 +239,9 @@ fn random_k_sends_the_same_elements_on_every_rank_and_others_each_step() {
         let place = CodedPlace::whole(Context { seed: 1, step, tensor: 3 }, n);
         let outcome = run(&*codec, &Job::worker(values, Residual::Zero, &place, &shards));
         let sent: Vec<_> = (0..n).filter(|i| outcome.decoded[*i] != 0.0).collect();
-        assert!(sent.iter().all(|i| outcome.decoded[*i] == values[*i] && outcome.residual[*i] == 0.0));
+        assert!(
+            sent.iter().all(|i| outcome.decoded[*i] == values[*i] && outcome.residual[*i] == 0.0)
+        );
         sent
     };
     let (a, b) = (random.normals(n), random.normals(n));
@@ -253,7 +261,9 @@ fn random_k_without_feedback_is_right_in_the_mean() {
         let place = CodedPlace::whole(Context { seed: 1, step, tensor: 3 }, n);
         let outcome = run(&*codec, &Job::worker(&values, Residual::Off, &place, &cut(n, 2)));
         assert!(outcome.residual.is_empty());
-        mean.iter_mut().zip(&outcome.decoded).for_each(|(mean, x)| *mean += f64::from(*x) / steps as f64);
+        mean.iter_mut()
+            .zip(&outcome.decoded)
+            .for_each(|(mean, x)| *mean += f64::from(*x) / steps as f64);
     }
     for (mean, value) in mean.iter().zip(&values) {
         assert!(
@@ -279,7 +289,9 @@ fn stochastic_rounding_is_right_in_the_mean_and_differs_between_ranks() {
             let place = CodedPlace::whole(Context { seed: 1, step, tensor: 3 }, 512);
             let job = Job::worker(&values, Residual::Off, &place, &shards);
             let outcome = run(&*codec, &job);
-            mean.iter_mut().zip(&outcome.decoded).for_each(|(mean, x)| *mean += f64::from(*x) / steps as f64);
+            mean.iter_mut()
+                .zip(&outcome.decoded)
+                .for_each(|(mean, x)| *mean += f64::from(*x) / steps as f64);
             if step == 0 {
                 assert_ne!(outcome.messages, run(&*codec, &Job { rank: 1, ..job }).messages);
             }
@@ -304,8 +316,10 @@ fn nan_and_infinity_are_refused_and_named() {
             for index in [0, 1234, 4999] {
                 let mut values = vec![1.0; 5000];
                 values[index] = bad;
-                let error = codec
-                    .encode(&Job::worker(&values, Residual::Zero, &place, &shards), &mut Encoded::default());
+                let error = codec.encode(
+                    &Job::worker(&values, Residual::Zero, &place, &shards),
+                    &mut Encoded::default(),
+                );
                 assert_eq!(error, Err(EncodeError::NotFinite { index }), "{name}");
             }
         }
@@ -316,25 +330,35 @@ fn nan_and_infinity_are_refused_and_named() {
     }
     let codec = PowerSgd { rank: 2 };
     let values = [1.0, f32::NAN, 1.0, 1.0];
-    let begun =
-        codec.begin(values.as_slice().into(), Residual::Zero, None, Shape::of(&[2, 2]), Context::default());
+    let begun = codec.begin(
+        values.as_slice().into(),
+        Residual::Zero,
+        None,
+        Shape::of(&[2, 2]),
+        Context::default(),
+    );
     assert_eq!(begun.unwrap_err(), EncodeError::NotFinite { index: 1 });
 }
 
 #[test]
 fn other_float_types_are_converted() {
     let n = 3000;
-    let values: Vec<f32> = Random(2).normals(n).iter().map(|x| half::bf16::from_f32(*x).to_f32()).collect();
+    let values: Vec<f32> =
+        Random(2).normals(n).iter().map(|x| half::bf16::from_f32(*x).to_f32()).collect();
     let bf16: Vec<_> = values.iter().map(|x| half::bf16::from_f32(*x)).collect();
     let f64: Vec<_> = values.iter().map(|x| f64::from(*x)).collect();
     let (place, shards) = (place(n), cut(n, 2));
     for (_, codec) in all_messages() {
-        let want = run(&*codec, &Job::worker(&values, Residual::Owed(&values), &place, &shards)).messages;
+        let want =
+            run(&*codec, &Job::worker(&values, Residual::Owed(&values), &place, &shards)).messages;
         assert_eq!(
             run(&*codec, &Job::worker(&bf16, Residual::Owed(&values), &place, &shards)).messages,
             want
         );
-        assert_eq!(run(&*codec, &Job::worker(&f64, Residual::Owed(&values), &place, &shards)).messages, want);
+        assert_eq!(
+            run(&*codec, &Job::worker(&f64, Residual::Owed(&values), &place, &shards)).messages,
+            want
+        );
     }
     let f16: Vec<_> = values.iter().map(|x| half::f16::from_f32(*x)).collect();
     let back: Vec<_> = f16.iter().map(|x| x.to_f32()).collect();
@@ -347,8 +371,10 @@ fn other_float_types_are_converted() {
 fn huge_and_tiny_values_stay_finite() {
     for (name, codec) in all_messages() {
         for x in [f32::MAX, 1e35, 1e-38, 1e-44] {
-            let values: Vec<f32> = (0..600).map(|i| if i % 3 == 0 { x } else { -x / 2.0 }).collect();
-            let outcome = run(&*codec, &Job::worker(&values, Residual::Zero, &place(600), &cut(600, 1)));
+            let values: Vec<f32> =
+                (0..600).map(|i| if i % 3 == 0 { x } else { -x / 2.0 }).collect();
+            let outcome =
+                run(&*codec, &Job::worker(&values, Residual::Zero, &place(600), &cut(600, 1)));
             let finite = outcome.decoded.iter().chain(&outcome.residual).all(|x| x.is_finite());
             assert!(finite, "{name}: {x}");
         }
@@ -360,7 +386,9 @@ fn powersgd_is_exact_for_matrices_of_its_rank() {
     let (rows, columns, ranks) = (30, 20, 3);
     let mut random = Random(17);
     let (a, b) = (random.normals(2 * rows), random.normals(2 * columns));
-    let entry = |i: usize| a[i / columns] * b[i % columns] + a[rows + i / columns] * b[columns + i % columns];
+    let entry = |i: usize| {
+        a[i / columns] * b[i % columns] + a[rows + i / columns] * b[columns + i % columns]
+    };
     let gradients: Vec<Vec<f32>> = (0..ranks)
         .map(|rank| (0..rows * columns).map(|i| entry(i) * (rank as f32 + 1.0)).collect())
         .collect();
@@ -373,7 +401,8 @@ fn powersgd_is_exact_for_matrices_of_its_rank() {
     };
     let waiting: Vec<_> = gradients.iter().map(begin).collect();
     let p = sum(waiting.iter().map(PowerP::p).collect());
-    let waiting: Vec<_> = waiting.into_iter().map(|rank| rank.with_sum(p.clone()).unwrap()).collect();
+    let waiting: Vec<_> =
+        waiting.into_iter().map(|rank| rank.with_sum(p.clone()).unwrap()).collect();
     let q = sum(waiting.iter().map(PowerQ::q).collect());
     assert_eq!((p.len(), q.len()), codec.factor_lens(shape));
     for rank in waiting {
@@ -402,5 +431,8 @@ fn powersgd_recovers_from_a_gradient_of_zeros() {
     let state = step(&[0.0; 4], None, &mut [0.0; 4]);
     let mut result = [0.0; 4];
     step(&[1.0, 2.0, 2.0, 4.0], Some(&state.warm), &mut result);
-    assert!(result.iter().zip([1.0, 2.0, 2.0, 4.0]).all(|(x, want)| (x - want).abs() < 1e-5), "{result:?}");
+    assert!(
+        result.iter().zip([1.0, 2.0, 2.0, 4.0]).all(|(x, want)| (x - want).abs() < 1e-5),
+        "{result:?}"
+    );
 }

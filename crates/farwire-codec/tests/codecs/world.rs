@@ -65,12 +65,14 @@ impl World {
         let n = gradients[0].len();
         let place = CodedPlace::whole(context, n);
         let mut scattered = Vec::new();
-        for (rank, (gradient, transaction)) in gradients.iter().zip(&mut *transactions).enumerate() {
+        for (rank, (gradient, transaction)) in gradients.iter().zip(&mut *transactions).enumerate()
+        {
             let owed = transaction.worker(0..n);
             let residual = if self.with_feedback { owed.residual() } else { Residual::Off };
             let mut out = Encoded::default();
             out.residual = transaction.buffer(n);
-            let job = Job { rank: rank as u32, ..Job::worker(gradient, residual, &place, &self.shards) };
+            let job =
+                Job { rank: rank as u32, ..Job::worker(gradient, residual, &place, &self.shards) };
             codec.encode(&job, &mut out).unwrap();
             for (message, shard) in out.messages.iter().zip(&self.shards) {
                 assert!(message.len() <= codec.max_message_len(shard.len()));
@@ -79,7 +81,8 @@ impl World {
             scattered.push(out.messages);
         }
         let mut result = vec![0.0; n];
-        for (owner, (shard, transaction)) in self.shards.iter().zip(&mut *transactions).enumerate() {
+        for (owner, (shard, transaction)) in self.shards.iter().zip(&mut *transactions).enumerate()
+        {
             let place = place.part(shard.clone());
             let mut sum = vec![0.0; shard.len()];
             for messages in &scattered {
@@ -142,7 +145,8 @@ fn low_rank(
         })
         .collect();
     let p = sum(waiting.iter().map(PowerP::p).collect());
-    let waiting: Vec<_> = waiting.into_iter().map(|rank| rank.with_sum(p.clone()).unwrap()).collect();
+    let waiting: Vec<_> =
+        waiting.into_iter().map(|rank| rank.with_sum(p.clone()).unwrap()).collect();
     let q = sum(waiting.iter().map(PowerQ::q).collect());
     let mut results = Vec::new();
     for (rank, transaction) in waiting.into_iter().zip(transactions) {

@@ -62,7 +62,11 @@ impl Schedule for Broadcast {
     }
 
     fn recv(&self, from: Rank, i: usize) -> Incoming {
-        if self.tree.parent() == Some(from) { Incoming::store(self.segment(i)) } else { Incoming::HELLO }
+        if self.tree.parent() == Some(from) {
+            Incoming::store(self.segment(i))
+        } else {
+            Incoming::HELLO
+        }
     }
 
     fn upstream(&self) -> Option<Rank> {

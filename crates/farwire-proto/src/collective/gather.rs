@@ -45,7 +45,11 @@ impl Schedule for Gather {
     }
 
     fn recv(&self, from: Rank, i: usize) -> Incoming {
-        if self.me == self.root { Incoming::store(self.blocks.segment(from, i)) } else { Incoming::HELLO }
+        if self.me == self.root {
+            Incoming::store(self.blocks.segment(from, i))
+        } else {
+            Incoming::HELLO
+        }
     }
 
     fn local(&self) -> Local {

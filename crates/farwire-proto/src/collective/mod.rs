@@ -226,9 +226,10 @@ impl Call {
             Self::ExclusiveScan { .. } => Kind::ExclusiveScan,
             Self::Barrier => Kind::Barrier,
             Self::Coded { call, .. } | Self::InPlace(call) => call.kind(),
-            Self::Send { .. } | Self::Recv { .. } | Self::SendParcel { .. } | Self::RecvParcel { .. } => {
-                Kind::Message
-            }
+            Self::Send { .. }
+            | Self::Recv { .. }
+            | Self::SendParcel { .. }
+            | Self::RecvParcel { .. } => Kind::Message,
         }
     }
 
@@ -242,7 +243,9 @@ impl Call {
         let kind = self.kind();
         // No buffer may exceed what memory can address, in the widest type.
         let fits = |count: Option<usize>| {
-            count.filter(|count| *count <= isize::MAX as usize / 8).ok_or(CallError::TooLarge { kind })
+            count
+                .filter(|count| *count <= isize::MAX as usize / 8)
+                .ok_or(CallError::TooLarge { kind })
         };
         let member = |what, rank| {
             if world.contains(rank) {
@@ -272,7 +275,8 @@ impl Call {
             Self::AllReduce { count, dtype, op } | Self::ReduceScatter { count, dtype, op } => {
                 Terms { op: Some(op), ..vector(count, dtype)? }
             }
-            Self::Scan { op: ReduceOp::Mean, .. } | Self::ExclusiveScan { op: ReduceOp::Mean, .. } => {
+            Self::Scan { op: ReduceOp::Mean, .. }
+            | Self::ExclusiveScan { op: ReduceOp::Mean, .. } => {
                 return Err(CallError::ScanMean(kind));
             }
             Self::Scan { count, dtype, op } | Self::ExclusiveScan { count, dtype, op } => {
@@ -285,7 +289,8 @@ impl Call {
                 Terms { root: member("root", root)?, ..vector(count, dtype)? }
             }
             Self::AllGather { ref counts, dtype } => blocks(counts, dtype)?,
-            Self::Gather { ref counts, dtype, root } | Self::Scatter { ref counts, dtype, root } => {
+            Self::Gather { ref counts, dtype, root }
+            | Self::Scatter { ref counts, dtype, root } => {
                 Terms { root: member("root", root)?, ..blocks(counts, dtype)? }
             }
             Self::AllToAll { ref send, ref recv, dtype } => {
@@ -297,7 +302,8 @@ impl Call {
                 vector(count, dtype)?
             }
             Self::Barrier => Terms::default(),
-            Self::Send { to: other, count, dtype, .. } | Self::Recv { from: other, count, dtype, .. } => {
+            Self::Send { to: other, count, dtype, .. }
+            | Self::Recv { from: other, count, dtype, .. } => {
                 partner(other)?;
                 vector(count, dtype)?
             }
@@ -323,21 +329,32 @@ impl Call {
             }
         };
         match (terms.dtype, terms.op) {
-            (Some(dtype), Some(ReduceOp::Mean)) if !dtype.is_float() => Err(CallError::IntegerMean(dtype)),
+            (Some(dtype), Some(ReduceOp::Mean)) if !dtype.is_float() => {
+                Err(CallError::IntegerMean(dtype))
+            }
             _ => Ok(terms),
         }
     }
 
     /// The way of a call with [terms](Self::terms), by an algorithm that can run it.
-    pub(crate) fn lay_out(&self, me: Rank, world: WorldSize, algorithm: Algorithm, segment: usize) -> Way {
-        let segment = NonZeroUsize::new(segment).expect("segments are clamped to at least one element");
+    pub(crate) fn lay_out(
+        &self,
+        me: Rank,
+        world: WorldSize,
+        algorithm: Algorithm,
+        segment: usize,
+    ) -> Way {
+        let segment =
+            NonZeroUsize::new(segment).expect("segments are clamped to at least one element");
         let shards = |count| Partition::even(count, world, segment);
         let whole = |count| Partition::whole(count, segment);
         let blocks = |counts: &Counts| Partition::of_counts(counts, world, segment);
         let shape = if algorithm == Algorithm::Chain { Shape::Chain } else { Shape::Binomial };
         let tree = |root| Tree { shape, world, root, me };
-        let two_phase = |count, gather| TwoPhase { me, world, shards: shards(count), gather }.into();
-        let gather_reduce = |count, root| GatherReduce { me, world, vector: whole(count), root }.into();
+        let two_phase =
+            |count, gather| TwoPhase { me, world, shards: shards(count), gather }.into();
+        let gather_reduce =
+            |count, root| GatherReduce { me, world, vector: whole(count), root }.into();
         let scan = |count, exclusive| Scan { me, world, vector: whole(count), exclusive }.into();
         let parcels = |sends, recvs, max| Way::Parcels(Limits { sends, recvs, max, segment });
 
@@ -359,8 +376,12 @@ impl Call {
                 Broadcast { tree: tree(root), vector: whole(count) }.into()
             }
             Self::AllGather { ref counts, .. } => AllGather { me, blocks: blocks(counts) }.into(),
-            Self::Gather { ref counts, root, .. } => Gather { me, root, blocks: blocks(counts) }.into(),
-            Self::Scatter { ref counts, root, .. } => Scatter { me, root, blocks: blocks(counts) }.into(),
+            Self::Gather { ref counts, root, .. } => {
+                Gather { me, root, blocks: blocks(counts) }.into()
+            }
+            Self::Scatter { ref counts, root, .. } => {
+                Scatter { me, root, blocks: blocks(counts) }.into()
+            }
             Self::AllToAll { ref send, ref recv, .. } => {
                 AllToAll { me, to: blocks(send), from: blocks(recv) }.into()
             }

@@ -20,7 +20,8 @@
 use crate::ids::{Rank, WorldSize};
 use crate::partition::Partition;
 use crate::schedule::{
-    Action, Emit, Fold, Gate, InPlace, Incoming, Local, Outgoing, Own, Running, Schedule, Slots, Source,
+    Action, Emit, Fold, Gate, InPlace, Incoming, Local, Outgoing, Own, Running, Schedule, Slots,
+    Source,
 };
 
 #[derive(Clone, Debug)]
@@ -111,7 +112,11 @@ impl Schedule for Ring {
             partial: true,
             first: true,
             own: Own::After(span),
-            running: if complete { Running::Output(span) } else { Running::Slot(i % self.slot_count()) },
+            running: if complete {
+                Running::Output(span)
+            } else {
+                Running::Slot(i % self.slot_count())
+            },
             emit: if complete { Emit::Last(span) } else { Emit::No },
         };
         // The slot is free once the partial that was in it, `slot_count` frames ago, has been sent,

@@ -11,8 +11,8 @@ use crate::collective::tree::Tree;
 use crate::ids::Rank;
 use crate::partition::{Partition, Span};
 use crate::schedule::{
-    Action, Emit, Fold, Gate, InPlace, Incoming, Local, Outcome, Outgoing, Own, Running, Schedule, Slots,
-    Source,
+    Action, Emit, Fold, Gate, InPlace, Incoming, Local, Outcome, Outgoing, Own, Running, Schedule,
+    Slots, Source,
 };
 
 #[derive(Clone, Debug)]
@@ -80,12 +80,19 @@ impl Schedule for TreeReduce {
             partial: true,
             first: child == 0,
             own: if child == 0 { Own::Before(span) } else { Own::No },
-            running: if self.is_root() { Running::Output(span) } else { Running::Slot(i % PIPELINE_SLOTS) },
+            running: if self.is_root() {
+                Running::Output(span)
+            } else {
+                Running::Slot(i % PIPELINE_SLOTS)
+            },
             emit: if self.is_root() && last { Emit::Last(span) } else { Emit::No },
         };
         let slot_free = if self.is_root() { 0 } else { (i + 1).saturating_sub(PIPELINE_SLOTS) };
         let turn = i * self.tree.children() + child;
-        Incoming { action: Action::Fold(fold), gate: Gate { folded: turn, sent: slot_free, ..Gate::OPEN } }
+        Incoming {
+            action: Action::Fold(fold),
+            gate: Gate { folded: turn, sent: slot_free, ..Gate::OPEN },
+        }
     }
 
     fn downstream(&self) -> Option<Rank> {

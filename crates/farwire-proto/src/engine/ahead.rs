@@ -202,7 +202,8 @@ impl Ahead {
     /// A lane does not wait any more, for its operation has failed. The next one takes its turn.
     pub(super) fn stop_waiting(&mut self, channel: Channel, number: u64, ready: &mut Ready) {
         if self.short.contains(&channel) {
-            let state = self.channels.get_mut(&channel).expect("a channel that is short has a state");
+            let state =
+                self.channels.get_mut(&channel).expect("a channel that is short has a state");
             state.waiting.remove(&number);
             self.release(channel, ready);
         }

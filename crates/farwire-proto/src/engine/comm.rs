@@ -55,7 +55,10 @@ impl Comm {
         match plan.partner() {
             None => self.next_collective += 1,
             Some(partner) if partner.end == End::Sender => {
-                *self.next_sent.entry((self.members[partner.rank.index()], partner.tag)).or_insert(0) += 1;
+                *self
+                    .next_sent
+                    .entry((self.members[partner.rank.index()], partner.tag))
+                    .or_insert(0) += 1;
             }
             Some(_) => {} // counted when a message is matched with it
         }
@@ -100,7 +103,8 @@ impl Engine {
         self.comms.insert(id, comm);
         let lost = members.iter().find(|peer| self.lost.contains(peer));
         let news = members.iter().find_map(|reporter| {
-            let (_, fault) = self.early_faults.get(reporter)?.iter().find(|(comm, _)| *comm == id)?;
+            let (_, fault) =
+                self.early_faults.get(reporter)?.iter().find(|(comm, _)| *comm == id)?;
             Some((*fault, *reporter))
         });
         if let Some((fault, reporter)) = news {

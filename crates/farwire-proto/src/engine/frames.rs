@@ -182,7 +182,9 @@ pub struct Wait {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum OpenError {
     /// This process is not a member.
-    #[error("this process is not among the members of the new communicator; open it on its members only")]
+    #[error(
+        "this process is not among the members of the new communicator; open it on its members only"
+    )]
     NotAMember,
     /// A member is listed twice.
     #[error("{0} is listed twice among the members of the new communicator; list each member once")]

@@ -217,14 +217,26 @@ impl Engine {
     /// If the plan is not for this rank of an open communicator: plans come from
     /// [`plan`](Self::plan).
     pub fn submit(&mut self, now: Time, plan: Plan) -> Result<OpId, Box<OpError>> {
-        let comm = self.comms.get_mut(&plan.comm()).expect("a plan is made on an open communicator");
-        assert_eq!((plan.me(), plan.world()), (comm.me, comm.world), "a plan is made for this rank");
+        let comm =
+            self.comms.get_mut(&plan.comm()).expect("a plan is made on an open communicator");
+        assert_eq!(
+            (plan.me(), plan.world()),
+            (comm.me, comm.world),
+            "a plan is made for this rank"
+        );
         let failed = comm.failed;
         let seq = comm.next_seq(&plan, &self.inboxes);
         if let Some((fault, reporter)) = failed {
             let here = self.me;
             let operation = plan.fingerprint();
-            return Err(Box::new(OpError { operation, comm: plan.comm(), seq, fault, reporter, here }));
+            return Err(Box::new(OpError {
+                operation,
+                comm: plan.comm(),
+                seq,
+                fault,
+                reporter,
+                here,
+            }));
         }
         comm.count(&plan);
 
@@ -246,7 +258,8 @@ impl Engine {
                 let (channel, _) = Channel::of(address.comm, address.seq);
                 let inbox = self.inboxes.entry((from, channel)).or_default();
                 inbox.waiting.push_back(id);
-                let (called, next) = (inbox.called(), Address { seq: channel.seq(inbox.next), ..address });
+                let (called, next) =
+                    (inbox.called(), Address { seq: channel.seq(inbox.next), ..address });
                 let ahead = &mut self.ahead[from.index()];
                 let long = op.plan.output_bytes() > ahead.allowance.channel();
                 if ahead.owes_answer(channel, called) || long {
@@ -298,7 +311,8 @@ impl Engine {
             return Verdict::Drop;
         }
         let lane = Lane::of(from, header);
-        let Some(id) = self.inbound.get(&lane.into()).copied().or_else(|| self.match_message(lane)) else {
+        let Some(id) = self.inbound.get(&lane.into()).copied().or_else(|| self.match_message(lane))
+        else {
             return self.handle_unexpected(lane);
         };
         let op = self.ops.get_mut(&id).expect("addresses are removed with their operation");
@@ -336,7 +350,8 @@ impl Engine {
                     .get(&(lane.from, channel))
                     .is_some_and(|inbox| number < inbox.next || inbox.void.contains(&number)),
             };
-            if late || comm.failed.is_some() || comm.closed || !comm.ranks.contains_key(&lane.from) {
+            if late || comm.failed.is_some() || comm.closed || !comm.ranks.contains_key(&lane.from)
+            {
                 return Verdict::Drop;
             }
         }
@@ -400,8 +415,12 @@ impl Engine {
         if let Some(lanes) = self.early_lanes.get_mut(peer.index()) {
             *lanes = 0;
         }
-        let mut hit: Vec<_> =
-            self.comms.iter().filter(|(_, comm)| comm.ranks.contains_key(&peer)).map(|(id, _)| *id).collect();
+        let mut hit: Vec<_> = self
+            .comms
+            .iter()
+            .filter(|(_, comm)| comm.ranks.contains_key(&peer))
+            .map(|(id, _)| *id)
+            .collect();
         hit.sort();
         for comm in hit {
             self.fail_comm(comm, Fault::PeerLost(peer), self.me);
@@ -536,7 +555,11 @@ impl Engine {
                 reporter,
                 here: self.me,
             };
-            self.queues.events.push_back(Event::Failed { op: id, error: Box::new(error), waited_for });
+            self.queues.events.push_back(Event::Failed {
+                op: id,
+                error: Box::new(error),
+                waited_for,
+            });
         }
     }
 
@@ -562,7 +585,8 @@ impl Engine {
             self.queues.notices.push_back((*to, header, Payload::Fault(fault.encode())));
         }
         let members = comm.members.clone();
-        let mut hit: Vec<_> = self.ops.values().filter(|op| op.plan.comm() == id).map(|op| op.id).collect();
+        let mut hit: Vec<_> =
+            self.ops.values().filter(|op| op.plan.comm() == id).map(|op| op.id).collect();
         hit.sort();
         for op in hit {
             self.fail_op(op, fault, reporter);

@@ -30,7 +30,12 @@ impl Engine {
     }
 
     /// A notice has arrived: a frame of any kind but [`FrameKind::Data`].
-    pub fn handle_notice(&mut self, from: Peer, header: &Header, payload: &[u8]) -> Result<(), HeaderError> {
+    pub fn handle_notice(
+        &mut self,
+        from: Peer,
+        header: &Header,
+        payload: &[u8],
+    ) -> Result<(), HeaderError> {
         let fault = match header.frame {
             FrameKind::Abort => Some(Fault::decode(payload)?),
             _ => None,
@@ -91,7 +96,8 @@ pub(super) fn notice(
     channel: Channel,
     number: u64,
 ) -> (Peer, Header, Payload) {
-    let fingerprint = notice_fingerprint(if channel.tag.is_some() { Kind::Message } else { Kind::Barrier });
+    let fingerprint =
+        notice_fingerprint(if channel.tag.is_some() { Kind::Message } else { Kind::Barrier });
     let (comm, seq) = (channel.comm, channel.seq(number));
     (to, Header { frame, payload: 0, comm, epoch, seq, index: 0, fingerprint }, Payload::Nothing)
 }

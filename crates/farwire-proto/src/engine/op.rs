@@ -182,7 +182,13 @@ impl Op {
     }
 
     /// The next parcel to `to` is there; `false` if there is none left to come, or it is too long.
-    pub(super) fn supply(&mut self, to: Rank, len: usize, queues: &mut Queues, credit: NonZeroU32) -> bool {
+    pub(super) fn supply(
+        &mut self,
+        to: Rank,
+        len: usize,
+        queues: &mut Queues,
+        credit: NonZeroU32,
+    ) -> bool {
         let lane = self.lane_of(to);
         let Way::Parcels(limits) = self.plan.way() else { return false };
         let Some(progress) = self.moving.parcels.get_mut(lane) else { return false };
@@ -236,7 +242,8 @@ impl Op {
     }
 
     pub(super) fn sent(&mut self, lane: usize, queues: &mut Queues, credit: NonZeroU32) {
-        let downstream = self.plan.frames().and_then(Frames::downstream) == Some(self.rank_of(lane));
+        let downstream =
+            self.plan.frames().and_then(Frames::downstream) == Some(self.rank_of(lane));
         let state = &mut self.moving.lanes[lane];
         state.sent += 1;
         self.moving.unfinished -= usize::from(state.is_done());
@@ -267,9 +274,14 @@ impl Op {
         let frame = match self.plan.way() {
             Way::Frames(frames) => frames.recv(from, state.taken),
             Way::Parcels(limits) => {
-                let part = self.moving.parcels[lane].expect(from, payload, limits).ok_or(Breach::Frame)?;
+                let part =
+                    self.moving.parcels[lane].expect(from, payload, limits).ok_or(Breach::Frame)?;
                 state.taking = true;
-                return Ok(Verdict::Take(Take { op: self.id, effect: Effect::Collect(part), lane }));
+                return Ok(Verdict::Take(Take {
+                    op: self.id,
+                    effect: Effect::Collect(part),
+                    lane,
+                }));
             }
         };
         if payload != frame.action.wire_bytes(self.plan.dtype()) {
@@ -288,14 +300,21 @@ impl Op {
 
     /// A round of parcels that has come from everyone, each once and in order.
     fn next_round(&mut self) -> Option<u32> {
-        let slowest = self.plan.others().map(|rank| self.moving.parcels[self.lane_of(rank)].into.0).min()?;
+        let slowest =
+            self.plan.others().map(|rank| self.moving.parcels[self.lane_of(rank)].into.0).min()?;
         (slowest > self.moving.rounds).then(|| {
             self.moving.rounds += 1;
             self.moving.rounds - 1
         })
     }
 
-    pub(super) fn taken(&mut self, lane: usize, effect: &Effect, queues: &mut Queues, credit: NonZeroU32) {
+    pub(super) fn taken(
+        &mut self,
+        lane: usize,
+        effect: &Effect,
+        queues: &mut Queues,
+        credit: NonZeroU32,
+    ) {
         let upstream = self.plan.frames().and_then(Frames::upstream) == Some(self.rank_of(lane));
         let state = &mut self.moving.lanes[lane];
         state.taking = false;
@@ -316,7 +335,8 @@ impl Op {
             queues.resumed.push_back(self.incoming_lane(lane));
         }
         self.moving.progress.received += usize::from(upstream);
-        self.moving.progress.folded += usize::from(matches!(effect, Effect::Apply(Action::Fold(_))));
+        self.moving.progress.folded +=
+            usize::from(matches!(effect, Effect::Apply(Action::Fold(_))));
         self.wake(queues, credit);
     }
 
@@ -348,14 +368,21 @@ impl Op {
 
     /// Whether the next frame from `peer` is due and has not been offered.
     pub(super) fn awaits(&self, peer: Peer) -> bool {
-        let lane = self.plan.others().map(|rank| self.lane_of(rank)).find(|lane| self.peer_of(*lane) == peer);
+        let lane = self
+            .plan
+            .others()
+            .map(|rank| self.lane_of(rank))
+            .find(|lane| self.peer_of(*lane) == peer);
         lane.is_some_and(|lane| self.moving.lanes[lane].is_behind())
     }
 
     pub(super) fn waits_on(&self) -> Vec<Peer> {
         let awaited = |which: &dyn Fn(&LaneState) -> bool| -> Vec<Peer> {
             let peers = self.plan.others().map(|rank| self.lane_of(rank));
-            peers.filter(|lane| which(&self.moving.lanes[*lane])).map(|lane| self.peer_of(lane)).collect()
+            peers
+                .filter(|lane| which(&self.moving.lanes[*lane]))
+                .map(|lane| self.peer_of(lane))
+                .collect()
         };
         let silent = awaited(&|lane| lane.recvs > 0 && !lane.heard);
         if !silent.is_empty() {
@@ -400,11 +427,9 @@ impl Moving {
     fn next_opened(&mut self) -> Option<Frame> {
         let Gate { folded, received, sent } = self.progress;
         let counters = [folded, received, sent];
-        let (waiting, _) = self
-            .waiting
-            .iter_mut()
-            .zip(counters)
-            .find(|(waiting, have)| waiting.peek().is_some_and(|Reverse((need, _))| need <= have))?;
+        let (waiting, _) = self.waiting.iter_mut().zip(counters).find(|(waiting, have)| {
+            waiting.peek().is_some_and(|Reverse((need, _))| need <= have)
+        })?;
         waiting.pop().map(|Reverse((_, frame))| frame)
     }
 

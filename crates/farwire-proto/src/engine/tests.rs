@@ -158,7 +158,10 @@ fn communicators_are_checked_when_opened() {
     assert_eq!(engine.open(CommId(7), &[Peer(1)]), Err(OpenError::Taken(CommId(7))));
     assert_eq!(engine.open(CommId(8), &[Peer(0)]), Err(OpenError::NotAMember));
     assert_eq!(engine.open(CommId(8), &[]), Err(OpenError::NotAMember));
-    assert_eq!(engine.open(CommId(8), &[Peer(1), Peer(2), Peer(1)]), Err(OpenError::Twice(Peer(1))));
+    assert_eq!(
+        engine.open(CommId(8), &[Peer(1), Peer(2), Peer(1)]),
+        Err(OpenError::Twice(Peer(1)))
+    );
     engine.handle_peer_lost(Peer(3));
     engine.open(CommId(8), &[Peer(1), Peer(3)]).unwrap();
     let plan = engine.plan(CommId(8), &Call::Barrier, &Options::default()).unwrap();
@@ -195,7 +198,11 @@ fn early_frames_wait_for_their_call_and_go_with_their_communicator() {
     let header = early_header(&engine);
     assert!(matches!(engine.handle_frame(Peer(2), &header), Verdict::Early));
     engine.handle_peer_lost(Peer(3));
-    assert_eq!(engine.poll_resume(), Some(Lane::of(Peer(2), &header)), "so that its stream can be emptied");
+    assert_eq!(
+        engine.poll_resume(),
+        Some(Lane::of(Peer(2), &header)),
+        "so that its stream can be emptied"
+    );
     assert!(matches!(engine.handle_frame(Peer(2), &header), Verdict::Drop));
     assert!(engine.early.is_empty());
 }
@@ -209,7 +216,10 @@ fn early_frames_from_strangers_are_dropped_and_a_peer_beyond_the_limit_is_lost()
         seq: OpSeq::Collective(seq),
         ..blank_header()
     };
-    assert!(matches!(engine.handle_frame(Peer(4), &header(0)), Verdict::Drop), "the world has four");
+    assert!(
+        matches!(engine.handle_frame(Peer(4), &header(0)), Verdict::Drop),
+        "the world has four"
+    );
     for seq in 0..MAX_EARLY as u64 {
         assert!(matches!(engine.handle_frame(Peer(3), &header(seq)), Verdict::Early));
     }
@@ -224,10 +234,12 @@ fn a_frame_offered_while_another_is_being_taken_is_resumed() {
     let mut engine = Engine::new(Peer(1), WorldSize::new(2).unwrap(), Config::default());
     let segment = std::num::NonZeroUsize::new(2);
     let call = Call::Broadcast { count: 10, dtype: DType::F32, root: Rank(0) };
-    let plan = engine.plan(CommId::WORLD, &call, &Options { segment, ..Options::default() }).unwrap();
+    let plan =
+        engine.plan(CommId::WORLD, &call, &Options { segment, ..Options::default() }).unwrap();
     let fingerprint = plan.fingerprint();
     engine.submit(Time::ZERO, plan).unwrap();
-    let header = |index| Header { frame: FrameKind::Data, payload: 8, index, fingerprint, ..blank_header() };
+    let header =
+        |index| Header { frame: FrameKind::Data, payload: 8, index, fingerprint, ..blank_header() };
     let Verdict::Take(first) = engine.handle_frame(Peer(0), &header(0)) else { panic!("its turn") };
     assert!(matches!(engine.handle_frame(Peer(0), &header(1)), Verdict::Later));
     assert_eq!(engine.poll_resume(), None);
@@ -243,7 +255,8 @@ fn a_receive_that_timed_out_unheard_does_not_count() {
         let mut engine = busy_engine();
         let (seq, fingerprint) = receive(&mut engine, Some(Duration::from_secs(1)));
         if heard {
-            let message = Header { frame: FrameKind::Data, payload: 1, seq, fingerprint, ..blank_header() };
+            let message =
+                Header { frame: FrameKind::Data, payload: 1, seq, fingerprint, ..blank_header() };
             assert!(matches!(engine.handle_frame(Peer(0), &message), Verdict::Take(_)));
         }
         engine.handle_timeout(Time(Duration::from_secs(2)));
@@ -261,7 +274,9 @@ fn a_message_is_for_the_oldest_receive_that_still_waits() {
     engine.handle_timeout(Time(Duration::from_secs(2)));
     assert!(matches!(engine.poll_event(), Some(Event::Failed { op: OpId(4), .. })));
     let message = Header { frame: FrameKind::Data, payload: 1, seq, fingerprint, ..blank_header() };
-    let Verdict::Take(take) = engine.handle_frame(Peer(0), &message) else { panic!("it is awaited") };
+    let Verdict::Take(take) = engine.handle_frame(Peer(0), &message) else {
+        panic!("it is awaited")
+    };
     assert_eq!(take.op, OpId(5));
 }
 
@@ -279,10 +294,14 @@ fn a_message_that_overtook_another_waits_for_it() {
         ..blank_header()
     };
     assert!(matches!(engine.handle_frame(Peer(0), &message(1)), Verdict::Early));
-    let Verdict::Take(take) = engine.handle_frame(Peer(0), &message(0)) else { panic!("it is awaited") };
+    let Verdict::Take(take) = engine.handle_frame(Peer(0), &message(0)) else {
+        panic!("it is awaited")
+    };
     assert_eq!(take.op, OpId(4));
     assert_eq!(engine.poll_resume(), Some(Lane::of(Peer(0), &message(1))));
-    let Verdict::Take(take) = engine.handle_frame(Peer(0), &message(1)) else { panic!("it is awaited") };
+    let Verdict::Take(take) = engine.handle_frame(Peer(0), &message(1)) else {
+        panic!("it is awaited")
+    };
     assert_eq!(take.op, OpId(5));
 }
 
@@ -304,12 +323,18 @@ fn messages_that_were_given_up_are_skipped() {
     }
     while let Some(lane) = engine.poll_resume() {
         let OpSeq::Message(_, number) = lane.seq else { panic!("only messages wait") };
-        assert!(matches!(engine.handle_frame(Peer(0), &frame(FrameKind::Data, number)), Verdict::Drop));
+        assert!(matches!(
+            engine.handle_frame(Peer(0), &frame(FrameKind::Data, number)),
+            Verdict::Drop
+        ));
     }
     let next = frame(FrameKind::Data, 3);
     assert!(matches!(engine.handle_frame(Peer(0), &next), Verdict::Take(_)));
     engine.handle_notice(Peer(0), &frame(FrameKind::Void, 3), &[]).unwrap();
-    assert!(matches!(engine.poll_event(), Some(Event::Failed { op: OpId(4), .. })), "it was half here");
+    assert!(
+        matches!(engine.poll_event(), Some(Event::Failed { op: OpId(4), .. })),
+        "it was half here"
+    );
     receive(&mut engine, None);
     assert!(matches!(engine.handle_frame(Peer(0), &frame(FrameKind::Data, 4)), Verdict::Take(_)));
 }
@@ -317,7 +342,8 @@ fn messages_that_were_given_up_are_skipped() {
 /// A sender that nobody listens to stops at its allowance and asks, and other channels go on.
 #[test]
 fn a_channel_that_nobody_reads_stops_at_its_allowance() {
-    let config = Config { allowance: Allowance(6 * Allowance::cost(1, false)), ..Config::default() };
+    let config =
+        Config { allowance: Allowance(6 * Allowance::cost(1, false)), ..Config::default() };
     let mut engine = Engine::new(Peer(1), WorldSize::new(2).unwrap(), config);
     let send = |engine: &mut Engine, tag| {
         let call = Call::Send { to: Rank(0), tag: Tag(tag), count: 1, dtype: DType::U8 };
@@ -336,7 +362,10 @@ fn a_channel_that_nobody_reads_stops_at_its_allowance() {
     use FrameKind::{Ask, Called, Data};
     let message = |tag, number| OpSeq::Message(Tag(tag), number);
     (0..5).for_each(|_| send(&mut engine, 1));
-    assert_eq!(sent(&mut engine), [(Data, message(1, 0)), (Data, message(1, 1)), (Ask, message(1, 2))]);
+    assert_eq!(
+        sent(&mut engine),
+        [(Data, message(1, 0)), (Data, message(1, 1)), (Ask, message(1, 2))]
+    );
     send(&mut engine, 2);
     assert_eq!(sent(&mut engine), [(Data, message(2, 0))], "other tags are not held up");
     let barrier = engine.plan(CommId::WORLD, &Call::Barrier, &Options::default()).unwrap();
@@ -386,7 +415,8 @@ fn an_ask_is_answered_when_the_call_is_made() {
 /// Receives a message of one byte from rank 0 with tag 5: its number and fingerprint.
 fn receive(engine: &mut Engine, deadline: Option<Duration>) -> (OpSeq, Fingerprint) {
     let call = Call::Recv { from: Rank(0), tag: Tag(5), count: 1, dtype: DType::U8 };
-    let plan = engine.plan(CommId::WORLD, &call, &Options { deadline, ..Options::default() }).unwrap();
+    let plan =
+        engine.plan(CommId::WORLD, &call, &Options { deadline, ..Options::default() }).unwrap();
     let numbered = (engine.next_seq(&plan).unwrap(), plan.fingerprint());
     engine.submit(Time::ZERO, plan).unwrap();
     numbered
@@ -535,7 +565,8 @@ fn a_parcel_longer_than_agreed_is_a_breach() {
     let mut engine = busy_engine();
     let call = Call::RecvParcel { from: Rank(0), tag: Tag(5), max: 10 };
     let segment = std::num::NonZeroUsize::new(4);
-    let plan = engine.plan(CommId::WORLD, &call, &Options { segment, ..Options::default() }).unwrap();
+    let plan =
+        engine.plan(CommId::WORLD, &call, &Options { segment, ..Options::default() }).unwrap();
     let (seq, fingerprint) = (OpSeq::Message(Tag(5), 0), plan.fingerprint());
     engine.submit(Time::ZERO, plan).unwrap();
     let header = |index, payload| Header {
@@ -547,7 +578,9 @@ fn a_parcel_longer_than_agreed_is_a_breach() {
         ..blank_header()
     };
     for index in 0..2 {
-        let Verdict::Take(take) = engine.handle_frame(Peer(0), &header(index, 4)) else { panic!("its turn") };
+        let Verdict::Take(take) = engine.handle_frame(Peer(0), &header(index, 4)) else {
+            panic!("its turn")
+        };
         engine.handle_taken(take);
     }
     assert!(matches!(engine.handle_frame(Peer(0), &header(2, 3)), Verdict::Drop));
@@ -565,7 +598,12 @@ fn a_parcel_longer_than_agreed_is_a_breach() {
 fn calls_that_no_codec_can_serve_are_refused() {
     let engine = busy_engine();
     let (count, dtype) = (4, DType::F32);
-    let coded = |call: Call| Call::Coded { call: Box::new(call), codec: NonZeroU32::MIN, rounds: 2, max: 9 };
+    let coded = |call: Call| Call::Coded {
+        call: Box::new(call),
+        codec: NonZeroU32::MIN,
+        rounds: 2,
+        max: 9,
+    };
     for (call, served) in [
         (Call::AllReduce { count, dtype, op: ReduceOp::Sum }, true),
         (Call::ReduceScatter { count, dtype: DType::Bf16, op: ReduceOp::Mean }, true),
@@ -590,8 +628,12 @@ fn calls_that_no_codec_can_serve_are_refused() {
 #[test]
 fn a_closed_communicator_is_forgotten() {
     let mut engine = busy_engine();
-    let early =
-        Header { frame: FrameKind::Data, comm: CommId(7), seq: OpSeq::Collective(4), ..blank_header() };
+    let early = Header {
+        frame: FrameKind::Data,
+        comm: CommId(7),
+        seq: OpSeq::Collective(4),
+        ..blank_header()
+    };
     assert!(matches!(engine.handle_frame(Peer(2), &early), Verdict::Early));
     engine.close(CommId(7));
     assert!(engine.comms.contains_key(&CommId(7)), "a scan and a receive are in flight");

@@ -219,7 +219,10 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
 
     /// What an operation in flight was submitted with.
     pub fn tag(&self, op: OpId) -> Option<&T> {
-        self.laid.get(&op).map(|job| &job.tag).or_else(|| self.parceled.get(&op).map(|job| &job.tag))
+        self.laid
+            .get(&op)
+            .map(|job| &job.tag)
+            .or_else(|| self.parceled.get(&op).map(|job| &job.tag))
     }
 
     /// Operations that have begun and not ended.
@@ -281,7 +284,11 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
     }
 
     /// The memory for a plan to work in, if the input is as long as it needs.
-    fn memory(&mut self, plan: &Plan, input: M::Buffer) -> Result<Memory<M::Buffer>, Refused<M::Buffer, R>> {
+    fn memory(
+        &mut self,
+        plan: &Plan,
+        input: M::Buffer,
+    ) -> Result<Memory<M::Buffer>, Refused<M::Buffer, R>> {
         let given = input.as_ref().len();
         let checked = match plan.in_place() {
             Some(_) => plan.check_memory(given),
@@ -353,7 +360,12 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
     }
 
     /// As [`Engine::handle_notice`].
-    pub fn handle_notice(&mut self, from: Peer, header: &Header, payload: &[u8]) -> Result<(), HeaderError> {
+    pub fn handle_notice(
+        &mut self,
+        from: Peer,
+        header: &Header,
+        payload: &[u8],
+    ) -> Result<(), HeaderError> {
         self.engine.handle_notice(from, header, payload)
     }
 
@@ -390,7 +402,9 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
             }
             if let Some((comm, seq)) = transmit.gives_up() {
                 self.held.retain(|(to, lane), _| {
-                    *to != transmit.to || lane.comm != comm || seq.is_some_and(|seq| seq != lane.seq)
+                    *to != transmit.to
+                        || lane.comm != comm
+                        || seq.is_some_and(|seq| seq != lane.seq)
                 });
                 return Some(transmit);
             }
@@ -406,7 +420,11 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
     /// none, the frame is [held](Self::hold). A frame whose operation has ended is dropped.
     ///
     /// `true` if it was held.
-    pub fn send(&mut self, transmit: Transmit, carry: impl FnOnce(Outbound<'_, T>) -> bool) -> bool {
+    pub fn send(
+        &mut self,
+        transmit: Transmit,
+        carry: impl FnOnce(Outbound<'_, T>) -> bool,
+    ) -> bool {
         let lane = Lane::of(self.engine.me(), &transmit.header);
         let (header, last) = (&transmit.header, transmit.last);
         let went = match &transmit.payload {
@@ -476,7 +494,9 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
                     continue;
                 }
                 Event::Done(op) => (op, None),
-                Event::Failed { op, error, waited_for } => (op, Some(Failure { error, waited_for })),
+                Event::Failed { op, error, waited_for } => {
+                    (op, Some(Failure { error, waited_for }))
+                }
             };
             let Some(Laid { memory, tag }) = self.laid.remove(&op) else {
                 self.ended_parceled(op, failure);

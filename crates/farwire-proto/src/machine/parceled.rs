@@ -158,7 +158,11 @@ struct Coded<R> {
 
 impl<R, T> Parceled<R, T> {
     /// What a frame carries, for `carry` to say whether it went.
-    pub(super) fn send(&mut self, part: &ParcelPart, carry: impl FnOnce(&[u8], &mut T) -> bool) -> bool {
+    pub(super) fn send(
+        &mut self,
+        part: &ParcelPart,
+        carry: impl FnOnce(&[u8], &mut T) -> bool,
+    ) -> bool {
         if let Role::Lengths(_) = self.role {
             return carry(&[], &mut self.tag);
         }
@@ -198,7 +202,9 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         let seq = self.next_seq(&plan);
         let op = match self.engine.submit(now, plan) {
             Ok(op) => op,
-            Err(error) => return Err(Refused { why: Refusal::Failed(error), input: given_back(input) }),
+            Err(error) => {
+                return Err(Refused { why: Refusal::Failed(error), input: given_back(input) });
+            }
         };
         let mut parcels = Parcels::default();
         let role = match (input, partner) {
@@ -210,13 +216,17 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
                 parcels.put(partner.rank, 0, parcel);
                 Role::Sender
             }
-            (Input::Nothing, Some(partner)) if partner.end == End::Receiver => Role::Receiver(partner.rank),
+            (Input::Nothing, Some(partner)) if partner.end == End::Receiver => {
+                Role::Receiver(partner.rank)
+            }
             (Input::Rounds(rounds), None) => {
                 let (rounds, came, ended) = (Some(rounds), VecDeque::new(), None);
                 Role::Coded(Coded { rounds, came, ended, comm, seq, call, members })
             }
             (Input::Lengths(rounds), None) => Role::Lengths(rounds),
-            _ => panic!("a sender of a parcel has it, a receiver has nothing, a coded call has rounds"),
+            _ => panic!(
+                "a sender of a parcel has it, a receiver has nothing, a coded call has rounds"
+            ),
         };
         if let Role::Coded(_) | Role::Lengths(_) = role {
             self.events.push_back(MachineEvent::WantsCoding(op));
@@ -242,7 +252,9 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
             coded.ended = Some(failure.map_or(Ok(()), Err));
             return self.go_on(op);
         }
-        let Some(Parceled { mut parcels, role, tag, .. }) = self.parceled.remove(&op) else { return };
+        let Some(Parceled { mut parcels, role, tag, .. }) = self.parceled.remove(&op) else {
+            return;
+        };
         let end = match (failure, role) {
             (Some(failure), _) => Err((failure, Input::Nothing)),
             (None, Role::Receiver(from)) => Ok(parcels.take(from, 0).into()),
@@ -316,7 +328,8 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
     pub fn give_back(&mut self, op: OpId, rounds: Box<R>, nonsense: Option<Nonsense>) {
         let Some(coded) = self.parceled.get_mut(&op).and_then(Parceled::coded) else { return };
         coded.rounds = Some(rounds);
-        if let Some(from) = nonsense.and_then(|nonsense| coded.members.get(nonsense.from.index())).copied()
+        if let Some(from) =
+            nonsense.and_then(|nonsense| coded.members.get(nonsense.from.index())).copied()
             && !matches!(coded.ended, Some(Err(_)))
         {
             // Its frames may all have moved; it has failed all the same.

@@ -42,7 +42,9 @@ impl Rounds for Ones {
     fn came(&mut self, round: u32, parcels: &[Vec<u8>]) -> Result<(), Nonsense> {
         let wrong = |from: &usize| *from != 0 && parcels[*from] != [1];
         match (0..2).find(wrong) {
-            Some(from) => Err(Nonsense { from: Rank(from as u32), round, why: "it is not 1".into() }),
+            Some(from) => {
+                Err(Nonsense { from: Rank(from as u32), round, why: "it is not 1".into() })
+            }
             None => {
                 self.came = 1;
                 Ok(())
@@ -123,8 +125,10 @@ impl Place {
             Coding::Work(mut work) => {
                 let mut made = Vec::new();
                 let nonsense = work.run(|round, parcels| made.push((round, parcels))).err();
-                made.into_iter().for_each(|(round, parcels)| self.machine.supply(op, round, parcels));
-                let found = nonsense.as_ref().map(|nonsense| Nonsense { why: "".into(), ..*nonsense });
+                made.into_iter()
+                    .for_each(|(round, parcels)| self.machine.supply(op, round, parcels));
+                let found =
+                    nonsense.as_ref().map(|nonsense| Nonsense { why: "".into(), ..*nonsense });
                 self.machine.give_back(op, work.rounds, nonsense);
                 self.settle();
                 found
@@ -184,7 +188,9 @@ fn nonsense_that_is_found_after_the_communicator_was_closed_ends_the_operation()
     assert!(place.coding(op).is_none());
     // The other rank's parcel has the length of this one's, so its frame has the same header.
     let (header, _) = place.sent[0];
-    let Verdict::Take(take) = place.machine.handle_frame(Peer(1), &header) else { panic!("it is due") };
+    let Verdict::Take(take) = place.machine.handle_frame(Peer(1), &header) else {
+        panic!("it is due")
+    };
     assert!(place.machine.handle_taken(take, &[9]).is_some());
     place.settle();
     place.machine.close(CommId::WORLD);

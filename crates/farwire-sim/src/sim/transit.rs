@@ -140,7 +140,8 @@ impl Sim {
 
     pub(super) fn arriving(&mut self, id: FlightId) {
         let flight = &self.flights[id.0];
-        let (from, to, bytes, leaves) = (flight.from, flight.to, flight.wire_bytes(), flight.leaves);
+        let (from, to, bytes, leaves) =
+            (flight.from, flight.to, flight.wire_bytes(), flight.leaves);
         let link = self.network.link(from, to);
         let free = &mut self.receiver_free[to.index()];
         *free = self.now.max(*free) + transfer_time(bytes, self.network.bandwidth);

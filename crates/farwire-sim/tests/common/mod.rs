@@ -5,8 +5,8 @@
 use std::num::NonZeroUsize;
 
 use farwire_proto::{
-    Algorithm, Call, CallError, CommId, Counts, DType, Element, Kind, Options, Peer, Plan, Rank, ReduceOp,
-    Tuning, WorldSize, with_type,
+    Algorithm, Call, CallError, CommId, Counts, DType, Element, Kind, Options, Peer, Plan, Rank,
+    ReduceOp, Tuning, WorldSize, with_type,
 };
 use farwire_sim::kinds::Shape;
 use farwire_sim::{JobId, Sim, Start, Submission, oracle};
@@ -21,7 +21,9 @@ pub(crate) fn world(n: u32) -> WorldSize {
 /// Every collective, with every algorithm that can run it.
 pub(crate) fn every_collective() -> Vec<(Kind, Algorithm)> {
     let collectives = Kind::ALL.into_iter().filter(|kind| *kind != Kind::Message);
-    collectives.flat_map(|kind| kind.algorithms().iter().map(move |algorithm| (kind, *algorithm))).collect()
+    collectives
+        .flat_map(|kind| kind.algorithms().iter().map(move |algorithm| (kind, *algorithm)))
+        .collect()
 }
 
 /// Those that can leave their result where their input was.
@@ -65,7 +67,10 @@ impl Case {
         let mut counts = || -> Counts {
             if varied {
                 let most = (2 * len / n as usize).max(1);
-                Counts::listed((0..n).map(|_| rng.random_range(0..=most)).collect::<Vec<_>>(), world(n))
+                Counts::listed(
+                    (0..n).map(|_| rng.random_range(0..=most)).collect::<Vec<_>>(),
+                    world(n),
+                )
             } else {
                 Counts::Each(len / n as usize)
             }
@@ -79,11 +84,17 @@ impl Case {
             shape.op = ReduceOp::Sum;
         }
         let calls = world(n).ranks().map(|rank| call(&shape, rank)).collect();
-        let options =
-            Options { algorithm: Some(algorithm), segment: NonZeroUsize::new(segment), deadline: None };
+        let options = Options {
+            algorithm: Some(algorithm),
+            segment: NonZeroUsize::new(segment),
+            deadline: None,
+        };
         let mut case = Self { kind, shape, calls, options, inputs: Vec::new() };
-        case.inputs =
-            case.plans().iter().map(|plan| random_elements(dtype, plan.input_bytes(), &mut rng)).collect();
+        case.inputs = case
+            .plans()
+            .iter()
+            .map(|plan| random_elements(dtype, plan.input_bytes(), &mut rng))
+            .collect();
         case
     }
 
@@ -95,14 +106,21 @@ impl Case {
 
     pub(crate) fn plans(&self) -> Vec<Plan> {
         let n = world(self.calls.len() as u32);
-        self.calls.iter().zip(n.ranks()).map(|(call, me)| plan(me, n, call, &self.options).unwrap()).collect()
+        self.calls
+            .iter()
+            .zip(n.ranks())
+            .map(|(call, me)| plan(me, n, call, &self.options).unwrap())
+            .collect()
     }
 
     /// Which ranks' inputs each element of a rank's result is made of, as a bit set.
     pub(crate) fn contributors(&self, rank: usize) -> Vec<u32> {
         let parts = self.shape.row(self.kind, Rank(rank as u32)).parts;
         let set = |from: &[usize]| from.iter().fold(0, |set, rank| set | 1 << rank);
-        parts.iter().flat_map(|part| std::iter::repeat_n(set(&part.from), part.span.len())).collect()
+        parts
+            .iter()
+            .flat_map(|part| std::iter::repeat_n(set(&part.from), part.span.len()))
+            .collect()
     }
 
     pub(crate) fn expected(&self) -> Vec<Vec<u8>> {

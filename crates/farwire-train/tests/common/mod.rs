@@ -10,7 +10,9 @@
 use std::collections::HashMap;
 
 use farwire_train::gpt::VOCABULARY;
-use farwire_train::{Cut, Group, Init, Input, Library, LibraryResult, Param, Sink, Stage, StageSpec};
+use farwire_train::{
+    Cut, Group, Init, Input, Library, LibraryResult, Param, Sink, Stage, StageSpec,
+};
 
 /// The library. What `disturb` makes of a loss is what the trainer sees.
 pub(crate) struct Toy {
@@ -110,7 +112,8 @@ impl Stage for ToyStage {
         let (tokens, mut x) = match input {
             Input::Hidden(x) => (None, x),
             Input::Tokens(batch) => {
-                let table = self.param("embedding.weight").ok_or("tokens are for the first stage")?;
+                let table =
+                    self.param("embedding.weight").ok_or("tokens are for the first stage")?;
                 let row = |token: &u32| match self.row(*token) {
                     Some(row) => table[row * width..(row + 1) * width].to_vec(),
                     None => vec![0.0; width],
@@ -121,7 +124,9 @@ impl Stage for ToyStage {
         };
         let mut states = vec![x.clone()];
         for [(_, scale), (_, bias)] in self.layers() {
-            x.iter_mut().enumerate().for_each(|(i, x)| *x = *x * scale[i % width] + bias[i % width]);
+            x.iter_mut()
+                .enumerate()
+                .for_each(|(i, x)| *x = *x * scale[i % width] + bias[i % width]);
             states.push(x.clone());
         }
         let mut held = Held { tokens, states, gradient: Vec::new() };
@@ -138,7 +143,8 @@ impl Stage for ToyStage {
             let total: f32 = logits.iter().map(|x| x.exp()).sum();
             loss += (total.ln() - logits[*target as usize]) / targets.len() as f32;
             let is_right = |token: usize| if token == *target as usize { 1.0 } else { 0.0 };
-            let gradient = logits.iter().enumerate().map(|(token, x)| x.exp() / total - is_right(token));
+            let gradient =
+                logits.iter().enumerate().map(|(token, x)| x.exp() / total - is_right(token));
             held.gradient.extend(gradient.map(|g| g / targets.len() as f32));
         }
         self.held.insert(micro, held);
@@ -158,7 +164,8 @@ impl Stage for ToyStage {
             let x = states.last().ok_or("a stage has an output")?;
             let (mut to_head, mut back) = (vec![0.0; head.len()], vec![0.0; x.len()]);
             for (at, g) in of_logits.iter().enumerate() {
-                let (place, token, g) = (at / VOCABULARY * width, at % VOCABULARY * width, g * gradient[0]);
+                let (place, token, g) =
+                    (at / VOCABULARY * width, at % VOCABULARY * width, g * gradient[0]);
                 for i in 0..width {
                     to_head[token + i] += g * x[place + i];
                     back[place + i] += g * head[token + i];

@@ -9,7 +9,9 @@ use quinn::{ClientConfig, Endpoint};
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::identity::Identity;
-use super::rendezvous::{Acquaintance, Answer, Hello, JoinError, NONSENSE, read, read_up_to, write};
+use super::rendezvous::{
+    Acquaintance, Answer, Hello, JoinError, NONSENSE, read, read_up_to, write,
+};
 use crate::quic::transport::Transport;
 
 /// How long to wait for a peer to answer before asking again; each time twice as long, up to a
@@ -31,7 +33,11 @@ pub(super) struct Caller {
 
 impl Caller {
     /// Connects to a peer and says hello, again and again until it is heard.
-    pub(super) async fn connect(&self, peer: Peer, address: SocketAddr) -> Result<Acquaintance, JoinError> {
+    pub(super) async fn connect(
+        &self,
+        peer: Peer,
+        address: SocketAddr,
+    ) -> Result<Acquaintance, JoinError> {
         let here = Peer(self.hello.member.rank);
         let mut last = "no answer".to_owned();
         let mut patience = FIRST_RETRY;
@@ -88,14 +94,21 @@ impl Caller {
         limit: usize,
     ) -> Result<Answer, JoinError> {
         let here = Peer(self.hello.member.rank);
-        match timeout_at(self.deadline, read_up_to(&mut there.from, limit)).await {
-            Ok(Ok(Answer::Refused(reason))) => Err(JoinError::Refused { by: peer, here, reason }),
-            Ok(Ok(answer)) => Ok(answer),
-            Ok(Err(reason)) => Err(JoinError::Lost { peer, reason }),
-            Err(_) => {
-                let reason = format!("no answer within {:?}; other ranks may be missing", self.patience);
-                Err(JoinError::Lost { peer, reason })
-            }
+        loop {
+            return match timeout_at(self.deadline, read_up_to(&mut there.from, limit)).await {
+                // It wanted to know whether this process is still there.
+                Ok(Ok(Answer::Heard)) => continue,
+                Ok(Ok(Answer::Refused(reason))) => {
+                    Err(JoinError::Refused { by: peer, here, reason })
+                }
+                Ok(Ok(answer)) => Ok(answer),
+                Ok(Err(reason)) => Err(JoinError::Lost { peer, reason }),
+                Err(_) => {
+                    let reason =
+                        format!("no answer within {:?}; other ranks may be missing", self.patience);
+                    Err(JoinError::Lost { peer, reason })
+                }
+            };
         }
     }
 }

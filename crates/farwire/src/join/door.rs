@@ -73,7 +73,9 @@ pub(crate) async fn keep(
         if let Some(oldest) = places.enter(id, neighbourhood(from.ip()), handshake.abort_handle()) {
             drop(places);
             oldest.abort(); // which closes its connection
-            porch.say("too many handshakes at once; the oldest of the most crowded address were refused");
+            porch.say(
+                "too many handshakes at once; the oldest of the most crowded address were refused",
+            );
         }
     }
 }
@@ -95,7 +97,9 @@ fn is_about_certificates(error: &ConnectionError) -> bool {
 /// What counts as one address: whoever has one of IPv6 has at least 2⁶⁴ of them.
 fn neighbourhood(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
-        IpAddr::V6(address) => IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX))),
+        IpAddr::V6(address) => {
+            IpAddr::V6(Ipv6Addr::from_bits(address.to_bits() & !u128::from(u64::MAX)))
+        }
         v4 => v4,
     }
 }
@@ -180,7 +184,8 @@ impl<T> Places<T> {
             *crowds.entry(*address).or_default() += 1;
         }
         let most = crowds.values().copied().max()?;
-        let oldest = self.taken.iter().position(|(_, address, _)| crowds.get(address) == Some(&most))?;
+        let oldest =
+            self.taken.iter().position(|(_, address, _)| crowds.get(address) == Some(&most))?;
         self.taken.remove(oldest).map(|(_, _, task)| task)
     }
 }
@@ -201,14 +206,19 @@ mod tests {
             assert_eq!(places.enter(id, crowd, id), Some(id + 1 - PLACES as u64));
         }
         assert_eq!(places.taken.len(), PLACES);
-        assert_eq!(places.taken.front(), Some(&(0, rank, 0)), "who came from elsewhere keeps its place");
+        assert_eq!(
+            places.taken.front(),
+            Some(&(0, rank, 0)),
+            "who came from elsewhere keeps its place"
+        );
         places.leave(0);
         assert_eq!(places.enter(9999, rank, 9999), None, "a place that was left is free");
     }
 
     #[test]
     fn one_network_of_ipv6_is_one_address() {
-        let [a, b, c] = ["2001:db8::1", "2001:db8::ffff:1", "2001:db8:0:1::1"].map(|a| a.parse().unwrap());
+        let [a, b, c] =
+            ["2001:db8::1", "2001:db8::ffff:1", "2001:db8:0:1::1"].map(|a| a.parse().unwrap());
         assert_eq!(neighbourhood(a), neighbourhood(b));
         assert_ne!(neighbourhood(a), neighbourhood(c));
         let mapped = neighbourhood("::ffff:10.0.0.1".parse().unwrap());

@@ -82,7 +82,12 @@ struct Launcher {
 /// In the order they are looked for: what a user sets by hand, and what runs inside another, comes
 /// first.
 const LAUNCHERS: [Launcher; 5] = [
-    Launcher { source: "torchrun", rank: "RANK", size: "WORLD_SIZE", job: &[&["TORCHELASTIC_RUN_ID"]] },
+    Launcher {
+        source: "torchrun",
+        rank: "RANK",
+        size: "WORLD_SIZE",
+        job: &[&["TORCHELASTIC_RUN_ID"]],
+    },
     Launcher {
         source: "Open MPI",
         rank: "OMPI_COMM_WORLD_RANK",
@@ -97,7 +102,12 @@ const LAUNCHERS: [Launcher; 5] = [
     },
     // PMI_ID is not the job's name: some launchers set it, and differently for each process.
     Launcher { source: "PMI", rank: "PMI_RANK", size: "PMI_SIZE", job: &[&["PMI_JOBID"]] },
-    Launcher { source: KUBERNETES, rank: "JOB_COMPLETION_INDEX", size: "JOB_COMPLETIONS", job: &[] },
+    Launcher {
+        source: KUBERNETES,
+        rank: "JOB_COMPLETION_INDEX",
+        size: "JOB_COMPLETIONS",
+        job: &[],
+    },
 ];
 
 const KUBERNETES: &str = "a Kubernetes indexed job";
@@ -121,7 +131,9 @@ impl Launcher {
 impl Place {
     /// What this process's environment says.
     pub fn from_env() -> Result<Self, EnvError> {
-        Self::from_lookup(&|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+        Self::from_lookup(&|name| {
+            std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
+        })
     }
 
     /// What an environment says.
@@ -131,9 +143,9 @@ impl Place {
             let half = LAUNCHERS
                 .iter()
                 .find(|launcher| launcher.source == "torchrun" && lookup(launcher.size).is_some());
-            return Err(
-                half.map_or(EnvError::Nothing, |launcher| EnvError::Missing(launcher.rank, launcher.size))
-            );
+            return Err(half.map_or(EnvError::Nothing, |launcher| {
+                EnvError::Missing(launcher.rank, launcher.size)
+            }));
         };
         let rank = number(lookup, launcher.rank)?.ok_or(EnvError::Nothing)?;
         // Kubernetes does not tell a pod how many there are; the manifest has to.
@@ -147,12 +159,9 @@ impl Place {
             let what = "a world of at most 65536 ranks";
             return Err(EnvError::Value { name: size_name, value: size.to_string(), what });
         }
-        let world = WorldSize::new(size).filter(|world| rank < world.get()).ok_or(EnvError::OutOfRange {
-            rank_name: launcher.rank,
-            rank,
-            size_name,
-            size,
-        })?;
+        let world = WorldSize::new(size)
+            .filter(|world| rank < world.get())
+            .ok_or(EnvError::OutOfRange { rank_name: launcher.rank, rank, size_name, size })?;
         let local_size = number(lookup, "OMPI_COMM_WORLD_LOCAL_SIZE")?;
         let master_host = lookup("MASTER_ADDR")
             .or_else(|| lookup("SLURM_LAUNCH_NODE_IPADDR").filter(|_| launcher.source == "Slurm"))
@@ -160,11 +169,13 @@ impl Place {
             .ok_or(EnvError::Missing("MASTER_ADDR", launcher.rank))?;
         let job = launcher.job(lookup, rank);
         let master_port = match number(lookup, "MASTER_PORT")? {
-            Some(port) => u16::try_from(port).ok().filter(|port| *port > 0).ok_or(EnvError::Value {
-                name: "MASTER_PORT",
-                value: port.to_string(),
-                what: "a port from 1 to 65535",
-            })?,
+            Some(port) => {
+                u16::try_from(port).ok().filter(|port| *port > 0).ok_or(EnvError::Value {
+                    name: "MASTER_PORT",
+                    value: port.to_string(),
+                    what: "a port from 1 to 65535",
+                })?
+            }
             None => job
                 .as_deref()
                 .map(port_of_job)
@@ -183,7 +194,10 @@ impl fmt::Display for Place {
 }
 
 /// A variable that must be a whole number if it is set.
-fn number(lookup: &dyn Fn(&str) -> Option<String>, name: &'static str) -> Result<Option<u32>, EnvError> {
+fn number(
+    lookup: &dyn Fn(&str) -> Option<String>,
+    name: &'static str,
+) -> Result<Option<u32>, EnvError> {
     lookup(name)
         .map(|value| {
             value.trim().parse().map_err(|_| EnvError::Value {
@@ -223,8 +237,9 @@ pub(crate) const MAX_TIME: Duration = Duration::from_secs(8760 * 3600);
 /// A port that all processes of a job derive from its name: from 20000 to 51999, below the upper
 /// half of the ports that most systems hand out by themselves.
 fn port_of_job(job: &str) -> u16 {
-    let hash =
-        job.bytes().fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
+    let hash = job
+        .bytes()
+        .fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
     20_000 + (hash % 32_000) as u16
 }
 
@@ -276,8 +291,9 @@ mod tests {
         };
         // A pod is called after its index, and PMI_ID is a process's own number: neither is a job's
         // name.
-        let pod =
-            |rank, host| job(&[("JOB_COMPLETION_INDEX", rank), ("JOB_COMPLETIONS", "4"), ("HOSTNAME", host)]);
+        let pod = |rank, host| {
+            job(&[("JOB_COMPLETION_INDEX", rank), ("JOB_COMPLETIONS", "4"), ("HOSTNAME", host)])
+        };
         assert_eq!(pod("0", "train-0"), pod("3", "train-3"));
         assert_eq!(pod("0", "train-0").unwrap().0.as_deref(), Some("train"));
         assert!(pod("0", "elsewhere").is_err());
@@ -311,9 +327,20 @@ mod tests {
             assert_eq!(time("T", text), Ok(Duration::from_millis(milliseconds)), "{text}");
         }
         let huge = "9".repeat(10_000);
-        for text in
-            ["", "0", "0s", "-1", "1.5s", "s", "10 s", "10d", "8761h", "١", "18446744073709551615h", &huge]
-        {
+        for text in [
+            "",
+            "0",
+            "0s",
+            "-1",
+            "1.5s",
+            "s",
+            "10 s",
+            "10d",
+            "8761h",
+            "١",
+            "18446744073709551615h",
+            &huge,
+        ] {
             let error = time("T", text).unwrap_err().to_string();
             assert!(error.starts_with("T=") && error.len() < 300, "{text}: {error}");
         }

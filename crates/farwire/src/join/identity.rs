@@ -57,7 +57,12 @@ impl IdentityError {
 }
 
 impl Identity {
-    pub(crate) fn new(token: &Token, peer: Peer, epoch: Epoch, job: &JobName) -> Result<Self, IdentityError> {
+    pub(crate) fn new(
+        token: &Token,
+        peer: Peer,
+        epoch: Epoch,
+        job: &JobName,
+    ) -> Result<Self, IdentityError> {
         let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
         let cluster = hex(&token.derive::<8>("cluster id"));
         let job = hex(&token.derive::<16>(&format!("job {}", job.key())));
@@ -65,17 +70,19 @@ impl Identity {
 
         // An Ed25519 private key is any 32 bytes; this is what stands before them in PKCS #8.
         let mut pkcs8 = vec![
-            0x30, 0x2e, 0x02, 0x01, 0x00, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x04, 0x22, 0x04, 0x20,
+            0x30, 0x2e, 0x02, 0x01, 0x00, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x04, 0x22,
+            0x04, 0x20,
         ];
         pkcs8.extend(token.derive::<32>("certificate authority"));
         let pkcs8 = PrivatePkcs8KeyDer::from(pkcs8);
-        let authority_key =
-            KeyPair::from_pkcs8_der_and_sign_algo(&pkcs8, &PKCS_ED25519).map_err(IdentityError::new)?;
+        let authority_key = KeyPair::from_pkcs8_der_and_sign_algo(&pkcs8, &PKCS_ED25519)
+            .map_err(IdentityError::new)?;
         let mut params = CertificateParams::default();
         params.distinguished_name.push(DnType::CommonName, format!("farwire cluster {cluster}"));
         params.is_ca = IsCa::Ca(BasicConstraints::Constrained(0));
         params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
-        let authority = params.self_signed(&authority_key).map_err(IdentityError::new)?.der().clone();
+        let authority =
+            params.self_signed(&authority_key).map_err(IdentityError::new)?.der().clone();
         let issuer = Issuer::new(params, authority_key);
 
         let key = KeyPair::generate().map_err(IdentityError::new)?;
@@ -86,7 +93,8 @@ impl Identity {
         params.not_after = now + VALID;
         params.extended_key_usages =
             vec![ExtendedKeyUsagePurpose::ServerAuth, ExtendedKeyUsagePurpose::ClientAuth];
-        let certificate = params.signed_by(&key, &issuer).map_err(IdentityError::new)?.der().clone();
+        let certificate =
+            params.signed_by(&key, &issuer).map_err(IdentityError::new)?.der().clone();
         let key = PrivatePkcs8KeyDer::from(key.serialize_der());
         Ok(Self { cluster, job, epoch, authority, certificate, key })
     }
@@ -157,8 +165,9 @@ fn name_in_job(cluster: &str, job: &str, peer: Peer, epoch: Epoch) -> String {
 
 /// Whether the certificate that a peer showed is for this name.
 fn is_for(connection: &quinn::Connection, name: String) -> bool {
-    let chain =
-        connection.peer_identity().and_then(|chain| chain.downcast::<Vec<CertificateDer<'static>>>().ok());
+    let chain = connection
+        .peer_identity()
+        .and_then(|chain| chain.downcast::<Vec<CertificateDer<'static>>>().ok());
     let Some(certificate) = chain.as_ref().and_then(|chain| chain.first()) else { return false };
     let Ok(name) = ServerName::try_from(name) else { return false };
     webpki::EndEntityCert::try_from(certificate)

@@ -3,6 +3,7 @@
 mod calling;
 pub(crate) mod door;
 pub(crate) mod env;
+mod gathering;
 pub(crate) mod held_port;
 pub(crate) mod identity;
 pub(crate) mod job;

@@ -23,19 +23,19 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout, timeout_at};
 
+use super::calling::Caller;
 use super::env::Place;
+use super::gathering::{Gathering, Newcomer};
 use super::identity::{Identity, IdentityError};
 use super::job::JobName;
 use super::refusals::Refusals;
-use super::{calling::Caller, door, held_port};
+use super::{door, held_port};
 use crate::link::Boxed;
 use crate::link::negotiation::Control;
-use crate::quic::transport::{KEEP_ALIVE, Transport, widen};
+use crate::quic::transport::{Transport, widen};
 
 /// How long one hello may take.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
-/// A process that is alive is heard of in this time, since its connection is kept alive.
-const SIGN_OF_LIFE: Duration = Duration::from_millis(KEEP_ALIVE.as_millis() as u64 + 1500);
 /// The longest message, apart from the table of ranks.
 const MAX_MESSAGE: usize = 16 << 10;
 /// The longest entry of the table of ranks, which is as long as the job is large.
@@ -228,9 +228,11 @@ pub(crate) async fn join(
     let deadline = Instant::now() + timeout;
     let (me, world) = (place.rank, place.world);
     let (endpoint, server) = listen(terms, &identity)?;
-    let port = endpoint.local_addr().map_err(|error| JoinError::Listen { address: master, error })?.port();
+    let port =
+        endpoint.local_addr().map_err(|error| JoinError::Listen { address: master, error })?.port();
     let mut random = [0; 8];
-    aws_lc_rs::rand::fill(&mut random).map_err(|_| JoinError::Identity("no randomness".to_owned()))?;
+    aws_lc_rs::rand::fill(&mut random)
+        .map_err(|_| JoinError::Identity("no randomness".to_owned()))?;
     let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
     let hello = Hello {
         version: VERSION,
@@ -243,7 +245,8 @@ pub(crate) async fn join(
 
     let (door, mut newcomers) = mpsc::channel(world.len());
     let refusals = Arc::new(Refusals::default());
-    let (certified, mine, refused, pass) = (identity.clone(), hello.clone(), refusals.clone(), door.clone());
+    let (certified, mine, refused, pass) =
+        (identity.clone(), hello.clone(), refusals.clone(), door.clone());
     let pass = move |connection| {
         let (certified, mine, refused) = (certified.clone(), mine.clone(), refused.clone());
         tokio::spawn(hear(connection, certified, mine, refused, pass.clone()));
@@ -279,7 +282,10 @@ pub(crate) async fn join(
     for (lower, (_, address)) in table.iter().enumerate().take(me.index()).skip(1) {
         let peer = Peer(lower as u32);
         let Some(address) = *address else {
-            return Err(JoinError::Lost { peer, reason: "rank 0 does not know its address".to_owned() });
+            return Err(JoinError::Lost {
+                peer,
+                reason: "rank 0 does not know its address".to_owned(),
+            });
         };
         let caller = caller.clone();
         calls.spawn(async move {
@@ -296,58 +302,13 @@ pub(crate) async fn join(
         peers[peer.index()] = Some(there);
     }
 
-    // The processes that higher ranks have come as.
-    let mut processes: Vec<Option<u64>> = vec![None; world.len()];
-    let mut expected: Vec<u32> = (me.0 + 1..world.get()).collect();
-    while !expected.is_empty() {
-        let newcomer = timeout_at(deadline, newcomers.recv()).await.ok().flatten();
-        let Some(Newcomer { process, known, heard_before }) = newcomer else {
-            let missing: Vec<_> = expected.iter().map(|rank| Peer(*rank).to_string()).collect();
-            let (missing, refused) = (missing.join(", "), refusals.clause());
-            let error = JoinError::Missing { missing, waited: timeout, refused };
-            refuse_all(&mut peers, &error.to_string()).await;
-            return Err(error);
-        };
-        let rank = known.member.rank;
-        // `hear` lets in ranks below the size of the world; those below this one do not come.
-        if rank <= me.0 {
-            turn_away(known, format!("{} does not come to {me}", Peer(rank)), &refusals);
-            continue;
-        }
-        let again = processes[rank as usize] == Some(process);
-        let slot = &mut peers[rank as usize];
-        if let Some(first) = slot.as_ref().filter(|first| !again && is_open(&first.connection)) {
-            let heard = first.connection.stats().udp_rx.datagrams;
-            match heard_before {
-                // Which of the two is alive? The first may have been killed and started again.
-                None => {
-                    expected.retain(|expected| *expected != rank);
-                    expected.push(rank);
-                    let door = door.clone();
-                    tokio::spawn(async move {
-                        tokio::time::sleep(SIGN_OF_LIFE).await;
-                        let _ = door.send(Newcomer { process, known, heard_before: Some(heard) }).await;
-                    });
-                    continue;
-                }
-                Some(before) if before < heard => {
-                    expected.retain(|expected| *expected != rank);
-                    let from = first.connection.remote_address();
-                    let reason = format!(
-                        "there already is a {}, at {from}; give every process a rank of its own, and \
-                         every job a name (FARWIRE_JOB)",
-                        Peer(rank)
-                    );
-                    turn_away(known, reason, &refusals);
-                    continue;
-                }
-                Some(_) => {} // nothing was heard of it since
-            }
-        }
-        *slot = Some(*known);
-        processes[rank as usize] = Some(process);
-        expected.retain(|expected| *expected != rank);
+    let mut gathering = Gathering::new(me, peers, door, refusals.clone());
+    if let Err(missing) = gathering.complete(&mut newcomers, deadline).await {
+        let error = JoinError::Missing { missing, waited: timeout, refused: refusals.clause() };
+        refuse_all(&mut gathering.peers, &error.to_string()).await;
+        return Err(error);
     }
+    let mut peers = gathering.peers;
     newcomers.close();
     while let Ok(Newcomer { known, .. }) = newcomers.try_recv() {
         turn_away(known, COMPLETE.to_owned(), &refusals);
@@ -427,7 +388,7 @@ async fn refuse_all(peers: &mut [Option<Acquaintance>], reason: &str) {
 }
 
 /// Refuses a process, without waiting for it.
-fn turn_away(known: Box<Acquaintance>, reason: String, refusals: &Refusals) {
+pub(super) fn turn_away(known: Box<Acquaintance>, reason: String, refusals: &Refusals) {
     refusals.add(known.connection.remote_address(), &reason);
     tokio::spawn(async move { refuse(*known, &reason).await });
 }
@@ -435,19 +396,6 @@ fn turn_away(known: Box<Acquaintance>, reason: String, refusals: &Refusals) {
 pub(super) const NONSENSE: &str = "it answered something unexpected";
 const OTHER_TOKEN: &str = "it has another token; give all ranks the same FARWIRE_TOKEN";
 const COMPLETE: &str = "the group is complete and running";
-
-/// A rank of this job.
-struct Newcomer {
-    process: u64,
-    known: Box<Acquaintance>,
-    /// If another process has come as this rank before: packets of that one, up to when this one
-    /// came.
-    heard_before: Option<u64>,
-}
-
-fn is_open(connection: &Connection) -> bool {
-    connection.close_reason().is_none()
-}
 
 /// Hears what a process of the cluster has to say. Once nobody listens at the other end of `door`,
 /// the group is complete.
@@ -471,7 +419,11 @@ async fn hear(
 }
 
 /// One newcomer's hello, or why it was refused, which it has been told.
-async fn receive(connection: Connection, identity: &Identity, mine: &Hello) -> Result<Newcomer, String> {
+async fn receive(
+    connection: Connection,
+    identity: &Identity,
+    mine: &Hello,
+) -> Result<Newcomer, String> {
     let (mut to, mut from) = connection.accept_bi().await.map_err(|error| error.to_string())?;
     let text = read_bytes(&mut from, MAX_MESSAGE).await?;
     match judge(&text, &connection, identity, mine) {
@@ -489,7 +441,12 @@ async fn receive(connection: Connection, identity: &Identity, mine: &Hello) -> R
 }
 
 /// A hello from a process that may take part, or why it may not.
-fn judge(text: &[u8], connection: &Connection, identity: &Identity, mine: &Hello) -> Result<Hello, String> {
+fn judge(
+    text: &[u8],
+    connection: &Connection,
+    identity: &Identity,
+    mine: &Hello,
+) -> Result<Hello, String> {
     #[derive(Deserialize)]
     struct Version {
         version: u8,

@@ -36,12 +36,18 @@ impl LinkChoice {
 
     /// What it is, in a sentence.
     pub fn about(self) -> &'static str {
-        self.0.map_or("For each pair of processes, the first of these that serves it", LinkKind::about)
+        self.0.map_or(
+            "For each pair of processes, the first of these that serves it",
+            LinkKind::about,
+        )
     }
 
     /// The kinds that may be used, the best first.
     pub(crate) fn kinds(self) -> impl Iterator<Item = &'static dyn LinkKind> {
-        KINDS.iter().copied().filter(move |kind| self.0.is_none_or(|chosen| chosen.name() == kind.name()))
+        KINDS
+            .iter()
+            .copied()
+            .filter(move |kind| self.0.is_none_or(|chosen| chosen.name() == kind.name()))
     }
 
     /// What a text must be to name one, for errors.

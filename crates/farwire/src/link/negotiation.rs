@@ -72,10 +72,12 @@ pub(crate) async fn agree(
     let names: Vec<_> = usable.iter().map(|kind| kind.name().to_owned()).collect();
     let mine = names.iter().chain(&why_not).map(String::as_str).collect::<Vec<_>>().join(", ");
     talk.tell(&Message::Kinds { names: names.clone(), words: mine.clone() }).await.map_err(lost)?;
-    let Message::Kinds { names: their_names, words: theirs } = talk.next().await.map_err(lost)? else {
+    let Message::Kinds { names: their_names, words: theirs } = talk.next().await.map_err(lost)?
+    else {
         return Err(lost(NONSENSE.to_owned()));
     };
-    let (lower, higher) = if pair.me < pair.peer { (names, their_names) } else { (their_names, names) };
+    let (lower, higher) =
+        if pair.me < pair.peer { (names, their_names) } else { (their_names, names) };
     for name in lower.iter().filter(|name| higher.contains(name)) {
         let Some(kind) = usable.iter().copied().find(|kind| kind.name() == name) else { continue };
         // Each attempt has its own, which the remains of a failed one cannot touch.
@@ -220,7 +222,10 @@ mod tests {
                     return Err("no memory".to_owned());
                 }
                 talk.say(&(self.name, pair.me.0)).await?;
-                assert_eq!(talk.hear::<(String, u32)>().await?, (self.name.to_owned(), pair.peer.0));
+                assert_eq!(
+                    talk.hear::<(String, u32)>().await?,
+                    (self.name.to_owned(), pair.peer.0)
+                );
                 if self.fails_later == Some(pair.me.0) {
                     return Err("no files".to_owned());
                 }
@@ -246,7 +251,8 @@ mod tests {
             (linked.map(|linked| linked.kind.name()).map_err(|error| error.to_string()), control)
         };
         runtime.block_on(async {
-            let sides = tokio::join!(side(0, Channel(to_1, from_1)), side(1, Channel(to_0, from_0)));
+            let sides =
+                tokio::join!(side(0, Channel(to_1, from_1)), side(1, Channel(to_0, from_0)));
             [sides.0.0, sides.1.0]
         })
     }
@@ -274,8 +280,14 @@ mod tests {
     fn without_a_common_link_both_sides_say_what_each_could_use() {
         const A: Test = Test { name: "a", ..WORKS };
         for error in agreed([&[A], &[WORKS]]).map(Result::unwrap_err) {
-            assert!(error.contains("rank 0 can use [a]") || error.contains("rank 0 [a]"), "{error}");
-            assert!(error.contains("rank 1 can use [b]") || error.contains("rank 1 [b]"), "{error}");
+            assert!(
+                error.contains("rank 0 can use [a]") || error.contains("rank 0 [a]"),
+                "{error}"
+            );
+            assert!(
+                error.contains("rank 1 can use [b]") || error.contains("rank 1 [b]"),
+                "{error}"
+            );
             assert!(error.contains("FARWIRE_LINK"), "{error}");
         }
         for error in agreed([&[Test { excluded: Some(1), ..A }]; 2]).map(Result::unwrap_err) {

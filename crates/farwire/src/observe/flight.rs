@@ -95,7 +95,8 @@ impl Flight {
     /// Reads what [`to_json`](Self::to_json) or a failing rank wrote.
     pub fn read(path: &Path) -> io::Result<Self> {
         let text = std::fs::read_to_string(path)?;
-        serde_json::from_str(&text).map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
+        serde_json::from_str(&text)
+            .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
     }
 
     /// Writes it where records go. Failing to is not worth failing for.
@@ -114,7 +115,9 @@ impl Flight {
             Ok(path) => {
                 tracing::warn!(path = %path.display(), "wrote a flight record; `farwire doctor` reads it")
             }
-            Err(error) => tracing::warn!(%error, records = ?self.records, "could not write a flight record"),
+            Err(error) => {
+                tracing::warn!(%error, records = ?self.records, "could not write a flight record")
+            }
         }
     }
 }
@@ -229,7 +232,13 @@ impl Recorder {
         }
     }
 
-    pub(super) fn began(&mut self, op: OpId, comm: CommId, seq: OpSeq, call: Fingerprint) -> Ticket {
+    pub(super) fn began(
+        &mut self,
+        op: OpId,
+        comm: CommId,
+        seq: OpSeq,
+        call: Fingerprint,
+    ) -> Ticket {
         if self.records.len() == CAPACITY {
             self.records.pop_front();
             self.first += 1;
@@ -298,7 +307,8 @@ impl Recorder {
     }
 
     fn operation(&self, record: &Record, waits: &[Wait]) -> Operation {
-        let waits_on = || waits.iter().find(|wait| wait.op == record.op).map(|wait| wait.on.as_slice());
+        let waits_on =
+            || waits.iter().find(|wait| wait.op == record.op).map(|wait| wait.on.as_slice());
         let (state, waiting_for) = match (&record.failure, record.ended) {
             (Some(failure), _) => (State::Failed, failure.waited_for.as_slice()),
             (None, Some(_)) => (State::Done, [].as_slice()),
@@ -358,7 +368,10 @@ mod tests {
         assert!(recorder.ended(tickets[3], None).is_some());
         let flight = recorder.flight("asked", [None, Some("shm")].into_iter(), &engine.waits());
         assert_eq!(flight.operations.len(), CAPACITY);
-        assert_eq!((flight.operations[0].collective, flight.operations[0].state), (Some(3), State::Done));
+        assert_eq!(
+            (flight.operations[0].collective, flight.operations[0].state),
+            (Some(3), State::Done)
+        );
         assert_eq!(flight.operations[0].sent_bytes, 10);
         assert_eq!(
             (flight.operations[1].state, &flight.operations[1].waiting_for[..]),

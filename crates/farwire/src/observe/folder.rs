@@ -60,21 +60,22 @@ impl Folder {
             Err(error) => return Err(at(&path, &error)),
         }
         let file =
-            rustix::fs::open(&path, FOLDER | OFlags::NOFOLLOW, Mode::empty()).map_err(
-                |error| match error {
+            rustix::fs::open(&path, FOLDER | OFlags::NOFOLLOW, Mode::empty()).map_err(|error| {
+                match error {
                     Errno::LOOP | Errno::NOTDIR => {
                         unsafe_folder(&path, "it is not a folder, or a link to one")
                     }
                     error => at(&path, &error),
-                },
-            )?;
+                }
+            })?;
         let found = rustix::fs::fstat(&file).map_err(|error| at(&path, &error))?;
         if found.st_uid != user {
             return Err(unsafe_folder(&path, &format!("it belongs to user {}", found.st_uid)));
         }
         if found.st_mode & 0o077 != 0 {
             let mode = found.st_mode & 0o777;
-            let why = format!("others may use it (mode {mode:03o}; run: chmod 700 {})", path.display());
+            let why =
+                format!("others may use it (mode {mode:03o}; run: chmod 700 {})", path.display());
             return Err(unsafe_folder(&path, &why));
         }
         Ok(Self { file, path })
@@ -112,7 +113,8 @@ impl Folder {
     /// Writes a file, whole or not at all: a full disk must not leave half a record.
     pub(super) fn write(&self, name: &str, content: &[u8]) -> io::Result<()> {
         let draft = format!(".{name}.{}", std::process::id());
-        let new = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let new =
+            OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let open = || rustix::fs::openat(&self.file, &draft, new, Mode::RUSR | Mode::WUSR);
         let file = match open() {
             // Left by a process of the same number, long ago.
@@ -137,7 +139,8 @@ impl Folder {
         let mut entries: Vec<_> = names(&self.file)
             .into_iter()
             .filter_map(|name| {
-                let found = rustix::fs::statat(&self.file, &name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+                let found =
+                    rustix::fs::statat(&self.file, &name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
                 Some((u64::try_from(found.st_mtime).unwrap_or(0), name))
             })
             .collect();
@@ -153,7 +156,9 @@ impl Folder {
         if rustix::fs::unlinkat(&self.file, name, AtFlags::empty()) != Err(Errno::ISDIR) {
             return;
         }
-        let Ok(job) = rustix::fs::openat(&self.file, name, FOLDER | OFlags::NOFOLLOW, Mode::empty()) else {
+        let Ok(job) =
+            rustix::fs::openat(&self.file, name, FOLDER | OFlags::NOFOLLOW, Mode::empty())
+        else {
             return;
         };
         for record in names(&job) {
@@ -167,7 +172,8 @@ impl Folder {
 fn names(folder: impl AsFd) -> Vec<CString> {
     let Ok(entries) = Dir::read_from(folder) else { return Vec::new() };
     let names = entries.filter_map(|entry| Some(entry.ok()?.file_name().to_owned()));
-    let ours = |name: &[u8]| [&b"rank"[..], b".rank", b"job-"].iter().any(|start| name.starts_with(start));
+    let ours =
+        |name: &[u8]| [&b"rank"[..], b".rank", b"job-"].iter().any(|start| name.starts_with(start));
     names.filter(|name| ours(name.to_bytes())).collect()
 }
 
@@ -186,7 +192,8 @@ fn at(path: &Path, error: &Errno) -> io::Error {
 }
 
 fn unsafe_folder(path: &Path, why: &str) -> io::Error {
-    let text = format!("{} is not safe: {why}; or name another in FARWIRE_FLIGHT_DIR", path.display());
+    let text =
+        format!("{} is not safe: {why}; or name another in FARWIRE_FLIGHT_DIR", path.display());
     io::Error::new(io::ErrorKind::PermissionDenied, text)
 }
 
@@ -201,7 +208,8 @@ mod tests {
 
     impl Scratch {
         fn new(name: &str) -> Self {
-            let path = std::env::temp_dir().join(format!("farwire-folder-{name}-{}", std::process::id()));
+            let path =
+                std::env::temp_dir().join(format!("farwire-folder-{name}-{}", std::process::id()));
             let _ = fs::remove_dir_all(&path);
             fs::create_dir_all(&path).unwrap();
             Self(path)

@@ -51,7 +51,13 @@ impl Observer {
         Ok(Self { recorder, trace, ..Self::quiet(me, world, epoch) })
     }
 
-    pub(crate) fn began(&mut self, op: OpId, comm: CommId, seq: OpSeq, call: Fingerprint) -> Ticket {
+    pub(crate) fn began(
+        &mut self,
+        op: OpId,
+        comm: CommId,
+        seq: OpSeq,
+        call: Fingerprint,
+    ) -> Ticket {
         self.recorder.began(op, comm, seq, call)
     }
 
@@ -63,7 +69,12 @@ impl Observer {
         span
     }
 
-    pub(crate) fn ended(&mut self, ticket: Ticket, span: &tracing::Span, failure: Option<&Failure>) {
+    pub(crate) fn ended(
+        &mut self,
+        ticket: Ticket,
+        span: &tracing::Span,
+        failure: Option<&Failure>,
+    ) {
         match failure {
             None => tracing::debug!(parent: span, "done"),
             Some(Failure { error, .. }) => tracing::debug!(parent: span, %error, "failed"),

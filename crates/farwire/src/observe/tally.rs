@@ -24,7 +24,8 @@ pub(crate) struct PerKind {
 
 impl Tally {
     pub(super) fn ended(&mut self, record: &Record) {
-        let kind = Kind::ALL.iter().position(|kind| *kind == record.call.kind).expect("all are there");
+        let kind =
+            Kind::ALL.iter().position(|kind| *kind == record.call.kind).expect("all are there");
         let tally = &mut self.kinds[kind];
         if record.failure.is_some() {
             tally.failed += 1;

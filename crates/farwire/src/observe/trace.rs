@@ -33,7 +33,8 @@ impl Trace {
         })?;
         let mut file = BufWriter::new(file);
         let name = serde_json::json!({ "name": format!("rank {}", me.0) });
-        let event = serde_json::json!({ "name": "process_name", "ph": "M", "pid": me.0, "args": name });
+        let event =
+            serde_json::json!({ "name": "process_name", "ph": "M", "pid": me.0, "args": name });
         // The closing bracket is optional in this format, so that a process may end at any time.
         write!(file, "[\n{event}")?;
         Ok(Self { me, file, unflushed: 0 })

@@ -43,10 +43,10 @@
 //! **Pacing.** quinn has one number for both window and pace: it sends at 1.25 × window / round
 //! trip. So there is no pace to set here, and no gain on it; all gains act on the window. That is
 //! enough: with a window of 1.2 times what the path holds, quinn's pace is above the line's rate,
-//! acknowledgements set the pace, and the queue cannot exceed the window's excess. quinn's pace also falls by itself
-//! as the round trip rises. What is lost against BBR is that Up fills its quarter in a burst at
-//! 1.25 times the rate over one round, not more slowly; with a queue shorter than that, the ceiling
-//! takes over.
+//! acknowledgements set the pace, and the queue cannot exceed the window's excess. quinn's pace
+//! also falls by itself as the round trip rises. What is lost against BBR is that Up fills its
+//! quarter in a burst at 1.25 times the rate over one round, not more slowly; with a queue shorter
+//! than that, the ceiling takes over.
 
 mod by_distance;
 
@@ -423,7 +423,9 @@ impl Model {
         }
         let rate = (self.delivered - newest.delivered) as f64 / time.as_secs_f64();
         self.round.app_limited |= newest.app_limited;
-        if matches!(self.phase, Phase::Startup { .. }) && (!newest.app_limited || rate > self.rate()) {
+        if matches!(self.phase, Phase::Startup { .. })
+            && (!newest.app_limited || rate > self.rate())
+        {
             self.round.rate = self.round.rate.max(rate);
             self.rates[0] = self.rates[0].max(rate);
         }
@@ -444,7 +446,8 @@ impl Model {
             }
         }
         // Even the fastest packet had to wait: a late one alone may have met a busy host.
-        let queued = round.mean_rtt() > self.least_rtt + Duration::from_millis(2).max(self.least_rtt / 20)
+        let queued = round.mean_rtt()
+            > self.least_rtt + Duration::from_millis(2).max(self.least_rtt / 20)
             && round.least_rtt > self.least_rtt + Duration::from_millis(1).max(self.least_rtt / 50);
         let starting = matches!(self.phase, Phase::Startup { .. });
         // By chance, some rounds lose more than the others; the fewer packets, the more so.
@@ -462,7 +465,8 @@ impl Model {
                 self.best_rounds = self.best_rounds.map(|rate| rate.min(fallen));
             }
             let fallen = (FALL * self.window.min(self.ceiling) as f64) as u64;
-            self.ceiling = delivered.max(fallen).max(self.content() as u64).max(self.least_window());
+            self.ceiling =
+                delivered.max(fallen).max(self.content() as u64).max(self.least_window());
         }
         if delivered > LEARN_PACKETS * self.mtu {
             let loss = round.lost as f64 / (round.lost + delivered) as f64;
@@ -549,7 +553,8 @@ impl Model {
                 }
                 let lasted = now.saturating_duration_since(self.cycle_began);
                 // A full window that leaves no queue shows that there is room for more.
-                let room = !round.app_limited && round.mean_rtt() < self.least_rtt + self.excess() / 4;
+                let room =
+                    !round.app_limited && round.mean_rtt() < self.least_rtt + self.excess() / 4;
                 let due = self.phase_rounds >= rounds || room && self.phase_rounds >= 2;
                 if due && lasted >= SHORTEST_CYCLE {
                     self.enter(Phase::Up { best: self.rate() });
@@ -628,7 +633,14 @@ impl Controller for Model {
         });
     }
 
-    fn on_ack(&mut self, _: Instant, sent: Instant, bytes: u64, app_limited: bool, _: &RttEstimator) {
+    fn on_ack(
+        &mut self,
+        _: Instant,
+        sent: Instant,
+        bytes: u64,
+        app_limited: bool,
+        _: &RttEstimator,
+    ) {
         self.delivered += bytes;
         if matches!(self.phase, Phase::Startup { .. }) && !app_limited {
             let most = match self.rate() {

@@ -179,7 +179,9 @@ pub(crate) async fn watch(
 }
 
 fn gone(connection: &Connection) -> String {
-    connection.close_reason().map_or("it closed the control stream".to_owned(), |reason| reason.to_string())
+    connection
+        .close_reason()
+        .map_or("it closed the control stream".to_owned(), |reason| reason.to_string())
 }
 
 async fn say(to: &mut SendStream, kind: u8, number: u64) -> Result<(), quinn::WriteError> {

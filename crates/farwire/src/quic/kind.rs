@@ -47,12 +47,18 @@ impl LinkKind for Quic {
         const BUFFERS: &str = "UDP receive buffer";
         let socket = match UdpSocket::bind("127.0.0.1:0") {
             Ok(socket) => socket,
-            Err(error) => return vec![Finding::broken(BUFFERS, &error, "let this process open UDP sockets")],
+            Err(error) => {
+                return vec![Finding::broken(BUFFERS, &error, "let this process open UDP sockets")];
+            }
         };
         let mut findings = vec![buffer(BUFFERS, widen(&socket))];
         match quinn::udp::UdpSocketState::new((&socket).into()) {
             Err(error) => {
-                findings.push(Finding::broken("UDP batches", &error, "let this process set socket options"));
+                findings.push(Finding::broken(
+                    "UDP batches",
+                    &error,
+                    "let this process set socket options",
+                ));
             }
             Ok(state) => {
                 findings.push(batch("sent at once (GSO)", state.max_gso_segments()));
@@ -71,8 +77,9 @@ fn buffer(what: &str, got: usize) -> Finding {
     if got >= BUFFER {
         return Finding::good(what, format!("{got_kib} KiB"));
     }
-    let found =
-        format!("{got_kib} KiB of the {wanted_kib} KiB asked for; packets that find it full are sent again");
+    let found = format!(
+        "{got_kib} KiB of the {wanted_kib} KiB asked for; packets that find it full are sent again"
+    );
     let limits = format!("net.core.rmem_max={BUFFER} net.core.wmem_max={BUFFER}");
     Finding::slow(what, found, format!("raise the system's limit: sysctl -w {limits}"))
 }
@@ -83,6 +90,7 @@ fn batch(what: &str, segments: usize) -> Finding {
     if segments > 1 {
         return Finding::good(what, format!("up to {segments}"));
     }
-    let advice = "a Linux kernel from 5.0 on, and an interface that takes it, would send many with one call";
+    let advice =
+        "a Linux kernel from 5.0 on, and an interface that takes it, would send many with one call";
     Finding::slow(what, "one", advice.to_owned())
 }

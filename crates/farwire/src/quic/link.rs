@@ -344,7 +344,8 @@ impl Link for QuicLink {
                 && self.shared.reading.load(Ordering::SeqCst) == 0
         });
         loop {
-            let told = self.shared.arrived.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
+            let told =
+                self.shared.arrived.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
             let Some(told) = told else {
                 let news = all_here && !std::mem::replace(&mut self.closed, all_here);
                 return Ok(news.then_some(Arrival::Closed));
@@ -378,8 +379,12 @@ impl Link for QuicLink {
     }
 
     fn pop(&mut self, lane: &Lane) {
-        let incoming = self.incoming.get_mut(lane).expect("a frame is popped after it was looked at");
-        let frame = incoming.frames.remove(&incoming.next).expect("a frame is popped after it was looked at");
+        let incoming =
+            self.incoming.get_mut(lane).expect("a frame is popped after it was looked at");
+        let frame = incoming
+            .frames
+            .remove(&incoming.next)
+            .expect("a frame is popped after it was looked at");
         incoming.next = incoming.next.saturating_add(1);
         let mut lanes = self.shared.lanes();
         if frame.last {
@@ -409,7 +414,8 @@ impl Link for QuicLink {
     fn close(&mut self) {
         self.outgoing.clear();
         self.notices = None;
-        let (shared, health, streams) = (self.shared.clone(), self.health.clone(), self.streams_opened);
+        let (shared, health, streams) =
+            (self.shared.clone(), self.health.clone(), self.streams_opened);
         self.runtime.spawn(async move {
             // Until all that was sent has arrived, or the peer is lost.
             while shared.writing.load(Ordering::SeqCst) > 0 && health.loss().is_none() {

@@ -32,7 +32,9 @@ impl Transport {
     /// Settings for the endpoint itself.
     pub(crate) fn endpoint() -> EndpointConfig {
         let mut config = EndpointConfig::default();
-        config.max_udp_payload_size(LONGEST_PAYLOAD).expect("it is above the least that QUIC allows");
+        config
+            .max_udp_payload_size(LONGEST_PAYLOAD)
+            .expect("it is above the least that QUIC allows");
         config
     }
 
@@ -67,7 +69,8 @@ impl Transport {
 fn longest_payload(peer: SocketAddr) -> u16 {
     let route = || -> std::io::Result<u32> {
         // Connecting a UDP socket sends nothing.
-        let any: SocketAddr = if peer.is_ipv4() { ([0; 4], 0).into() } else { ([0u16; 8], 0).into() };
+        let any: SocketAddr =
+            if peer.is_ipv4() { ([0; 4], 0).into() } else { ([0u16; 8], 0).into() };
         let socket = UdpSocket::bind(any)?;
         socket.connect(peer)?;
         Ok(if peer.is_ipv4() { sockopt::ip_mtu(&socket)? } else { sockopt::ipv6_mtu(&socket)? })

@@ -57,7 +57,9 @@ impl LinkKind for SharedMemory {
     fn examine(&self) -> Vec<Finding> {
         const WHAT: &str = "shared memory";
         vec![match Region::new(1, 1 << 20) {
-            Ok(_) => Finding::good(WHAT, "sealed memory files work; ranks on this host will use them"),
+            Ok(_) => {
+                Finding::good(WHAT, "sealed memory files work; ranks on this host will use them")
+            }
             Err(error) => {
                 let advice = "allow memfd_create; until then ranks on one host use another link";
                 Finding::broken(WHAT, &error, advice)
@@ -93,7 +95,8 @@ async fn share(pair: &Pair, talk: &mut Negotiation<'_>) -> Result<Shared, String
     } else {
         let Invitation { name, word } = talk.hear().await?;
         let accept = move || same_host::accept(&name, &word, peer, payload, &bell);
-        let shared = tokio::task::spawn_blocking(accept).await.map_err(|error| error.to_string())?;
+        let shared =
+            tokio::task::spawn_blocking(accept).await.map_err(|error| error.to_string())?;
         let shared = shared.map_err(|error| error.to_string())?;
         talk.say(&Came).await?;
         Ok(shared)

@@ -55,7 +55,8 @@ const CLOSED: usize = 2;
 
 impl ModelMemory {
     fn new(weak: Option<usize>) -> Self {
-        let word = |index| ModelWord { value: atomic::AtomicU32::new(0), weak: weak == Some(index) };
+        let word =
+            |index| ModelWord { value: atomic::AtomicU32::new(0), weak: weak == Some(index) };
         Self {
             words: (0..3 + 2 * SLOTS).map(word).collect(),
             bytes: (0..SLOTS).map(|_| UnsafeCell::new([0])).collect(),

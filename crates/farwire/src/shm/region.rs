@@ -60,7 +60,8 @@ impl Region {
     /// New memory, all zero, with at least `words` control words and `bytes` bytes behind them.
     pub(crate) fn new(words: usize, bytes: usize) -> io::Result<Self> {
         let (words, len) = Self::layout(words, bytes);
-        let file = rustix::fs::memfd_create("farwire", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+        let file =
+            rustix::fs::memfd_create("farwire", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
         rustix::fs::ftruncate(&file, len as u64)?;
         rustix::fs::fcntl_add_seals(&file, Self::SEALS)?;
         Self::map(file, words, len)
@@ -164,7 +165,8 @@ impl Memory for Region {
 
     fn copy_out(&self, at: usize, target: &mut [u8]) {
         let start = self.place(at, target.len());
-        let (head, tail) = target.split_at_mut(if at.is_multiple_of(8) { target.len() / 8 * 8 } else { 0 });
+        let (head, tail) =
+            target.split_at_mut(if at.is_multiple_of(8) { target.len() / 8 * 8 } else { 0 });
         for (k, word) in head.as_chunks_mut::<8>().0.iter_mut().enumerate() {
             // SAFETY: inside the mapping. Aligned: the bytes start on a page, and `at` is a
             // multiple of eight wherever `head` has any. Atomic, so sound whatever others do.
@@ -173,7 +175,8 @@ impl Memory for Region {
         }
         for (k, byte) in tail.iter_mut().enumerate() {
             // SAFETY: as above; a byte is always aligned.
-            *byte = unsafe { AtomicU8::from_ptr(start.add(head.len() + k)) }.load(Ordering::Relaxed);
+            *byte =
+                unsafe { AtomicU8::from_ptr(start.add(head.len() + k)) }.load(Ordering::Relaxed);
         }
     }
 }
@@ -207,7 +210,9 @@ mod tests {
         assert!(all(&region).iter().all(|byte| *byte == 0));
         // SAFETY: nobody else has this region.
         unsafe { region.write(0, &vec![7; region.bytes()]) };
-        assert!((0..region.words).all(|index| region.word(index).load(Ordering::Relaxed) == u32::MAX));
+        assert!(
+            (0..region.words).all(|index| region.word(index).load(Ordering::Relaxed) == u32::MAX)
+        );
         assert!(all(&region).iter().all(|byte| *byte == 7));
     }
 

@@ -82,7 +82,11 @@ impl Sender {
         Self::over(end, free, payload)
     }
 
-    fn over(end: End<Region, Sending, SLOTS>, mut free: Vec<Slot<Sending>>, payload: usize) -> Self {
+    fn over(
+        end: End<Region, Sending, SLOTS>,
+        mut free: Vec<Slot<Sending>>,
+        payload: usize,
+    ) -> Self {
         free.reverse();
         Self {
             end,
@@ -104,8 +108,8 @@ impl Sender {
     pub(crate) fn send(&mut self, lane: Option<Lane>, header: &Header, payload: &[u8]) -> bool {
         assert!(payload.len() <= self.payload, "a segment fits a slot");
         let first = lane.is_none_or(|lane| !self.on_its_way.contains_key(&lane));
-        let full =
-            lane.is_some_and(|lane| self.on_its_way.get(&lane).is_some_and(|frames| *frames >= WINDOW));
+        let full = lane
+            .is_some_and(|lane| self.on_its_way.get(&lane).is_some_and(|frames| *frames >= WINDOW));
         let reserve = match lane {
             None => 0,
             Some(_) if first => NOTICES,
@@ -130,8 +134,10 @@ impl Sender {
     pub(crate) fn poll_writable(&mut self) -> Result<Option<Lane>, Broken> {
         while let Some(slot) = self.end.take()? {
             if let Some(lane) = self.lane_of[slot.number()].take() {
-                let frames =
-                    self.on_its_way.get_mut(&lane).expect("lanes are counted while they have a slot");
+                let frames = self
+                    .on_its_way
+                    .get_mut(&lane)
+                    .expect("lanes are counted while they have a slot");
                 *frames -= 1;
                 if *frames == 0 {
                     self.on_its_way.remove(&lane);
@@ -300,7 +306,8 @@ mod tests {
         let mut arrived = 0;
         for seed in 0..100 {
             let regions = [region(PAYLOAD).unwrap(), region(PAYLOAD).unwrap()];
-            let files = regions.each_ref().map(|region| region.file().try_clone_to_owned().unwrap());
+            let files =
+                regions.each_ref().map(|region| region.file().try_clone_to_owned().unwrap());
             let start = regions[0].offset();
             let [there, back] = regions;
             // Towards a peer that scribbles on what it is sent, and does not read it; and from a

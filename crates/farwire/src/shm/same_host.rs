@@ -17,8 +17,8 @@ use std::time::Duration;
 
 use farwire_proto::Peer;
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags,
 };
 use tokio::io::AsyncReadExt;
 use tokio::task::JoinSet;
@@ -118,7 +118,13 @@ fn exchange(mut stream: UnixStream, peer: Peer, payload: usize, bell: &Bell) -> 
 }
 
 /// Takes up a peer's offer.
-pub(crate) fn accept(name: &str, word: &str, peer: Peer, payload: usize, bell: &Bell) -> io::Result<Shared> {
+pub(crate) fn accept(
+    name: &str,
+    word: &str,
+    peer: Peer,
+    payload: usize,
+    bell: &Bell,
+) -> io::Result<Shared> {
     let mut stream = UnixStream::connect_addr(&SocketAddr::from_abstract_name(name)?)?;
     stream.set_read_timeout(Some(PATIENCE))?;
     stream.set_write_timeout(Some(PATIENCE))?;
@@ -229,7 +235,8 @@ mod tests {
     #[test]
     fn files_that_could_shrink_or_are_too_short_are_refused() {
         use rustix::fs::{MemfdFlags, memfd_create};
-        let unsealed = memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        let unsealed =
+            memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
         rustix::fs::ftruncate(&unsealed, 1 << 30).unwrap();
         assert!(Region::from_file(unsealed, 1, 1).is_err());
         let short = Region::new(1, 1).unwrap();

@@ -145,7 +145,10 @@ pub(crate) fn sending<M: Memory, const SLOTS: usize>(
 }
 
 /// The receiving end of memory whose other end is another process.
-pub(crate) fn receiving<M: Memory, const SLOTS: usize>(memory: M, stride: usize) -> End<M, Receiving, SLOTS> {
+pub(crate) fn receiving<M: Memory, const SLOTS: usize>(
+    memory: M,
+    stride: usize,
+) -> End<M, Receiving, SLOTS> {
     End::new(Arc::new(memory), stride, true)
 }
 
@@ -175,7 +178,16 @@ impl<M: Memory, S: Side, const SLOTS: usize> End<M, S, SLOTS> {
         static ENDS: AtomicU64 = AtomicU64::new(0);
         let id = ENDS.fetch_add(1, Ordering::Relaxed);
         let missing = if away { SLOTS } else { 0 };
-        Self { memory, stride, id, passed: 0, taken: 0, away: [away; SLOTS], missing, side: PhantomData }
+        Self {
+            memory,
+            stride,
+            id,
+            passed: 0,
+            taken: 0,
+            away: [away; SLOTS],
+            missing,
+            side: PhantomData,
+        }
     }
 
     fn slot(&self, number: u32) -> Slot<S> {
@@ -261,7 +273,12 @@ impl<M: Memory, const SLOTS: usize> End<M, Receiving, SLOTS> {
     /// # Panics
     ///
     /// If the slot is another end's, or too short.
-    pub(crate) fn read<'a>(&'a self, slot: &'a Slot<Receiving>, from: usize, len: usize) -> &'a [u8] {
+    pub(crate) fn read<'a>(
+        &'a self,
+        slot: &'a Slot<Receiving>,
+        from: usize,
+        len: usize,
+    ) -> &'a [u8] {
         let at = self.place(slot, from, len);
         // SAFETY: by rules 1 and 2 this end owns the slot as long as it holds the handle, which is
         // borrowed as long as the slice is, and it never writes. (For a peer that breaks the rules
@@ -361,7 +378,8 @@ mod tests {
     fn counts_run_on_past_32_bits() {
         let ((mut sender, mut free), mut receiver) = pair::<_, SLOTS>(memory(), 8);
         let start = u32::MAX - 5;
-        (sender.passed, sender.taken, receiver.passed, receiver.taken) = (start, start, start, start);
+        (sender.passed, sender.taken, receiver.passed, receiver.taken) =
+            (start, start, start, start);
         claim(&sender.memory, PUBLISHED, start, &[]);
         claim(&sender.memory, RETURNED, start, &[]);
         for round in 0..4u8 {

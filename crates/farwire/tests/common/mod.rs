@@ -74,7 +74,11 @@ fn one_collective<T: Element>(
     let world = WorldSize::new(n as u32).expect("a group has a rank");
     // An uneven gather: lengths that differ from rank to rank.
     let counts: Vec<usize> = (0..n).map(|rank| (len + rank) / n).collect();
-    let blocks = if kind == Kind::AllGather { Counts::listed(&counts[..], world) } else { Counts::Each(len) };
+    let blocks = if kind == Kind::AllGather {
+        Counts::listed(&counts[..], world)
+    } else {
+        Counts::Each(len)
+    };
     let shape = Shape { root: Rank(root as u32), blocks, ..Shape::even(world, len, T::DTYPE, op) };
     let options = Options { algorithm: Some(algorithm), ..Options::default() };
     let call = |rank| shape.row(kind, rank).calls.swap_remove(0);
@@ -105,8 +109,8 @@ fn one_collective<T: Element>(
         _ => Ok(by_value.as_ref().ok().cloned().flatten()),
     };
     for result in [by_value, by_name] {
-        let result =
-            result.unwrap_or_else(|error| panic!("{kind} by {algorithm} on rank {me} of {n}: {error}"));
+        let result = result
+            .unwrap_or_else(|error| panic!("{kind} by {algorithm} on rank {me} of {n}: {error}"));
         let result = bytes(&result.unwrap_or_default());
         let what = format!("{kind} by {algorithm} of {len} {}", T::DTYPE);
         assert!(result == expected[me], "{what} on rank {me} of {n} is wrong");
@@ -156,14 +160,19 @@ pub(crate) fn on_processes(test: &str, n: usize, link: &str, rank: impl Fn(Commu
 /// Waits for a child, and shows what it said if it failed.
 pub(crate) fn assert_succeeds(child: Child, who: &str) -> String {
     let output = child.wait_with_output().expect("a child ends");
-    let text =
-        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    let text = String::from_utf8_lossy(&output.stdout).into_owned()
+        + &String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{who}:\n{text}");
     text
 }
 
 /// The children, in the parent. In a child, which has run `rank`, none.
-pub(crate) fn start_processes(test: &str, n: usize, link: &str, rank: impl Fn(Communicator)) -> Vec<Child> {
+pub(crate) fn start_processes(
+    test: &str,
+    n: usize,
+    link: &str,
+    rank: impl Fn(Communicator),
+) -> Vec<Child> {
     start_processes_with(test, n, link, &[], rank)
 }
 
@@ -240,7 +249,8 @@ fn end_after(limit: Duration) {
 
 /// Megabytes of this process that are in memory.
 pub(crate) fn resident_megabytes() -> usize {
-    let pages = std::fs::read_to_string("/proc/self/statm").expect("Linux says how large a process is");
+    let pages =
+        std::fs::read_to_string("/proc/self/statm").expect("Linux says how large a process is");
     let pages = pages.split(' ').nth(1).and_then(|pages| pages.parse::<usize>().ok());
     pages.expect("the second number is what is in memory") * rustix::param::page_size() / (1 << 20)
 }

@@ -44,7 +44,12 @@ impl ServerCertVerifier for Credulous {
         certificate: &CertificateDer<'_>,
         signed: &DigitallySignedStruct,
     ) -> Result<HandshakeSignatureValid, rustls::Error> {
-        verify_tls13_signature(message, certificate, signed, &self.0.signature_verification_algorithms)
+        verify_tls13_signature(
+            message,
+            certificate,
+            signed,
+            &self.0.signature_verification_algorithms,
+        )
     }
 
     fn supported_verify_schemes(&self) -> Vec<SignatureScheme> {
@@ -62,7 +67,8 @@ fn client(own_certificate: bool) -> quinn::Endpoint {
         .with_custom_certificate_verifier(Arc::new(Credulous(provider)));
     let mut tls = if own_certificate {
         let made =
-            rcgen::generate_simple_self_signed(vec!["r1.e0.0123456789abcdef.farwire".to_owned()]).unwrap();
+            rcgen::generate_simple_self_signed(vec!["r1.e0.0123456789abcdef.farwire".to_owned()])
+                .unwrap();
         let key = PrivatePkcs8KeyDer::from(made.signing_key.serialize_der());
         tls.with_client_auth_cert(vec![made.cert.der().clone()], key.into()).unwrap()
     } else {
@@ -92,11 +98,13 @@ pub(crate) struct HalfOpen {
     _relay: Relay,
 }
 
-/// Opens so many handshakes, each as far as the server's certificate, and returns when the server has answered all.
+/// Opens so many handshakes, each as far as the server's certificate, and returns when the server
+/// has answered all.
 pub(crate) async fn half_open(server: SocketAddr, count: usize) -> HalfOpen {
     let (answered, all_answered) = mpsc::channel();
     let mut connections = HashSet::new();
-    // Only first packets reach the server, and only the request to prove one's address comes back: the strangers do not learn that they were answered, and wait.
+    // Only first packets reach the server, and only the request to prove one's address comes back:
+    // the strangers do not learn that they were answered, and wait.
     let relay = Relay::start(server, move |way, datagram| {
         let Some(Packet { kind, to }) = Packet::parse(datagram) else { return false };
         if way == Way::ToClient && kind == INITIAL && connections.insert(to.to_vec()) {
@@ -114,7 +122,8 @@ pub(crate) async fn half_open(server: SocketAddr, count: usize) -> HalfOpen {
             }
         });
     }
-    let waited = tokio::task::spawn_blocking(move || (0..count).all(|_| all_answered.recv().is_ok()));
+    let waited =
+        tokio::task::spawn_blocking(move || (0..count).all(|_| all_answered.recv().is_ok()));
     assert!(waited.await.unwrap());
     HalfOpen { _connecting: connecting, _relay: relay }
 }

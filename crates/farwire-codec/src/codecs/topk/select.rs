@@ -37,7 +37,14 @@ pub(super) fn select(
             let start = range.start + k * TILE;
             stream.write(own, |tile| {
                 fused.read(start, tile)?;
-                simd::compress(level, tile, start as u32, floor, fused.soon(start + tile.len()), &mut found);
+                simd::compress(
+                    level,
+                    tile,
+                    start as u32,
+                    floor,
+                    fused.soon(start + tile.len()),
+                    &mut found,
+                );
                 Ok(())
             })?;
             let (indices, values) = found.get();
@@ -175,7 +182,12 @@ fn take_largest(candidates: &[Sparse], keep: usize, selected: &mut Sparse) {
 
 /// Appends the candidates above the threshold, and the first `ties` of those at it. Returns how
 /// many more of them may come.
-fn take_above(candidates: &Sparse, threshold: u32, mut ties: usize, selected: &mut Sparse) -> usize {
+fn take_above(
+    candidates: &Sparse,
+    threshold: u32,
+    mut ties: usize,
+    selected: &mut Sparse,
+) -> usize {
     let start = selected.len();
     selected.indices.resize(start + candidates.len(), 0);
     selected.values.resize(start + candidates.len(), 0.0);
@@ -310,7 +322,8 @@ fn take_largest_of_few(candidates: &Sparse, keep: usize, selected: &mut Sparse) 
     if keep == 0 {
         return;
     }
-    let mut magnitudes: Vec<u32> = candidates.values.iter().map(|value| magnitude(*value)).collect();
+    let mut magnitudes: Vec<u32> =
+        candidates.values.iter().map(|value| magnitude(*value)).collect();
     let (above, threshold, _) = magnitudes.select_nth_unstable_by(keep - 1, |a, b| b.cmp(a));
     let threshold = *threshold;
     let ties = keep - above.iter().filter(|m| **m > threshold).count();

@@ -66,7 +66,10 @@ async fn every_rank_refuses_strangers_and_says_why() {
     let mut long = hello("here", 2, VERSION);
     long.member.host = "h".repeat(65);
     let cases = [
-        (hello("elsewhere", 2, VERSION), "rank 2 belongs to job \"elsewhere\", rank 1 to job \"here\""),
+        (
+            hello("elsewhere", 2, VERSION),
+            "rank 2 belongs to job \"elsewhere\", rank 1 to job \"here\"",
+        ),
         (hello("here", 2, VERSION + 1), "run the same farwire on all"),
         (large, "started for 5 ranks, rank 1 for 4"),
         (hello("here", 4, VERSION), "rank 4 is not below the world size"),
@@ -87,7 +90,8 @@ fn every_entry_of_the_table_of_ranks_fits() {
     let host = "\u{1}".repeat(MAX_HOST); // which JSON writes with six bytes each
     let member = Member { rank: u32::MAX, port: u16::MAX, host, cores: u32::MAX };
     let address = "[ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff%4294967295]:65535".parse().unwrap();
-    let table = |ranks| encode(&Answer::Welcome(vec![(member.clone(), Some(address)); ranks])).unwrap();
+    let table =
+        |ranks| encode(&Answer::Welcome(vec![(member.clone(), Some(address)); ranks])).unwrap();
     assert!(table(2).len() - table(1).len() <= MAX_ENTRY);
 }
 
@@ -95,8 +99,10 @@ fn every_entry_of_the_table_of_ranks_fits() {
 #[tokio::test]
 async fn a_certificate_of_another_job_is_not_of_this_one() {
     let token = Token::generate();
-    let of = |job: &str| Identity::new(&token, Peer(1), Epoch(0), &JobName::new(job).unwrap()).unwrap();
-    let server = Endpoint::server(of("a").server_config().unwrap(), ([127, 0, 0, 1], 0).into()).unwrap();
+    let of =
+        |job: &str| Identity::new(&token, Peer(1), Epoch(0), &JobName::new(job).unwrap()).unwrap();
+    let server =
+        Endpoint::server(of("a").server_config().unwrap(), ([127, 0, 0, 1], 0).into()).unwrap();
     let address = server.local_addr().unwrap();
     let accepted = tokio::spawn(async move { server.accept().await.unwrap().await.unwrap() });
     let mut client = Endpoint::client(([127, 0, 0, 1], 0).into()).unwrap();

@@ -62,7 +62,14 @@ impl Controller for ByDistance {
         self.both().for_each(|controller| controller.on_sent(now, bytes, last_packet));
     }
 
-    fn on_ack(&mut self, now: Instant, sent: Instant, bytes: u64, app_limited: bool, rtt: &RttEstimator) {
+    fn on_ack(
+        &mut self,
+        now: Instant,
+        sent: Instant,
+        bytes: u64,
+        app_limited: bool,
+        rtt: &RttEstimator,
+    ) {
         self.both().for_each(|controller| controller.on_ack(now, sent, bytes, app_limited, rtt));
         self.acks = self.acks.saturating_add(1);
         if self.acks == ENOUGH {
@@ -71,12 +78,20 @@ impl Controller for ByDistance {
         }
     }
 
-    fn on_end_acks(&mut self, now: Instant, in_flight: u64, app_limited: bool, largest: Option<u64>) {
-        self.both().for_each(|controller| controller.on_end_acks(now, in_flight, app_limited, largest));
+    fn on_end_acks(
+        &mut self,
+        now: Instant,
+        in_flight: u64,
+        app_limited: bool,
+        largest: Option<u64>,
+    ) {
+        self.both()
+            .for_each(|controller| controller.on_end_acks(now, in_flight, app_limited, largest));
     }
 
     fn on_congestion_event(&mut self, now: Instant, sent: Instant, persistent: bool, lost: u64) {
-        self.both().for_each(|controller| controller.on_congestion_event(now, sent, persistent, lost));
+        self.both()
+            .for_each(|controller| controller.on_congestion_event(now, sent, persistent, lost));
     }
 
     fn on_mtu_update(&mut self, mtu: u16) {

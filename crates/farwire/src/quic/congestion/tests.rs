@@ -77,7 +77,8 @@ impl Scene {
             (receiver.rate, receiver.loss) = (Some(self.rate), self.loss);
         }
         let endpoint = |host: usize, what: &Impairments, congestion: Congestion| {
-            let identity = Identity::new(&token, Peer(host as u32), Epoch(0), &Default::default()).unwrap();
+            let identity =
+                Identity::new(&token, Peer(host as u32), Epoch(0), &Default::default()).unwrap();
             let mut transport = TransportConfig::default();
             transport
                 .congestion_controller_factory(match congestion {
@@ -168,7 +169,8 @@ impl Trace {
 
     /// Bytes per second, from one second to another.
     fn rate(&self, from: u64, to: u64) -> f64 {
-        let at = |second: u64| if second == 0 { 0 } else { self.received[second as usize * 10 - 1] };
+        let at =
+            |second: u64| if second == 0 { 0 } else { self.received[second as usize * 10 - 1] };
         (at(to) - at(from)) as f64 / (to - from) as f64
     }
 
@@ -235,7 +237,8 @@ fn random_loss_is_not_taken_for_congestion() {
 /// to 0.84.
 #[test]
 fn both_directions_are_filled_at_once() {
-    for (loss, wanted) in [(Loss::None, 0.7), (Loss::Random(0.01), 0.7), (Loss::Random(0.03), 0.6)] {
+    for (loss, wanted) in [(Loss::None, 0.7), (Loss::Random(0.01), 0.7), (Loss::Random(0.03), 0.6)]
+    {
         let scene = Scene { loss, both_ways: true, ..Scene::new(Congestion::Model) };
         let share = alone(&scene, &format!("model, both ways, {loss:?}")).rate(2, 12) / LINE;
         assert!(share > wanted, "{loss:?}: {share} of the line");
@@ -292,7 +295,8 @@ fn a_longer_and_a_shorter_path_are_noticed() {
 #[test]
 fn flows_share_a_bottleneck() {
     let (model, cubic) = (Congestion::Model, Congestion::Cubic);
-    for (flows, queue) in [([model, model], 100 * MS), ([model, cubic], 100 * MS), ([model, cubic], 50 * MS)]
+    for (flows, queue) in
+        [([model, model], 100 * MS), ([model, cubic], 100 * MS), ([model, cubic], 50 * MS)]
     {
         let scene = Scene { flows: flows.to_vec(), queue, seconds: 30, ..Scene::new(model) };
         let traces = scene.run();
@@ -310,8 +314,14 @@ fn flows_share_a_bottleneck() {
 fn a_local_network_is_filled() {
     for queue in [5 * MS, 20 * MS] {
         let flows = vec![Congestion::Model];
-        let scene =
-            Scene { rate: 25e6, delay: MS / 5, queue, seconds: 3, flows, ..Scene::new(Congestion::Model) };
+        let scene = Scene {
+            rate: 25e6,
+            delay: MS / 5,
+            queue,
+            seconds: 3,
+            flows,
+            ..Scene::new(Congestion::Model)
+        };
         let trace = alone(&scene, &format!("model, 200 Mbit, 0.4 ms, queue of {queue:?}"));
         assert!(trace.rate(1, 3) > 0.93 * 25e6, "{queue:?}: {}", trace.rate(1, 3) / 25e6);
     }

@@ -22,11 +22,13 @@ struct Ends {
 }
 
 fn ends() -> Ends {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let token = Token::generate();
     let endpoint = |rank| {
         let identity = Identity::new(&token, Peer(rank), Epoch(0), &Default::default()).unwrap();
-        let (mut server, mut client) = (identity.server_config().unwrap(), identity.client_config().unwrap());
+        let (mut server, mut client) =
+            (identity.server_config().unwrap(), identity.client_config().unwrap());
         let address = SocketAddr::from(([127, 0, 0, 1], 0));
         let transport = Transport::default().to(address);
         server.transport_config(transport.clone());
@@ -37,7 +39,8 @@ fn ends() -> Ends {
     };
     let (connection, peer, endpoints) = runtime.block_on(async {
         let ((here, identity), (there, _)) = (endpoint(0), endpoint(1));
-        let connecting = there.connect(here.local_addr().unwrap(), &identity.name_of(Peer(0))).unwrap();
+        let connecting =
+            there.connect(here.local_addr().unwrap(), &identity.name_of(Peer(0))).unwrap();
         let accepting = async { here.accept().await.unwrap().await.unwrap() };
         let (connection, peer) = tokio::join!(accepting, connecting);
         (connection, peer.unwrap(), [here, there])
@@ -101,7 +104,8 @@ fn what_nobody_wants_yet_is_bounded_and_holds_up_nothing_that_is_wanted() {
     const EARLY: usize = 200;
     const WANTED: u64 = 9999;
     let Ends { runtime, mut link, bell, peer, _endpoints } = ends();
-    let held = |link: &QuicLink| link.incoming.values().map(|lane| lane.frames.len()).sum::<usize>();
+    let held =
+        |link: &QuicLink| link.incoming.values().map(|lane| lane.frames.len()).sum::<usize>();
     for seq in 0..EARLY {
         runtime.spawn(write_frames(peer.clone(), seq as u64, 0..16, 15));
     }
@@ -115,7 +119,9 @@ fn what_nobody_wants_yet_is_bounded_and_holds_up_nothing_that_is_wanted() {
     runtime.spawn(write_frames(peer.clone(), WANTED, (0..frames).step_by(2), frames - 1));
     runtime.spawn(write_frames(peer, WANTED, (1..frames).step_by(2), frames - 1));
     for _ in 0..frames {
-        let Ok(Arrival::Frame(lane)) = next(&mut link, &bell) else { panic!("only frames are sent") };
+        let Ok(Arrival::Frame(lane)) = next(&mut link, &bell) else {
+            panic!("only frames are sent")
+        };
         assert_eq!(lane.seq, OpSeq::Collective(WANTED), "there is no room for others");
         link.pop(&lane);
     }
