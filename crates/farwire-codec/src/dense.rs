@@ -25,13 +25,16 @@ pub(crate) trait Tiles: std::fmt::Debug + Send + Sync {
     /// Elements of a tile.
     fn tile(&self) -> usize;
 
-    /// Bytes that this many elements take: for whole tiles the sum of theirs.
+    /// Bytes of a message of this many elements: the sum over its tiles, of which the last may be
+    /// short.
     fn coded_len(&self, elements: usize) -> usize;
 
-    /// Codes a tile. Leaves in `values` what was not coded.
+    /// Codes a tile: `values`, which are finite and include what was owed, to all of `out`, which
+    /// holds old bytes. Leaves in `values` what [`add_tile`](Self::add_tile) will not add.
     fn encode_tile(&self, level: Level, noise: &Noise, values: &mut [f32], out: &mut [u8]);
 
-    /// Adds a coded tile, whose length is right.
+    /// Adds a coded tile. Its length has been checked; what is in it comes from the network and
+    /// has not.
     fn add_tile(
         &self,
         level: Level,

@@ -33,7 +33,7 @@ pub enum EncodeError {
 pub enum DecodeError {
     /// The length does not fit the number of elements; do all ranks use the same codec and shards?
     #[error(
-        "expected at least {need} bytes in a message, got {given}; check that all ranks use the same codec"
+        "expected {need} bytes in a message, got {given}; check that all ranks use the same codec"
     )]
     Length {
         /// Bytes that were due, at least.

@@ -84,10 +84,10 @@ pub enum Error {
         source: EnvError,
     },
     /// What `FARWIRE_TOKEN` says is not a cluster token.
-    #[error("FARWIRE_TOKEN is {source}")]
+    #[error("FARWIRE_TOKEN is {error}")]
     Token {
         /// Why.
-        source: TokenError,
+        error: TokenError,
     },
     /// The group could not be joined.
     #[error(transparent)]

@@ -180,7 +180,7 @@ impl Builder {
             lookup("FARWIRE_TOKEN_FILE"),
         ) {
             (Some(token), ..) => Some(token),
-            (None, Some(text), _) => Some(text.parse().map_err(|source| Error::Token { source })?),
+            (None, Some(text), _) => Some(text.parse().map_err(|error| Error::Token { error })?),
             (None, None, Some(path)) => {
                 let what =
                     "could not read FARWIRE_TOKEN_FILE (`farwire token` makes what it should hold)";

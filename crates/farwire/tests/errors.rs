@@ -45,7 +45,7 @@ fn no_error_says_what_its_source_says_again() {
         Box::new(ErrorFeedback::from_bytes(b"not a file").unwrap_err()),
         Box::new(ErrorFeedback::new().save(file).unwrap_err()),
         Box::new(Error::from(ErrorFeedback::load(file).unwrap_err())),
-        Box::new(Error::Token { source: "weak".parse::<Token>().unwrap_err() }),
+        Box::new(Error::Token { error: "weak".parse::<Token>().unwrap_err() }),
     ];
     errors.extend(Place::from_env().err().map(|error| Box::new(Error::from(error)) as _));
     let comm = farwire::local(1).unwrap().pop().unwrap();

@@ -30,6 +30,8 @@ fn mutated_messages_are_decoded_or_refused() {
             let added = codec.add_decoded_into(&bytes, place, acc);
             refused += usize::from(added.is_err());
             assert_eq!(codec.decode_into(&bytes, place, acc), added, "{name}");
+            let finite = added.is_err() || acc.iter().all(|x| x.is_finite());
+            assert!(finite, "{name}: a message from the network decodes to what is not finite");
         }
         println!("{name}: {refused} of {per_decoder} refused");
         for (message, place) in &good {
