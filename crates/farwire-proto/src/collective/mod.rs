@@ -64,7 +64,7 @@ pub enum Call {
         op: ReduceOp,
     },
     /// The combination of everyone's vector, of which each rank gets its block: an even
-    /// [`Partition`](crate::Partition).
+    /// [`Partition`].
     ReduceScatter {
         /// Elements of each rank's input.
         count: usize,
