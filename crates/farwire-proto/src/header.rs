@@ -21,7 +21,7 @@ use crate::ids::{CommId, Epoch, OpSeq, Rank, Tag};
 /// Bytes of an encoded [`Header`]: one cache line.
 pub const HEADER_LEN: usize = 64;
 /// The wire version this build speaks. Peers of another version are refused.
-pub const VERSION: u8 = 2;
+pub const VERSION: u8 = 3;
 
 pub(crate) const FINGERPRINT_LEN: usize = 32;
 

@@ -10,8 +10,9 @@ use tokio::runtime::Runtime;
 use crate::comm::Communicator;
 use crate::driver::Driver;
 use crate::error::Error;
+use crate::join::again::Met;
 use crate::join::identity::Identity;
-use crate::join::rendezvous::{self, Acquaintance, JoinError, Member, Terms};
+use crate::join::rendezvous::{self, Acquaintance, Group, JoinError, Member, Terms};
 use crate::link::negotiation::{self, Linked};
 use crate::link::{Link, LinkChoice, Pair};
 use crate::metrics;
@@ -121,7 +122,8 @@ impl Settings {
             timeout: self.join_timeout,
         };
         let transport = Transport { congestion: self.congestion };
-        let (endpoint, peers) = rendezvous::join(&terms, identity, transport).await?;
+        let Group { endpoint, peers, again } =
+            rendezvous::join(&terms, identity, transport).await?;
 
         let members: Vec<_> = peers.iter().flatten().map(|peer| peer.member.clone()).collect();
         let payload = longest_payload(&self.config);
@@ -133,7 +135,7 @@ impl Settings {
                 same_host: rendezvous::is_this_host(&known.member),
                 payload,
                 bell: bell.clone(),
-                connection: Some(known.connection.clone()),
+                met: Some(Met { connection: known.connection.clone(), again: again.clone() }),
             };
             Some((pair, known))
         };

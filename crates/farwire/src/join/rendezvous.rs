@@ -4,8 +4,9 @@
 //! 2. When all have come, rank 0 sends everyone the table of addresses.
 //! 3. Of every other pair, the higher rank connects to the lower.
 //!
-//! Every connection is QUIC with certificates on both sides ([`Identity`]), and each has a *control
-//! stream*, on which the hello was said and heartbeats will be.
+//! Every connection is QUIC with certificates on both sides ([`Identity`]), and each of these has a
+//! *control stream*, on which the hello was said and heartbeats will be. A pair that needs more
+//! connections makes them later ([`Again`]).
 //!
 //! A process that does not belong (of another job, for another number of ranks, with a rank that is
 //! taken, of another version) is told so and forgotten; the group goes on waiting for its own
@@ -23,6 +24,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout, timeout_at};
 
+use super::again::{Again, Expected, Ticket};
 use super::calling::Caller;
 use super::env::Place;
 use super::gathering::{Gathering, Newcomer};
@@ -218,12 +220,21 @@ pub(crate) async fn resolve(place: &Place) -> Result<SocketAddr, JoinError> {
     found.into_iter().next().ok_or_else(|| failed(std::io::Error::other("it has no address")))
 }
 
-/// Joins the group: a connection to every other rank, by rank.
+/// A group that is complete, as one of its processes sees it.
+#[derive(Debug)]
+pub(crate) struct Group {
+    pub(crate) endpoint: Endpoint,
+    /// A connection to every other rank, by rank.
+    pub(crate) peers: Vec<Option<Acquaintance>>,
+    pub(crate) again: Arc<Again>,
+}
+
+/// Joins the group.
 pub(crate) async fn join(
     terms: &Terms<'_>,
     identity: Arc<Identity>,
     transport: Transport,
-) -> Result<(Endpoint, Vec<Option<Acquaintance>>), JoinError> {
+) -> Result<Group, JoinError> {
     let &Terms { place, master, timeout, .. } = terms;
     let deadline = Instant::now() + timeout;
     let (me, world) = (place.rank, place.world);
@@ -245,11 +256,16 @@ pub(crate) async fn join(
 
     let (door, mut newcomers) = mpsc::channel(world.len());
     let refusals = Arc::new(Refusals::default());
-    let (certified, mine, refused, pass) =
-        (identity.clone(), hello.clone(), refusals.clone(), door.clone());
+    let expected = Arc::new(Expected::default());
+    let listener = Arc::new(Listener {
+        identity: identity.clone(),
+        hello: hello.clone(),
+        refusals: refusals.clone(),
+        expected: expected.clone(),
+        door: door.clone(),
+    });
     let pass = move |connection| {
-        let (certified, mine, refused) = (certified.clone(), mine.clone(), refused.clone());
-        tokio::spawn(hear(connection, certified, mine, refused, pass.clone()));
+        tokio::spawn(listener.clone().hear(connection));
     };
     let strangers = refusals.clone();
     let tell = move |from| strangers.add_stranger(from, OTHER_TOKEN);
@@ -317,7 +333,7 @@ pub(crate) async fn join(
         refuse_all(&mut peers, &error.to_string()).await;
         return Err(error);
     }
-    Ok((endpoint, peers))
+    Ok(Group { endpoint, peers, again: Arc::new(Again::new(caller, expected)) })
 }
 
 /// This process's socket, rank 0's where all look for it; and how it answers those that connect.
@@ -397,45 +413,61 @@ pub(super) const NONSENSE: &str = "it answered something unexpected";
 const OTHER_TOKEN: &str = "it has another token; give all ranks the same FARWIRE_TOKEN";
 const COMPLETE: &str = "the group is complete and running";
 
-/// Hears what a process of the cluster has to say. Once nobody listens at the other end of `door`,
-/// the group is complete.
-async fn hear(
-    connection: Connection,
+/// What hears those that connect.
+struct Listener {
     identity: Arc<Identity>,
-    mine: Hello,
+    /// What this process says of itself.
+    hello: Hello,
     refusals: Arc<Refusals>,
+    expected: Arc<Expected>,
+    /// Once nobody listens at its other end, the group is complete.
     door: mpsc::Sender<Newcomer>,
-) {
-    let from = connection.remote_address();
-    match timeout(HELLO_TIMEOUT, receive(connection, &identity, &mine)).await {
-        Ok(Ok(newcomer)) => {
-            if let Err(mpsc::error::SendError(Newcomer { known, .. })) = door.send(newcomer).await {
-                turn_away(known, COMPLETE.to_owned(), &refusals);
-            }
-        }
-        Ok(Err(reason)) => refusals.add(from, &reason),
-        Err(_) => refusals.add(from, "it said nothing"),
-    }
 }
 
-/// One newcomer's hello, or why it was refused, which it has been told.
-async fn receive(
-    connection: Connection,
-    identity: &Identity,
-    mine: &Hello,
-) -> Result<Newcomer, String> {
-    let (mut to, mut from) = connection.accept_bi().await.map_err(|error| error.to_string())?;
-    let text = read_bytes(&mut from, MAX_MESSAGE).await?;
-    match judge(&text, &connection, identity, mine) {
-        Ok(Hello { process, member, .. }) => {
-            write(&mut to, &Answer::Heard).await?;
-            let known = Box::new(Acquaintance { connection, to, from, member });
-            Ok(Newcomer { process, known, heard_before: None })
+impl Listener {
+    /// Hears what a process of the cluster has to say.
+    async fn hear(self: Arc<Self>, connection: Connection) {
+        let from = connection.remote_address();
+        match timeout(HELLO_TIMEOUT, self.receive(connection)).await {
+            Ok(Ok(None)) => {}
+            Ok(Ok(Some(newcomer))) => {
+                let sent = self.door.send(newcomer).await;
+                if let Err(mpsc::error::SendError(Newcomer { known, .. })) = sent {
+                    turn_away(known, COMPLETE.to_owned(), &self.refusals);
+                }
+            }
+            Ok(Err(reason)) => self.refusals.add(from, &reason),
+            Err(_) => self.refusals.add(from, "it said nothing"),
         }
-        Err(reason) => {
-            let member = mine.member.clone(); // it is not known who it is
-            refuse(Acquaintance { connection, to, from, member }, &reason).await;
-            Err(reason)
+    }
+
+    /// One newcomer's hello, unless it is an acquaintance with a ticket; or why it was refused,
+    /// which it has been told.
+    async fn receive(&self, connection: Connection) -> Result<Option<Newcomer>, String> {
+        let (mut to, mut from) = connection.accept_bi().await.map_err(|error| error.to_string())?;
+        let text = read_bytes(&mut from, MAX_MESSAGE).await?;
+        let judgement = match serde_json::from_slice::<Ticket>(&text) {
+            Ok(ticket) => match self.expected.take(&ticket) {
+                Some((peer, waiting)) if self.identity.is_of_this_job(&connection, peer) => {
+                    write(&mut to, &Answer::Heard).await?;
+                    let _ = waiting.send(connection); // unless it has waited too long
+                    return Ok(None);
+                }
+                _ => Err("its ticket is not of this process".to_owned()),
+            },
+            Err(_) => judge(&text, &connection, &self.identity, &self.hello),
+        };
+        match judgement {
+            Ok(Hello { process, member, .. }) => {
+                write(&mut to, &Answer::Heard).await?;
+                let known = Box::new(Acquaintance { connection, to, from, member });
+                Ok(Some(Newcomer { process, known, heard_before: None }))
+            }
+            Err(reason) => {
+                let member = self.hello.member.clone(); // it is not known who it is
+                refuse(Acquaintance { connection, to, from, member }, &reason).await;
+                Err(reason)
+            }
         }
     }
 }

@@ -111,8 +111,12 @@ impl Scene {
             tokio::spawn(send(near.clone()));
             tokio::spawn(receive(far.clone()));
             if self.both_ways {
-                tokio::spawn(send(far.clone()));
-                tokio::spawn(receive(near.clone()));
+                let connecting = here.connect(address(0), &identity.name_of(Peer(0))).unwrap();
+                let accepting = async { there.accept().await.unwrap().await.unwrap() };
+                let (near2, far2) = tokio::join!(connecting, accepting);
+                let near2 = near2.unwrap();
+                tokio::spawn(send(far2.clone()));
+                tokio::spawn(receive(near2.clone()));
             }
             flows.push((here, near, far));
         }
@@ -242,6 +246,55 @@ fn both_directions_are_filled_at_once() {
         let scene = Scene { loss, both_ways: true, ..Scene::new(Congestion::Model) };
         let share = alone(&scene, &format!("model, both ways, {loss:?}")).rate(2, 12) / LINE;
         assert!(share > wanted, "{loss:?}: {share} of the line");
+    }
+}
+
+/// Every kind of line, three runs each: share of the line from the second second on, and round trip
+/// and loss beside it. An all-reduce goes both ways, so those are the rows that matter most.
+#[test]
+#[ignore = "prints a table; minutes"]
+fn lines_of_all_kinds() {
+    let bursty = Loss::Bursty { share: 0.01, length: 8.0 };
+    let losses = [Loss::None, Loss::Random(0.001), Loss::Random(0.01), Loss::Random(0.03), bursty];
+    let scene = || Scene::new(Congestion::Model);
+    let mut scenes = Vec::new();
+    for (mbit, delay) in [(10.0, 10), (20.0, 50), (50.0, 125), (100.0, 15), (200.0, 50)] {
+        let seconds = if mbit < 100.0 { 12 } else { 6 };
+        for loss in losses {
+            for both_ways in [false, true] {
+                let rate = mbit * 125e3;
+                scenes.push(Scene { rate, delay: delay * MS, loss, both_ways, seconds, ..scene() });
+            }
+        }
+    }
+    for queue in [10 * MS, 30 * MS, 500 * MS] {
+        for both_ways in [false, true] {
+            scenes.push(Scene { queue, both_ways, ..scene() });
+        }
+    }
+    let only = std::env::var("ONLY").unwrap_or_default();
+    for scene in scenes {
+        let title = format!(
+            "{:3.0} Mbit/s {:3} ms queue {:3} ms {:28} {}",
+            scene.rate * 8e-6,
+            2 * scene.delay.as_millis(),
+            scene.queue.as_millis(),
+            format!("{:?}", scene.loss),
+            if scene.both_ways { "both ways" } else { "one way  " },
+        );
+        if !title.contains(&only) {
+            continue;
+        }
+        let runs: Vec<_> = (0..3)
+            .map(|_| {
+                let trace = scene.run().remove(0);
+                let share = trace.rate(2, scene.seconds) / scene.rate;
+                let rtt = trace.rtt(2, scene.seconds).as_secs_f64() * 1e3;
+                let lost = 100.0 * trace.lost as f64 / trace.sent as f64;
+                format!("{share:.2} {rtt:4.0} ms {lost:4.1} %")
+            })
+            .collect();
+        println!("{title}  {}", runs.join(" | "));
     }
 }
 
