@@ -197,6 +197,8 @@ struct Round {
     ends_at: u64,
     began_with: u64,
     began_at: Instant,
+    /// When the packet was sent with whose acknowledgement the round began.
+    sent_from: Instant,
     lost: u64,
     marked: bool,
     rate: f64,
@@ -209,11 +211,12 @@ struct Round {
 }
 
 impl Round {
-    fn new(delivered: u64, now: Instant) -> Self {
+    fn new(delivered: u64, now: Instant, sent_from: Instant) -> Self {
         Self {
             ends_at: delivered,
             began_with: delivered,
             began_at: now,
+            sent_from,
             lost: 0,
             marked: false,
             rate: 0.0,
@@ -308,7 +311,7 @@ impl Model {
             app_limited_until: 0,
             sent: VecDeque::new(),
             newest: None,
-            round: Round::new(0, now),
+            round: Round::new(0, now, now),
             rates: [0.0; 2],
             best_rounds: [0.0; 2],
             least_rtt: Duration::MAX,
@@ -441,14 +444,19 @@ impl Model {
     }
 
     /// All that was under way when the round began has been acknowledged or lost.
-    fn end_round(&mut self, now: Instant) {
-        let mut round = std::mem::replace(&mut self.round, Round::new(self.delivered, now));
+    fn end_round(&mut self, now: Instant, newest: &Sent) {
+        let next = Round::new(self.delivered, now, newest.at);
+        let mut round = std::mem::replace(&mut self.round, next);
         self.phase_rounds += 1;
         round.app_limited |= (round.peak as f64) < FILLED * self.window as f64;
         self.learnt |= !round.app_limited;
         let delivered = self.delivered - round.began_with;
         if !matches!(self.phase, Phase::Startup { .. }) {
-            let took = now.saturating_duration_since(round.began_at).max(self.least_rtt);
+            // Acknowledgements that were held up come faster than the line carries packets; but
+            // those packets were not sent as fast.
+            let sending = newest.at.saturating_duration_since(round.sent_from);
+            let took = now.saturating_duration_since(round.began_at).max(sending);
+            let took = took.max(self.least_rtt);
             round.rate = delivered as f64 / took.as_secs_f64();
             if !round.app_limited || round.rate > self.rate() {
                 self.learn(round.rate);
@@ -679,7 +687,7 @@ impl Controller for Model {
             let long_enough = now.saturating_duration_since(self.round.began_at) >= LEAST_ROUND
                 || matches!(self.phase, Phase::Startup { .. });
             if newest.delivered >= self.round.ends_at && long_enough {
-                self.end_round(now);
+                self.end_round(now, &newest);
             }
             // Whatever was sent a good deal earlier is known to have arrived or not.
             let old = newest.at.checked_sub(4 * self.least_rtt.min(RTT_LASTS));
@@ -703,7 +711,7 @@ impl Controller for Model {
             let mtu = self.mtu as u16;
             let fresh = Self::new(now, mtu, self.random);
             let (delivered, sent) = (self.delivered, std::mem::take(&mut self.sent));
-            *self = Self { delivered, sent, round: Round::new(delivered, now), ..fresh };
+            *self = Self { delivered, sent, round: Round::new(delivered, now, now), ..fresh };
         }
     }
 

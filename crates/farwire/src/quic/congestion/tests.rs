@@ -1,11 +1,12 @@
 //! The controller on quinn, over shaped links, in virtual time. `--nocapture` prints the traces.
 
 use std::net::SocketAddr;
+use std::sync::Mutex;
 
 use farwire_netlab::{Impairments, Loss, MemoryNetwork, Queue};
 use farwire_proto::{Epoch, Peer};
 use quinn::{Connection, Endpoint, EndpointConfig, TokioRuntime, TransportConfig, VarInt};
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
 use super::by_distance::ByDistance;
 use super::*;
@@ -35,6 +36,9 @@ struct Scene {
     flows: Vec<Congestion>,
     /// Whether as much goes the other way, over as bad a path.
     both_ways: bool,
+    /// Both ways: bytes that each side sends and then waits for, again and again, as in an
+    /// all-reduce between two; without, there is no end.
+    message: Option<usize>,
 }
 
 impl Scene {
@@ -48,6 +52,7 @@ impl Scene {
             change: None,
             flows: vec![flow],
             both_ways: false,
+            message: None,
         }
     }
 
@@ -108,17 +113,20 @@ impl Scene {
             let accepting = async { there.accept().await.unwrap().await.unwrap() };
             let (near, far) = tokio::join!(connecting, accepting);
             let near = near.unwrap();
-            tokio::spawn(send(near.clone()));
-            tokio::spawn(receive(far.clone()));
+            let messages = Arc::new(Mutex::new(vec![Instant::now()]));
             if self.both_ways {
+                // One connection for each direction, as farwire's links have.
                 let connecting = here.connect(address(0), &identity.name_of(Peer(0))).unwrap();
                 let accepting = async { there.accept().await.unwrap().await.unwrap() };
-                let (near2, far2) = tokio::join!(connecting, accepting);
-                let near2 = near2.unwrap();
-                tokio::spawn(send(far2.clone()));
-                tokio::spawn(receive(near2.clone()));
+                let (back, from) = tokio::join!(connecting, accepting);
+                let bytes = self.message.unwrap_or(usize::MAX);
+                tokio::spawn(exchange(from, far.clone(), bytes, Arc::default()));
+                tokio::spawn(exchange(near.clone(), back.unwrap(), bytes, messages.clone()));
+            } else {
+                tokio::spawn(send(near.clone(), usize::MAX));
+                tokio::spawn(receive(far.clone()));
             }
-            flows.push((here, near, far));
+            flows.push((here, near, far, messages));
         }
         let mut traces: Vec<_> = flows.iter().map(|_| Trace::default()).collect();
         let mut change = self.change;
@@ -130,17 +138,37 @@ impl Scene {
                     network.change(address(number + 1), None, delay);
                 }
             }
-            for ((_, near, far), trace) in flows.iter().zip(&mut traces) {
+            for ((_, near, far, messages), trace) in flows.iter().zip(&mut traces) {
                 trace.push(near, far);
+                trace.messages = messages.lock().unwrap().clone();
             }
         }
         traces
     }
 }
 
-async fn send(connection: Connection) {
+async fn send(connection: Connection, bytes: usize) {
+    const CHUNK: usize = 64 << 10;
     let Ok(mut stream) = connection.open_uni().await else { return };
-    while stream.write_chunk(vec![7; 64 << 10].into()).await.is_ok() {}
+    for _ in 0..bytes.div_ceil(CHUNK) {
+        if stream.write_chunk(vec![7; CHUNK].into()).await.is_err() {
+            return;
+        }
+    }
+    let _ = stream.finish();
+}
+
+/// Sends and receives, again and again, and notes when that was done.
+async fn exchange(
+    to: Connection,
+    from: Connection,
+    bytes: usize,
+    messages: Arc<Mutex<Vec<Instant>>>,
+) {
+    while to.close_reason().is_none() {
+        tokio::join!(send(to.clone(), bytes), receive(from.clone()));
+        messages.lock().unwrap().push(Instant::now());
+    }
 }
 
 async fn receive(connection: Connection) {
@@ -158,6 +186,8 @@ struct Trace {
     sent: u64,
     /// What a controller that chooses by distance has decided.
     near: Option<bool>,
+    /// When messages had been exchanged; the first of these is the start.
+    messages: Vec<Instant>,
 }
 
 impl Trace {
@@ -267,6 +297,11 @@ fn lines_of_all_kinds() {
             }
         }
     }
+    // As 8 and 64 MB over 200 Mbit/s.
+    for (loss, message) in losses.iter().flat_map(|loss| [(*loss, 800_000), (*loss, 6_400_000)]) {
+        let message = Some(message);
+        scenes.push(Scene { loss, both_ways: true, message, seconds: 20, ..scene() });
+    }
     for queue in [10 * MS, 30 * MS, 500 * MS] {
         for both_ways in [false, true] {
             scenes.push(Scene { queue, both_ways, ..scene() });
@@ -280,7 +315,11 @@ fn lines_of_all_kinds() {
             2 * scene.delay.as_millis(),
             scene.queue.as_millis(),
             format!("{:?}", scene.loss),
-            if scene.both_ways { "both ways" } else { "one way  " },
+            match (scene.both_ways, scene.message) {
+                (false, _) => "one way".to_owned(),
+                (true, None) => "both ways".to_owned(),
+                (true, Some(bytes)) => format!("messages of {bytes}"),
+            },
         );
         if !title.contains(&only) {
             continue;
@@ -291,6 +330,13 @@ fn lines_of_all_kinds() {
                 let share = trace.rate(2, scene.seconds) / scene.rate;
                 let rtt = trace.rtt(2, scene.seconds).as_secs_f64() * 1e3;
                 let lost = 100.0 * trace.lost as f64 / trace.sent as f64;
+                // Of the messages after the first, as a benchmark counts them.
+                let share = scene.message.map_or(share, |bytes| {
+                    let bound = bytes as f64 / scene.rate + 2.0 * scene.delay.as_secs_f64();
+                    let [first, .., last] = trace.messages[1..] else { return 0.0 };
+                    let took = last.duration_since(first).as_secs_f64();
+                    bound * (trace.messages.len() - 2) as f64 / took
+                });
                 format!("{share:.2} {rtt:4.0} ms {lost:4.1} %")
             })
             .collect();
