@@ -10,14 +10,13 @@
 //!   from times in which this side had nothing to send, or did not fill the window, say little:
 //!   they count only if they are higher.
 //! - **least round trip**: the shortest round trip of the last ten seconds. If none came near it
-//!   for that long, or the path seems to have become longer, *ProbeRtt* lowers the window for a
-//!   moment and measures anew.
+//!   for that long, *ProbeRtt* lowers the window for a moment and measures anew.
 //!
 //! Their product is what the path holds without a queue. The window is that, plus a fifth (at least
 //! 8 ms) so that a late acknowledgement or a busy core leaves no gap, plus what is usually lost. If
 //! a queue stays although this side has drained its own, others fill it (CUBIC does), and the
-//! window covers the wait behind them too, up to twice the least round trip: else they would push
-//! this side out.
+//! window covers the wait behind them too, up to half the least round trip: else they would push
+//! this side out. What goes the other way is such an other: acknowledgements wait behind it.
 //!
 //! ```text
 //!         Startup ──▶ Down ──▶ Cruise ──▶ Up ──▶ Down ──▶ Cruise …
@@ -35,10 +34,9 @@
 //!   loses anyway is learnt from rounds whose packets met no queue: no queue can have dropped
 //!   those. A round that loses 1 % more than twice that, and met a queue, sets the ceiling to what
 //!   did get through. Up raises it again.
-//! - **A fallen rate** shows as a round trip longer than the window explains. ProbeRtt then tells
-//!   whether this side's own queue is to blame: if so, the rate is what was delivered lately; if
-//!   not, the path has become longer, or is shared. In any case the highest rate is forgotten after
-//!   two cycles.
+//! - **A fallen rate** is believed when a whole Cruise did not come up to the old one; a longer
+//!   path, after ten seconds. Before, either looks the same as a queue in the way of the
+//!   acknowledgements, which says nothing about this side's line.
 //!
 //! **Pacing.** quinn has one number for both window and pace: it sends at 1.25 × window / round
 //! trip. So there is no pace to set here, and no gain on it; all gains act on the window. That is
@@ -125,15 +123,12 @@ const STARTUP: f64 = 2.0;
 const CRUISE_ROUNDS: u32 = 6;
 /// A full window that delivers less than this share of the rate is too small for the round trip.
 const FALLEN: f64 = 0.96;
-/// A line that delivers less than this share of the rate for a full window may have slowed.
-const SLOWED: f64 = 0.7;
 /// A cycle lasts at least this long: where round trips are short, one says little.
 const SHORTEST_CYCLE: Duration = Duration::from_millis(100);
 /// A round lasts at least this long, but in Startup: acknowledgements come in bunches, behind data
 /// that goes the other way, and what one bunch says is not the line's rate.
 const LEAST_ROUND: Duration = Duration::from_millis(40);
 const RTT_LASTS: Duration = Duration::from_secs(10);
-const BETWEEN_PROBES: Duration = Duration::from_secs(1);
 /// Sent when nothing else is under way, something shorter is an acknowledgement.
 const SHORT: u64 = 600;
 /// Records of sent batches; more than a window of any path has.
@@ -165,16 +160,7 @@ enum Phase {
     Cruise { rounds: u32 },
     Up { best: f64 },
     Down,
-    ProbeRtt { why: Probe, least: Duration, rate: f64 },
-}
-
-/// Why the round trip is measured anew.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Probe {
-    /// The least one is old.
-    Stale,
-    /// It is longer than this window explains: the path, or the bandwidth, has changed.
-    Longer,
+    ProbeRtt { least: Duration },
 }
 
 /// A batch of packets, as it was sent.
@@ -197,8 +183,6 @@ struct Round {
     ends_at: u64,
     began_with: u64,
     began_at: Instant,
-    /// When the packet was sent with whose acknowledgement the round began.
-    sent_from: Instant,
     lost: u64,
     marked: bool,
     rate: f64,
@@ -211,12 +195,11 @@ struct Round {
 }
 
 impl Round {
-    fn new(delivered: u64, now: Instant, sent_from: Instant) -> Self {
+    fn new(delivered: u64, now: Instant) -> Self {
         Self {
             ends_at: delivered,
             began_with: delivered,
             began_at: now,
-            sent_from,
             lost: 0,
             marked: false,
             rate: 0.0,
@@ -262,7 +245,6 @@ pub(crate) struct Model {
     best_rounds: [f64; 2],
     least_rtt: Duration,
     least_rtt_at: Instant,
-    probed_at: Instant,
     /// Whether the window was filled in some round of this cycle.
     learnt: bool,
     /// Waiting behind packets of others.
@@ -273,8 +255,6 @@ pub(crate) struct Model {
     loss: f64,
     /// Bytes lost, and bytes in all, of rounds that met no queue and are not in `loss` yet.
     emptied: (u64, u64),
-    /// Whether the line may have slowed.
-    suspect: bool,
     /// What may be under way without losing more than that.
     ceiling: u64,
     random: u64,
@@ -311,18 +291,16 @@ impl Model {
             app_limited_until: 0,
             sent: VecDeque::new(),
             newest: None,
-            round: Round::new(0, now, now),
+            round: Round::new(0, now),
             rates: [0.0; 2],
             best_rounds: [0.0; 2],
             least_rtt: Duration::MAX,
             least_rtt_at: now,
-            probed_at: now,
             learnt: false,
             others: Duration::ZERO,
             overfull: false,
             loss: 0.0,
             emptied: (0, 0),
-            suspect: false,
             ceiling: u64::MAX,
             random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
         }
@@ -354,14 +332,20 @@ impl Model {
         self.least_rtt + self.excess() + self.others
     }
 
+    /// The longest wait behind others that is covered. More, and two flows of this kind would
+    /// lengthen each other's queues.
+    fn most_others(&self) -> Duration {
+        (self.least_rtt / 2).max(LEAST_EXCESS / 2)
+    }
+
     /// Keeps the window as small as fills the line, whatever packets wait for.
     fn follow_rtt(&mut self, round: &Round) {
         let rate = self.rate();
         if round.rate < FALLEN * rate {
             // Packets, or their acknowledgements, wait behind others'.
             let covered = Duration::from_secs_f64(self.window as f64 / rate);
-            let most = self.least_rtt.max(LEAST_EXCESS / 2);
-            self.others = (self.others + round.mean_rtt().saturating_sub(covered) / 2).min(most);
+            self.others = (self.others + round.mean_rtt().saturating_sub(covered) / 2)
+                .min(self.most_others());
         } else {
             // The line is busy; as busy with a little less, perhaps.
             self.others = self.others.saturating_sub(self.excess() / 3);
@@ -372,8 +356,8 @@ impl Model {
     /// way is busy. The window then covers that, and a quarter of the usual excess; more would have
     /// flows like this one lengthen each other's queues without end.
     fn set_others(&mut self, rtt: Duration) {
-        let most = self.least_rtt.max(LEAST_EXCESS / 2);
-        self.others = rtt.saturating_sub(self.least_rtt + 3 * self.excess() / 4).min(most);
+        let wait = rtt.saturating_sub(self.least_rtt + 3 * self.excess() / 4);
+        self.others = wait.min(self.most_others());
     }
 
     /// What the path holds without any queue of this side's.
@@ -408,7 +392,7 @@ impl Model {
             Phase::Up { .. } if self.phase_rounds < 2 => (UP * target).min(ABOVE * ceiling),
             Phase::Up { .. } => UP * target.min(ceiling),
             Phase::Down => DOWN * target.min(ceiling),
-            Phase::ProbeRtt { rate, .. } => PROBE * rate * self.least_rtt.as_secs_f64(),
+            Phase::ProbeRtt { .. } => PROBE * self.rate() * self.least_rtt.as_secs_f64(),
         };
         self.window = (window as u64).max(self.least_window());
     }
@@ -444,19 +428,14 @@ impl Model {
     }
 
     /// All that was under way when the round began has been acknowledged or lost.
-    fn end_round(&mut self, now: Instant, newest: &Sent) {
-        let next = Round::new(self.delivered, now, newest.at);
-        let mut round = std::mem::replace(&mut self.round, next);
+    fn end_round(&mut self, now: Instant) {
+        let mut round = std::mem::replace(&mut self.round, Round::new(self.delivered, now));
         self.phase_rounds += 1;
         round.app_limited |= (round.peak as f64) < FILLED * self.window as f64;
         self.learnt |= !round.app_limited;
         let delivered = self.delivered - round.began_with;
         if !matches!(self.phase, Phase::Startup { .. }) {
-            // Acknowledgements that were held up come faster than the line carries packets; but
-            // those packets were not sent as fast.
-            let sending = newest.at.saturating_duration_since(round.sent_from);
-            let took = now.saturating_duration_since(round.began_at).max(sending);
-            let took = took.max(self.least_rtt);
+            let took = now.saturating_duration_since(round.began_at).max(self.least_rtt);
             round.rate = delivered as f64 / took.as_secs_f64();
             if !round.app_limited || round.rate > self.rate() {
                 self.learn(round.rate);
@@ -536,8 +515,6 @@ impl Model {
                 self.ceiling = self.ceiling.max(self.window);
                 if round.rate >= UP_GROWTH * best && !round.app_limited {
                     self.phase = Phase::Up { best: round.rate };
-                } else if round.rate < SLOWED * best && !round.app_limited && self.may_probe(now) {
-                    self.probe(Probe::Longer, round.rate);
                 } else {
                     self.enter(Phase::Down);
                 }
@@ -545,18 +522,6 @@ impl Model {
             Phase::Down => {
                 if self.phase_rounds >= self.down_rounds() {
                     self.overfull = false;
-                    let longer = round.mean_rtt() > self.expected_rtt() + self.excess();
-                    let slowed = round.rate < SLOWED * self.rate();
-                    let suspect = std::mem::take(&mut self.suspect);
-                    if longer && slowed && !round.app_limited {
-                        if suspect {
-                            let rate = round.rate;
-                            (self.rates, self.best_rounds) = ([rate; 2], [rate; 2]);
-                        } else if self.may_probe(now) {
-                            // Others' queue, or this side's own, since the line has slowed?
-                            return self.probe(Probe::Longer, round.rate);
-                        }
-                    }
                     self.set_others(round.mean_rtt());
                     self.begin_cycle(now);
                     self.random = self.random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
@@ -571,7 +536,7 @@ impl Model {
                     self.follow_rtt(round);
                 }
                 if now.saturating_duration_since(self.least_rtt_at) > RTT_LASTS {
-                    return self.probe(Probe::Stale, self.rate());
+                    return self.enter(Phase::ProbeRtt { least: Duration::MAX });
                 }
                 let lasted = now.saturating_duration_since(self.cycle_began);
                 // A full window that leaves no queue shows that there is room for more.
@@ -579,29 +544,25 @@ impl Model {
                     !round.app_limited && round.mean_rtt() < self.least_rtt + self.excess() / 4;
                 let due = self.phase_rounds >= rounds || room && self.phase_rounds >= 2;
                 if due && lasted >= SHORTEST_CYCLE {
+                    // What the last cycle saw counts until this one has seen enough.
+                    if self.learnt && self.rates[0] > 0.0 && self.phase_rounds >= CRUISE_ROUNDS {
+                        self.rates[1] = self.rates[0];
+                    }
                     self.enter(Phase::Up { best: self.rate() });
                 }
             }
-            Phase::ProbeRtt { why, least, rate } => {
+            Phase::ProbeRtt { least } => {
                 // The first round drains; what it shows is the queue.
                 let least = if self.phase_rounds > 1 { least.min(round.least_rtt) } else { least };
-                self.phase = Phase::ProbeRtt { why, least, rate };
+                self.phase = Phase::ProbeRtt { least };
                 if self.phase_rounds < 3 {
                     return;
                 }
-                (self.least_rtt_at, self.probed_at) = (now, now);
-                if least == Duration::MAX {
-                    // Nothing was sent, so nothing is known.
-                } else if why == Probe::Stale {
+                self.least_rtt_at = now;
+                // If nothing was sent, nothing is known.
+                if least < Duration::MAX {
                     self.least_rtt = least;
                     self.others = Duration::ZERO;
-                } else if least > self.least_rtt + self.least_rtt / 4 {
-                    self.set_others(least);
-                } else {
-                    // The queue was this side's own, since the line has slowed; or it was in the
-                    // way of the acknowledgements, and is gone. Down will show it.
-                    self.others = Duration::ZERO;
-                    self.suspect = true;
                 }
                 self.enter(Phase::Down);
             }
@@ -612,14 +573,6 @@ impl Model {
     /// and one that shows the path as it is.
     fn down_rounds(&self) -> u32 {
         2 + u32::from(self.overfull)
-    }
-
-    fn may_probe(&self, now: Instant) -> bool {
-        now.saturating_duration_since(self.probed_at) >= BETWEEN_PROBES
-    }
-
-    fn probe(&mut self, why: Probe, rate: f64) {
-        self.enter(Phase::ProbeRtt { why, least: Duration::MAX, rate });
     }
 
     /// Forgets the highest rate of the cycle before the last, unless the window was never filled
@@ -687,7 +640,7 @@ impl Controller for Model {
             let long_enough = now.saturating_duration_since(self.round.began_at) >= LEAST_ROUND
                 || matches!(self.phase, Phase::Startup { .. });
             if newest.delivered >= self.round.ends_at && long_enough {
-                self.end_round(now, &newest);
+                self.end_round(now);
             }
             // Whatever was sent a good deal earlier is known to have arrived or not.
             let old = newest.at.checked_sub(4 * self.least_rtt.min(RTT_LASTS));
@@ -711,7 +664,7 @@ impl Controller for Model {
             let mtu = self.mtu as u16;
             let fresh = Self::new(now, mtu, self.random);
             let (delivered, sent) = (self.delivered, std::mem::take(&mut self.sent));
-            *self = Self { delivered, sent, round: Round::new(delivered, now, now), ..fresh };
+            *self = Self { delivered, sent, round: Round::new(delivered, now), ..fresh };
         }
     }
 
