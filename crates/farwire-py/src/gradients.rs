@@ -374,10 +374,12 @@ impl Gradients {
         Ok(Self { inner: Mine::new(Arc::new(Inner { ways, compresses, raise_on_nan, step })) })
     }
 
-    /// Begins a step: its buckets count as a whole or not at all.
+    /// Begins a step: its buckets count as a whole or not at all. One before it that did not end is
+    /// taken back.
     fn begin_step(&self, py: Python<'_>) -> PyResult<()> {
         let inner = self.inner(py)?;
         let mut step = inner.step();
+        step.before = None; // a step that did not end is taken back
         if inner.compresses {
             step.before = step.compressor.feedback().map(ErrorFeedback::savepoint);
         }
