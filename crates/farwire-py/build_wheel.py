@@ -13,6 +13,8 @@ import maturin
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
+SCRIPTS = HERE / "farwire.data" / "scripts"
+SCRIPTS.mkdir(parents=True, exist_ok=True)  # maturin wants it before there is anything in it
 
 get_requires_for_build_wheel = maturin.get_requires_for_build_wheel
 get_requires_for_build_editable = maturin.get_requires_for_build_editable
@@ -27,9 +29,7 @@ def build_program():
     build = ["cargo", "build", "--release", "--locked", "-p", "farwire-cli"]
     subprocess.run(build, cwd=ROOT, check=True)
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
-    scripts = HERE / "farwire.data" / "scripts"
-    scripts.mkdir(parents=True, exist_ok=True)
-    shutil.copy2(target / "release" / "farwire", scripts / "farwire")
+    shutil.copy2(target / "release" / "farwire", SCRIPTS / "farwire")
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
