@@ -1,10 +1,12 @@
 """Tests run real processes: each script under `ranks/` is what one rank does."""
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -60,24 +62,34 @@ class Job:
 
     def end(self, *, codes=None):
         """Waits for all ranks, and returns what each has printed."""
-        outputs = []
-        for rank, process in enumerate(self.processes):
-            out, err = process.communicate(timeout=LIMIT)
+        # At the same time: a rank whose pipe is full would keep the others waiting.
+        with ThreadPoolExecutor(len(self.processes)) as readers:
+            ended = list(readers.map(lambda process: process.communicate(), self.processes))
+        for rank, (out, err) in enumerate(ended):
             expected = 0 if codes is None else codes[rank]
-            if expected is not None:
-                assert process.returncode == expected, f"rank {rank}:\n{out}\n{err}"
-            outputs.append(out)
-        return outputs
+            code = self.processes[rank].returncode
+            assert code == expected, f"rank {rank} ended with {code}:\n{out[-2000:]}\n{err[-4000:]}"
+        return [out for out, _ in ended]
+
+    def abort(self):
+        """Ends ranks that hang, and says where they were."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGABRT)
+            process.wait()
+        return [f"rank {rank}:\n{process.stderr.read()}" for rank, process in enumerate(self.processes)]
 
     def stop(self):
         for process in self.processes:
             if process.poll() is None:
                 process.kill()
-            process.communicate()
+            process.wait()
+            process.stdout.close()
+            process.stderr.close()
 
 
-@pytest.fixture
-def job():
+@contextlib.contextmanager
+def jobs():
     """Starts jobs, and leaves no process behind."""
     started = []
 
@@ -87,20 +99,39 @@ def job():
 
     # A test that waits for a line of a rank that hangs is ended, too.
     def too_long(*_):
-        for one in started:
-            one.stop()
-        raise TimeoutError(f"the job has not ended within {LIMIT} s")
+        stacks = [where for one in started for where in one.abort()]
+        raise TimeoutError(f"a job has not ended within {LIMIT} s:\n" + "\n".join(stacks))
 
     before = signal.signal(signal.SIGALRM, too_long)
     signal.alarm(LIMIT)
-    yield start
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-    for one in started:
-        one.stop()
+    try:
+        yield start
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        for one in started:
+            one.stop()
+
+
+@pytest.fixture
+def job():
+    """Starts jobs."""
+    with jobs() as start:
+        yield start
 
 
 @pytest.fixture
 def run(job):
     """Runs a job to its end, and returns what each rank has printed."""
     return lambda *args, codes=None, **options: job(*args, **options).end(codes=codes)
+
+
+@pytest.fixture(scope="module")
+def module_run():
+    """The same, for a job that several tests look at."""
+
+    def run(*args, **options):
+        with jobs() as start:
+            return start(*args, **options).end()
+
+    return run

@@ -1,4 +1,8 @@
-"""Trains a small model with DistributedDataParallel; the mode says what happens on the way."""
+"""Trains a small model with DistributedDataParallel.
+
+Each argument is a scenario, as JSON: its name, its codec, and options of the hook. Starting PyTorch
+takes longer than any of them, so one process goes through many, and prints a line for each.
+"""
 
 import hashlib
 import io
@@ -16,10 +20,9 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import farwire
 import farwire.torch
 
-mode, codec = sys.argv[1], sys.argv[2]
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
-comm = None if codec == "gloo" else farwire.init()
+comm = farwire.init()
 
 
 class Model(torch.nn.Module):
@@ -39,13 +42,14 @@ class Model(torch.nn.Module):
         return self.head(self.branch(x) if branch else x)
 
 
-def make(*, unused=False, **options):
+def make(codec, *, unused=False, **options):
     """A model with the hook, from the same seed on all ranks; many small buckets."""
     torch.manual_seed(1)
     model = DDP(Model(), bucket_cap_mb=0.03, find_unused_parameters=unused)
     options = {"steps": 0, **options}
-    state = farwire.torch.State(comm, codec, **options) if comm else None
-    if state is not None:
+    state = None
+    if codec != "gloo":
+        state = farwire.torch.State(comm, codec, **options)
         model.register_comm_hook(state, farwire.torch.hook)
     return model, state, torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
 
@@ -131,28 +135,29 @@ def add(books, name, gradient):
     books[name] = books.get(name, 0) + gradient.double()
 
 
-if mode == "train":
-    model, state, optimizer = make(**json.loads(sys.argv[3]) if len(sys.argv) > 3 else {})
+def trained(codec, **options):
+    """Twenty steps: the bits of all weights, the loss, what was sent, and the weights."""
+    model, _, optimizer = make(codec, **options)
+    before = comm.bytes_sent
     loss = train(model, optimizer, range(20))
-    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
-    print("result", json.dumps([digest(model), loss, comm.bytes_sent if comm else 0]))
-    if rank == 0:
-        torch.save(flat, sys.argv[4]) if len(sys.argv) > 4 else None
+    weights = [p.detach().flatten() for p in model.parameters()]
+    return digest(model), loss, comm.bytes_sent - before, torch.cat(weights)[::997].tolist()
 
-elif mode == "books":
-    # Buckets are rebuilt after the first step; some steps accumulate; one is a new start.
-    model, state, optimizer = make()
-    books, step = Ledger(), 0
+
+def books(codec):
+    """Buckets are rebuilt after the first step; some steps accumulate; one is a new start."""
+    model, state, optimizer = make(codec)
+    ledger, step = Ledger(), 0
     for round in range(12):
         if round % 3 == 1:
             with model.no_sync():
-                books.local(model, step)
+                ledger.local(model, step)
                 loss_of(model, step).backward()
                 step += 1
-        books.local(model, step)
+        ledger.local(model, step)
         loss_of(model, step).backward()
         step += 1
-        books.came(model)
+        ledger.came(model)
         optimizer.step()
         optimizer.zero_grad()
         if round == 6:
@@ -160,44 +165,45 @@ elif mode == "books":
             torch.save([model.module.state_dict(), state.state_dict()], file)
             file.seek(0)
             weights, saved = torch.load(file, weights_only=True)
-            model, state, optimizer = make()
+            model, state, optimizer = make(codec)
             model.module.load_state_dict(weights)
             state.load_state_dict(saved)
             assert state.step == 7
-    print("balanced, owed", books.check(state))
+    return ledger.check(state)
 
-elif mode == "resume":
-    model, state, optimizer = make(phase_in=(2, 6))
+
+def resume(codec):
+    """A run, and the same with a new start in the middle."""
+    model, state, optimizer = make(codec, phase_in=(2, 6))
     train(model, optimizer, range(10))
     whole = digest(model)
-    model, state, optimizer = make(phase_in=(2, 6))
+    model, state, optimizer = make(codec, phase_in=(2, 6))
     train(model, optimizer, range(5))
     saved = [x.state_dict() for x in (model.module, optimizer, state)]
-    again, new_state, new_optimizer = make(phase_in=(2, 6))
+    again, new_state, new_optimizer = make(codec, phase_in=(2, 6))
     for part, content in zip((again.module, new_optimizer, new_state), saved):
         part.load_state_dict(content)
     train(again, new_optimizer, range(5, 10))
-    assert digest(again) == whole, "a resumed run went another way"
-    print("resumed")
+    return whole, digest(again)
 
-elif mode == "unused":
-    model, state, optimizer = make(unused=True)
-    books = Ledger()
+
+def unused(codec):
+    """A branch is used by all, by nobody, or by rank 0 alone."""
+    model, state, optimizer = make(codec, unused=True)
+    ledger = Ledger()
     for step in range(12):
-        # The branch is used by all, by nobody, or by rank 0 alone.
         branch = (True, False, rank == 0)[step % 3]
-        books.local(model, step, branch=branch)
+        ledger.local(model, step, branch=branch)
         loss_of(model, step, branch=branch).backward()
-        books.came(model)
+        ledger.came(model)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    print("balanced, owed", books.check(state))
-    digests = [None] * size
-    dist.all_gather_object(digests, digest(model))
-    assert len(set(digests)) == 1
+    return ledger.check(state), digest(model)
 
-elif mode == "nan":
-    model, state, optimizer = make(on_nan=sys.argv[3])
+
+def infinity(codec, on_nan):
+    """The last rank's loss is infinite in one step."""
+    model, state, optimizer = make(codec, on_nan=on_nan)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     train(model, optimizer, range(3))
     before, weights = bytes(state.state_dict()["residuals"].numpy()), digest(model)
@@ -207,22 +213,23 @@ elif mode == "nan":
     try:
         scaler.scale(loss).backward()
     except farwire.NotFinite as error:
-        print("raised", error)
-        os._exit(0)
+        return f"raised: {error}"
     assert all(not p.grad.isfinite().all() for p in model.module.inner.parameters())
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
-    assert digest(model) == weights, "a step with a NaN counted"
+    assert digest(model) == weights, "a step with an infinity counted"
     assert scaler.get_scale() == 2.0
     assert bytes(state.state_dict()["residuals"].numpy()) == before, "residuals have changed"
     scaler.scale(loss_of(model, 4)).backward()
     scaler.step(optimizer)
     assert digest(model) != weights and all(p.isfinite().all() for p in model.parameters())
-    print("skipped, and went on")
+    return "skipped, and went on"
 
-elif mode == "killed":
-    model, state, optimizer = make()
+
+def killed(codec):
+    """Rank 1 is gone in the middle of backward."""
+    model, state, optimizer = make(codec)
     train(model, optimizer, range(3))
     if rank == 1:
         parameter = model.module.inner[3].weight
@@ -231,15 +238,14 @@ elif mode == "killed":
     try:
         loss_of(model, 3).backward()
     except farwire.LostRank as error:
-        print(f"after {time.monotonic() - began:.2f} s: {type(error).__name__}: {error}")
-        assert error.rank == 1 and error.advice
-    else:
-        print("nothing was raised")
+        print(json.dumps([type(error).__name__, error.rank, error.advice, str(error)]))
+        print(f"after {time.monotonic() - began:.2f} s", file=sys.stderr)
     os._exit(0)  # Gloo would wait for the one that is gone
 
-elif mode == "loader":
-    # Workers are forked while farwire's threads run.
-    model, state, optimizer = make()
+
+def loader(codec):
+    """Workers are forked while farwire's threads run; forward is in bfloat16."""
+    model, state, optimizer = make(codec)
     data = torch.utils.data.TensorDataset(*map(torch.cat, zip(*map(batch, range(8)))))
     for epoch in range(2):
         workers = torch.utils.data.DataLoader(
@@ -251,19 +257,23 @@ elif mode == "loader":
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    print("result", json.dumps([digest(model), loss.item(), comm.bytes_sent]))
+    return digest(model), loss.item()
 
-elif mode == "memory":
-    model, state, optimizer = make()
 
-    def resident():
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
+def memory(codec, hundreds):
+    """Resident megabytes after every hundred steps."""
+    model, state, optimizer = make(codec)
     seen = []
-    for hundred in range(10):
+    for _ in range(hundreds):
         train(model, optimizer, range(100))
-        seen.append(round(resident(), 1))
-    print("result", json.dumps(seen))
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[1])
+        seen.append(round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1))
+    return seen
 
+
+for scenario in sys.argv[1:]:
+    name, codec, options = json.loads(scenario)
+    print(json.dumps(globals()[name](codec, **options)))
+comm.shutdown()
 dist.destroy_process_group()
