@@ -36,5 +36,5 @@ mod _native {
     #[pymodule_export]
     use crate::operation::Operation;
     #[pymodule_export]
-    use crate::process::{exit, matches};
+    use crate::process::exit;
 }

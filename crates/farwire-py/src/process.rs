@@ -95,9 +95,3 @@ pub(crate) fn exit(py: Python<'_>) {
         }
     });
 }
-
-/// Whether a name is one that a pattern stands for, in which `*` is any text and `?` a character.
-#[pyfunction]
-pub(crate) fn matches(pattern: &str, name: &str) -> bool {
-    farwire_train::matches(pattern, name)
-}
