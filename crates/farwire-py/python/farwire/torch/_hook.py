@@ -122,13 +122,16 @@ class State(Gradients):
 
     A NaN or an infinity in a bucket makes the result not finite on all ranks, and what is owed
     stays as it was, so that a GradScaler skips the step; with `on_nan="raise"`, all ranks get a
-    `NotFinite`. `seed` is for codecs that choose at random.
+    `NotFinite`. `seed` is for codecs that choose at random. `model`, the DDP module, is found
+    without being given, unless `gc.freeze()` hides it.
     """
 
     def __init__(
-        self, comm, codec="none", *, rules=None, steps=1000, phase_in=None, on_nan="skip", seed=0
-    ):
+        self, comm, codec="none", *, rules=None, steps=1000, phase_in=None, on_nan="skip", seed=0,
+        model=None,
+    ):  # fmt: skip
         super().__init__(comm, codec, rules, steps, phase_in, on_nan, seed)
+        self._model = model
         self._names = None
         self._unused = False
         self._futures = []
@@ -140,7 +143,7 @@ class State(Gradients):
             self._begin()
         buffer = bucket.buffer()
         self._start(buffer, self._layout(bucket), bucket.index(), self._unused)
-        future = torch.futures.Future()
+        future = torch.futures.Future(devices=None if buffer.is_cpu else [buffer.device])
         self._futures.append((future, buffer))
         if bucket.is_last():
             try:
@@ -170,7 +173,7 @@ class State(Gradients):
     def _learn_names(self, parameters):
         """DDP gives its hook parameters without names; the module itself has them."""
         wanted = set(map(id, parameters))
-        for module in gc.get_objects():
+        for module in [self._model] if self._model is not None else gc.get_objects():
             if not issubclass(type(module), DistributedDataParallel):
                 continue
             names = {
@@ -182,8 +185,8 @@ class State(Gradients):
                 self._unused = module.find_unused_parameters and not module.static_graph
                 return
         raise CallError(
-            "the gradients are of no DistributedDataParallel module that is alive; "
-            "register the hook on the module that computes the loss"
+            "the module that these gradients are of was not found; "
+            "give it as State(model=…): the DistributedDataParallel module itself"
         )
 
 
