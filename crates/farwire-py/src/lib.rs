@@ -3,13 +3,13 @@
 //! What people call is in `python/farwire`, which finds out where an array's memory is and hands
 //! over the address. Read this in the order:
 //!
-//! - [`memory`]: memory that a Python object owns, as farwire's. The `unsafe` code is there.
-//! - [`operation`]: something in flight. Its wait looks at signals, its end calls back.
-//! - [`comm`]: joining a job, and the collectives.
-//! - [`compressor`]: a codec with what it owes.
-//! - [`gradients`]: the gradients of a training step, bucket by bucket.
-//! - [`failure`]: errors as Python's.
-//! - [`process`]: what a forked child must not do, and how a process ends.
+//! - `memory`: memory that a Python object owns, as farwire's. The `unsafe` code is there.
+//! - `operation`: something in flight. Its wait looks at signals, its end calls back.
+//! - `comm`: joining a job, and the collectives.
+//! - `compressor`: a codec with what it owes.
+//! - `gradients`: the gradients of a training step, bucket by bucket.
+//! - `failure`: errors as Python's.
+//! - `process`: what a forked child must not do, and how a process ends.
 //!
 //! Nothing here holds a lock of its own while it attaches to the interpreter, and nothing waits
 //! for other ranks while it is attached.

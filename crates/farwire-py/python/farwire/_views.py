@@ -91,10 +91,10 @@ def _other(array, adds: str | None, error: Exception) -> tuple:
     interface = getattr(array, "__array_interface__", None)
     if interface is not None and sys.byteorder == "little":
         # A NumPy array whose type the buffer protocol cannot name, such as bfloat16.
-        if not array.flags.c_contiguous or not array.flags.writeable:
+        address, is_readonly = interface["data"]
+        if is_readonly or not array.flags.c_contiguous:
             raise TypeError("the array is read-only or not contiguous; give a contiguous copy")
-        dtype = _dtype(str(array.dtype), adds, array)
-        return (interface["data"][0], array.nbytes, dtype, array)
+        return (address, array.nbytes, _dtype(str(array.dtype), adds, array), array)
     if hasattr(array, "__dlpack__"):
         import numpy
 

@@ -93,6 +93,23 @@ for plain in (bytearray(b"abcd"), array.array("d", [1.0, 2.0]), memoryview(bytea
 empty = np.empty(0)
 comm.all_reduce(empty)
 
+class OnlyDLPack:
+    """An array of some other library."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+behind = of(rank)
+comm.all_reduce(OnlyDLPack(behind))
+np.testing.assert_array_equal(behind, sum(of(r) for r in everyone))
+
 many = [comm.all_reduce(of(rank), async_=True) for _ in range(20)]
 for operation in reversed(many):
     np.testing.assert_array_equal(operation.wait(), total_of := sum(of(r) for r in everyone))
