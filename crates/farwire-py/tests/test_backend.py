@@ -13,18 +13,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def results(run, tmp_path, size, backend):
-    if backend == "farwire":
-        found = entry_points(group="torch.distributed.backends")
-        assert any(entry.name == "farwire" for entry in found), "the package is not installed"
-    outputs = run(size, "backend.py", backend, env={"CHECKPOINT": str(tmp_path / backend)})
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
-
-
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_call_gives_what_gloo_gives(run, tmp_path, size):
-    gloo = results(run, tmp_path, size, "gloo")
-    ours = results(run, tmp_path, size, "farwire")
+    found = entry_points(group="torch.distributed.backends")
+    assert any(entry.name == "farwire" for entry in found), "the package is not installed"
+    outputs = run(size, "backend.py", tmp_path, "gloo", "farwire")
+    gloo, ours = zip(*([json.loads(line) for line in output.splitlines()] for output in outputs))
     for rank in range(size):
         assert ours[rank].keys() == gloo[rank].keys()
         for name, value in gloo[rank].items():

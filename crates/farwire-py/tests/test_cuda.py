@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 def test_on_the_card_losses_are_those_of_the_cpu(run):
     ranks = [
         [json.loads(line) for line in output.splitlines()]
-        for output in run(2, "cuda.py", "cpu,cuda,mixed")
+        for output in run(2, "on_gpu.py", "cpu,cuda,mixed")
     ]
     for runs in ranks:
         expected = {codec: losses for where, codec, losses, *_ in runs if where == "cpu"}

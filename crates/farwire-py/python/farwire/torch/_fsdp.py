@@ -5,13 +5,26 @@ Between sites, each rank then exchanges its shard, through a codec, with the ran
 same shard elsewhere. FSDP2 calls the hook for each module that was sharded, with its flat shard.
 """
 
+from typing import Any
+
+import torch
+
 from .. import _native
-from ._hook import Gradients
+from .._comm import Communicator
+from ._hook import Gradients, Rules
 
 
 def fsdp_hook(
-    model, comm, codec="none", *, rules=None, steps=1000, phase_in=None, on_nan="skip", seed=0
-):
+    model: torch.nn.Module,
+    comm: Communicator,
+    codec: str = "none",
+    *,
+    rules: Rules = None,
+    steps: int = 1000,
+    phase_in: tuple[int, int] | None = None,
+    on_nan: str = "skip",
+    seed: int = 0,
+) -> "Between":
     """Has the gradients of an FSDP2 model averaged between sites, and returns the state.
 
     `comm` has the ranks that hold the same shard, one at each site: of a communicator of all
@@ -61,13 +74,13 @@ class Between(Gradients):
 
         return exchange
 
-    def end_step(self):
+    def end_step(self) -> None:
         """Ends a step: what its gradients left out is now owed. The next step's first gradient
         does this, too; call it before `state_dict()`."""
         if self._seen:
             self._seen.clear()
             self._native.end_step()
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         self.end_step()
         return super().state_dict()

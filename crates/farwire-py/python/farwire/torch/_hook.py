@@ -8,13 +8,18 @@ waited for: then all have ended, and what went wrong with any of them is raised 
 """
 
 import gc
+from typing import Any, Iterable, Mapping, Union
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _native
+from .._comm import Communicator
 from .._errors import CallError
 from .._views import view
+
+#: Codecs by a pattern of parameter names, asked in order.
+Rules = Union[Mapping[str, str], Iterable[tuple[str, str]], None]
 
 
 class Gradients:
@@ -38,23 +43,23 @@ class Gradients:
         self._running = []
 
     @property
-    def step(self):
+    def step(self) -> int:
         """Steps that have ended."""
         return self._native.step
 
-    def codec(self, name, shape):
+    def codec(self, name: str, shape: Iterable[int]) -> tuple[str, float]:
         """What a parameter of this name and shape goes through in the next step, and the share of
         its elements that is sent."""
         shape = tuple(shape)
         return self._native.codec(name, torch.Size(shape).numel(), shape)
 
-    def state_dict(self):
+    def state_dict(self) -> dict[str, Any]:
         """What is owed, and how far the phase-in is. Each rank has its own: save it on every rank,
         and load it on the same."""
         residuals = bytearray(self._native.residuals())
         return {"step": self.step, "residuals": torch.frombuffer(residuals, dtype=torch.uint8)}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on with what `state_dict` returned."""
         self._native.load_residuals(bytes(state["residuals"].cpu().contiguous().numpy()))
         self._native.step = int(state["step"])
@@ -127,9 +132,17 @@ class State(Gradients):
     """
 
     def __init__(
-        self, comm, codec="none", *, rules=None, steps=1000, phase_in=None, on_nan="skip", seed=0,
-        model=None,
-    ):  # fmt: skip
+        self,
+        comm: Communicator,
+        codec: str = "none",
+        *,
+        rules: Rules = None,
+        steps: int = 1000,
+        phase_in: tuple[int, int] | None = None,
+        on_nan: str = "skip",
+        seed: int = 0,
+        model: DistributedDataParallel | None = None,
+    ):
         super().__init__(comm, codec, rules, steps, phase_in, on_nan, seed)
         self._model = model
         self._names = None
