@@ -1,6 +1,6 @@
 """FSDP2 inside two sites of two ranks, farwire between them.
 
-The argument is the codec. Dense, the model must go where FSDP2 over all four ranks goes.
+The arguments are codecs. Dense, the model must go where FSDP2 over all four ranks goes.
 """
 
 import json
@@ -44,15 +44,17 @@ def train(model, steps):
 
 whole, _ = train(model(), range(20))
 sites = world.split(color=rank % 2)  # the ranks that hold the same shard
-split = model(mesh=mesh["shards"])
-state = farwire.torch.fsdp_hook(split, sites, sys.argv[1], phase_in=(0, 0))
-before = world.bytes_sent
-weights, loss = train(split, range(20))
-assert world.is_in_sync(weights), "sites have different weights"
-sent = world.bytes_sent - before
-saved = state.state_dict()
-assert saved["step"] == 20
-state.load_state_dict(saved)
-print(json.dumps([(whole - weights).abs().max().item(), loss, sent, saved["residuals"].numel()]))
+for codec in sys.argv[1:]:
+    split = model(mesh=mesh["shards"])
+    state = farwire.torch.fsdp_hook(split, sites, codec, phase_in=(0, 0))
+    before = world.bytes_sent
+    weights, loss = train(split, range(20))
+    sent = world.bytes_sent - before
+    assert world.is_in_sync(weights), "sites have different weights"
+    saved = state.state_dict()
+    assert saved["step"] == 20
+    state.load_state_dict(saved)
+    apart = (whole - weights).abs().max().item()
+    print(json.dumps([apart, loss, sent, saved["residuals"].numel()]))
 world.shutdown()
 dist.destroy_process_group()
