@@ -5,8 +5,11 @@ Between two hosts of a lab on this machine (needs root):
     farwire netlab --hosts 2 --rate 100mbit -- python examples/torch/bench.py
 
 Or between real ones, with any launcher. It trains a GPT of about 50 million parameters on batches
-of 1 x 64 tokens, after the phase-in, and prints the median step for each way of exchanging
-gradients; communication is what a step takes longer than one whose hook does nothing.
+of 1 x 64 tokens, without a phase-in, and prints the median step for each way of exchanging
+gradients; communication is what a step takes longer than one whose hook does nothing. To compare
+losses, take a small model and many steps:
+
+    … bench.py --width 128 --layers 4 --batch 8 --rate 0.1 --momentum 0.9 --steps 200
 """
 
 import argparse
@@ -17,7 +20,8 @@ import time
 
 import torch
 import torch.distributed as dist
-from gpt import GPT
+from gpt import GPT, batch_of
+from gpt import __file__ as gpt_file
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -60,7 +64,7 @@ def sent_by_host():
 
 
 def measure(way, comm, chosen):
-    """The median step in seconds, on the slowest rank; bytes sent a step; the last loss."""
+    """The median step in seconds, on the slowest rank; bytes sent a step; the loss at the end."""
     torch.manual_seed(0)
     # torch's PowerSGD starts its later rounds from callbacks, whose order Gloo's threads do not keep:
     # with more than one bucket, ranks get each other's.
@@ -68,31 +72,38 @@ def measure(way, comm, chosen):
     gpt = GPT(chosen.width, chosen.layers, heads=chosen.width // 64)
     model = DistributedDataParallel(gpt, **options)
     set_hook(model, way, comm)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=chosen.rate, momentum=chosen.momentum)
     generator = torch.Generator().manual_seed(comm.rank)
-    seconds, sent = [], []
+    with open(gpt_file, "rb") as file:
+        text = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8)
+    seconds, sent, losses = [], [], []
     for step in range(chosen.warm_up + chosen.steps):
-        tokens = torch.randint(256, (1, 65), generator=generator)
+        tokens, targets = batch_of(text, chosen.batch, 64, generator)
         comm.barrier()
         before, began = sent_by_host(), time.perf_counter()
-        logits = model(tokens[:, :-1])
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         slowest = torch.tensor([time.perf_counter() - began])
         comm.all_reduce(slowest, op="max")
+        comm.all_reduce(mean := loss.detach().reshape(1), op="mean")
+        losses.append(mean.item())
         if step >= chosen.warm_up:
             seconds.append(slowest.item())
             sent.append(sent_by_host() - before)
-    return statistics.median(seconds), statistics.median(sent), loss.item()
+    last = losses[-max(1, len(losses) // 5) :]
+    return statistics.median(seconds), statistics.median(sent), statistics.mean(last)
 
 
 def main():
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--width", type=int, default=640)
     arguments.add_argument("--layers", type=int, default=10)
+    arguments.add_argument("--batch", type=int, default=1, help="of 64 tokens each")
+    arguments.add_argument("--rate", type=float, default=0.01, help="of learning")
     arguments.add_argument("--steps", type=int, default=5)
+    arguments.add_argument("--momentum", type=float, default=0.0)
     arguments.add_argument("--warm-up", type=int, default=3)
     arguments.add_argument("--ways", default=",".join(WAYS))
     arguments.add_argument("--json", help="a file for the figures")
