@@ -66,8 +66,8 @@ def sent_by_host():
 def measure(way, comm, chosen):
     """The median step in seconds, on the slowest rank; bytes sent a step; the loss at the end."""
     torch.manual_seed(0)
-    # torch's PowerSGD starts its later rounds from callbacks, whose order Gloo's threads do not keep:
-    # with more than one bucket, ranks get each other's.
+    # torch's PowerSGD starts its later rounds from callbacks, whose order Gloo's threads do not
+    # keep: with more than one bucket, ranks get each other's.
     options = {"bucket_cap_mb": 1 << 12} if way.startswith("gloo powersgd") else {}
     gpt = GPT(chosen.width, chosen.layers, heads=chosen.width // 64)
     model = DistributedDataParallel(gpt, **options)

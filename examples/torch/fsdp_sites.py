@@ -55,7 +55,8 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
         if world.rank == 0 and (step + 1) % 20 == 0:
-            print(f"step {step + 1:4}  loss {loss.item():.3f}  {world.bytes_sent / 1e6:.1f} MB sent")
+            sent = world.bytes_sent / 1e6
+            print(f"step {step + 1:4}  loss {loss.item():.3f}  {sent:.1f} MB sent")
     world.shutdown()
     dist.destroy_process_group()
 

@@ -43,7 +43,8 @@ class Block(nn.Module):
     def forward(self, x):
         batch, length, width = x.shape
         split = (batch, length, self.heads, width // self.heads)
-        q, k, v = (part.view(split).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, -1))
+        qkv = self.qkv(self.norm_1(x)).chunk(3, -1)
+        q, k, v = (part.view(split).transpose(1, 2) for part in qkv)
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
         return x + self.down(nn.functional.gelu(self.up(self.norm_2(x))))

@@ -21,7 +21,8 @@ def panel(title, figures, top):
         computing = min(step, base)
         parts += [
             f'<text x="{LEFT - 8}" y="{y + 12}" text-anchor="end">{escape(way)}</text>',
-            f'<rect x="{LEFT}" y="{y}" width="{computing * scale:.1f}" height="{BAR}" fill="#9aa5b1"/>',
+            f'<rect x="{LEFT}" y="{y}" '
+            f'width="{computing * scale:.1f}" height="{BAR}" fill="#9aa5b1"/>',
             f'<rect x="{LEFT + computing * scale:.1f}" y="{y}" '
             f'width="{(step - computing) * scale:.1f}" height="{BAR}" fill="#d1603d"/>',
             f'<text x="{LEFT + step * scale + 6:.1f}" y="{y + 12}">{step:.2f} s</text>',
@@ -38,7 +39,8 @@ def main():
             drawn, top = panel(title, json.load(file), top)
         parts += drawn
     legend = (
-        '<rect x="0" y="4" width="12" height="12" fill="#9aa5b1"/><text x="18" y="14">computing</text>'
+        '<rect x="0" y="4" width="12" height="12" fill="#9aa5b1"/>'
+        '<text x="18" y="14">computing</text>'
         '<rect x="110" y="4" width="12" height="12" fill="#d1603d"/>'
         '<text x="128" y="14">waiting for gradients</text>'
     )

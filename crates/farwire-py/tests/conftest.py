@@ -77,7 +77,7 @@ class Job:
             if process.poll() is None:
                 process.send_signal(signal.SIGABRT)
             process.wait()
-        return [f"rank {rank}:\n{process.stderr.read()}" for rank, process in enumerate(self.processes)]
+        return [f"rank {rank}:\n{self.errors(rank)}" for rank in range(len(self.processes))]
 
     def stop(self):
         for process in self.processes:

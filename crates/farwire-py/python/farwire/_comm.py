@@ -91,7 +91,7 @@ class Communicator:
         if codec is None:
             return _end(self._comm.all_reduce(view(array, adds=op), op, array), async_)
         if name is None:
-            raise CallError("a codec remembers what it leaves out by name; give name=, the tensor's")
+            raise CallError("a codec remembers by name what it omits; give name=, the tensor's")
         place = view(array, adds=op)
         return _end(self._comm.all_reduce_compressed(place, op, codec, name, array), async_)
 

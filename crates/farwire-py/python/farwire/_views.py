@@ -76,7 +76,7 @@ def _dtype(name: str, adds: str | None, array) -> str:
 def _of_tensor(tensor, adds: str | None) -> tuple:
     if tensor.device.type != "cpu":
         raise TypeError(
-            f"the tensor is on {tensor.device}; copy it to the CPU, or use farwire.torch, which does"
+            f"the tensor is on {tensor.device}; copy it to the CPU, or use farwire.torch"
         )
     if not tensor.is_contiguous():
         raise TypeError("the tensor is not contiguous; give `tensor.contiguous()`")

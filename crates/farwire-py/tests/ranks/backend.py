@@ -23,7 +23,8 @@ results = {}
 
 def note(name, *tensors):
     """Keeps what a call gave: the bits, and the shape."""
-    data = b"".join(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors)
+    flat = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+    data = b"".join(tensor.numpy().tobytes() for tensor in flat)
     shapes = str([tuple(t.shape) for t in tensors])
     results[name] = hashlib.sha256(data + shapes.encode()).hexdigest()[:16]
 

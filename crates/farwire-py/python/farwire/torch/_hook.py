@@ -178,8 +178,9 @@ class State(Gradients):
                 self._learn_names(parameters)
             parts, start = [], 0
             for parameter in parameters:
-                parts.append((self._names[id(parameter)], start, parameter.numel(), parameter.shape))
-                start += parameter.numel()
+                name, elements = self._names[id(parameter)], parameter.numel()
+                parts.append((name, start, elements, parameter.shape))
+                start += elements
             layout = self._layouts[key] = _native.Parts(parts)
         return layout
 
