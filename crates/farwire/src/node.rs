@@ -12,7 +12,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use farwire_proto::OpId;
 
@@ -181,14 +181,15 @@ impl Node {
         }
     }
 
-    /// Moves data until the result is there.
-    pub(crate) fn drive_until(&self, completion: &Completion) {
+    /// Moves data until the result is there, or until a time that is up to a [`NAP`] late.
+    pub(crate) fn drive_until(&self, completion: &Completion, end: Option<Instant>) {
         if completion.is_done() {
             return;
         }
+        let done = || completion.is_done() || end.is_some_and(|end| Instant::now() >= end);
         let _waiting = Waiting::new(self);
         let mut taken = self.role();
-        while !completion.is_done() {
+        while !done() {
             if *taken {
                 self.bell.ring(); // the keeper, if it has the role and sleeps, steps aside
                 taken = self
@@ -199,7 +200,7 @@ impl Node {
                 continue;
             }
             let _role = Role::take(self, taken);
-            return self.drive(|| completion.is_done());
+            return self.drive(done);
         }
     }
 
