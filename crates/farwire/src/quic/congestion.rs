@@ -10,13 +10,14 @@
 //!   from times in which this side had nothing to send, or did not fill the window, say little:
 //!   they count only if they are higher.
 //! - **least round trip**: the shortest round trip of the last ten seconds. If none came near it
-//!   for that long, *ProbeRtt* lowers the window for a moment and measures anew.
+//!   for that long, or the path seems to have become longer, *ProbeRtt* lowers the window for a
+//!   moment and measures anew.
 //!
 //! Their product is what the path holds without a queue. The window is that, plus a fifth (at least
 //! 8 ms) so that a late acknowledgement or a busy core leaves no gap, plus what is usually lost. If
 //! a queue stays although this side has drained its own, others fill it (CUBIC does), and the
-//! window covers the wait behind them too, up to half the least round trip: else they would push
-//! this side out. What goes the other way is such an other: acknowledgements wait behind it.
+//! window covers the wait behind them too, up to twice the least round trip: else they would push
+//! this side out.
 //!
 //! ```text
 //!         Startup ──▶ Down ──▶ Cruise ──▶ Up ──▶ Down ──▶ Cruise …
@@ -34,9 +35,10 @@
 //!   loses anyway is learnt from rounds whose packets met no queue: no queue can have dropped
 //!   those. A round that loses 1 % more than twice that, and met a queue, sets the ceiling to what
 //!   did get through. Up raises it again.
-//! - **A fallen rate** is believed when a whole Cruise did not come up to the old one; a longer
-//!   path, after ten seconds. Before, either looks the same as a queue in the way of the
-//!   acknowledgements, which says nothing about this side's line.
+//! - **A fallen rate** shows as a round trip longer than the window explains. ProbeRtt then tells
+//!   whether this side's own queue is to blame: if so, the rate is what was delivered lately; if
+//!   not, the path has become longer, or is shared. In any case the highest rate is forgotten after
+//!   two cycles.
 //!
 //! **Pacing.** quinn has one number for both window and pace: it sends at 1.25 × window / round
 //! trip. So there is no pace to set here, and no gain on it; all gains act on the window. That is
@@ -123,12 +125,15 @@ const STARTUP: f64 = 2.0;
 const CRUISE_ROUNDS: u32 = 6;
 /// A full window that delivers less than this share of the rate is too small for the round trip.
 const FALLEN: f64 = 0.96;
+/// A line that delivers less than this share of the rate for a full window may have slowed.
+const SLOWED: f64 = 0.7;
 /// A cycle lasts at least this long: where round trips are short, one says little.
 const SHORTEST_CYCLE: Duration = Duration::from_millis(100);
 /// A round lasts at least this long, but in Startup: acknowledgements come in bunches, behind data
 /// that goes the other way, and what one bunch says is not the line's rate.
 const LEAST_ROUND: Duration = Duration::from_millis(40);
 const RTT_LASTS: Duration = Duration::from_secs(10);
+const BETWEEN_PROBES: Duration = Duration::from_secs(1);
 /// Sent when nothing else is under way, something shorter is an acknowledgement.
 const SHORT: u64 = 600;
 /// Records of sent batches; more than a window of any path has.
@@ -160,7 +165,16 @@ enum Phase {
     Cruise { rounds: u32 },
     Up { best: f64 },
     Down,
-    ProbeRtt { least: Duration },
+    ProbeRtt { why: Probe, least: Duration, rate: f64 },
+}
+
+/// Why the round trip is measured anew.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Probe {
+    /// The least one is old.
+    Stale,
+    /// It is longer than this window explains: the path, or the bandwidth, has changed.
+    Longer,
 }
 
 /// A batch of packets, as it was sent.
@@ -245,6 +259,7 @@ pub(crate) struct Model {
     best_rounds: [f64; 2],
     least_rtt: Duration,
     least_rtt_at: Instant,
+    probed_at: Instant,
     /// Whether the window was filled in some round of this cycle.
     learnt: bool,
     /// Waiting behind packets of others.
@@ -255,6 +270,8 @@ pub(crate) struct Model {
     loss: f64,
     /// Bytes lost, and bytes in all, of rounds that met no queue and are not in `loss` yet.
     emptied: (u64, u64),
+    /// Whether the line may have slowed.
+    suspect: bool,
     /// What may be under way without losing more than that.
     ceiling: u64,
     random: u64,
@@ -296,11 +313,13 @@ impl Model {
             best_rounds: [0.0; 2],
             least_rtt: Duration::MAX,
             least_rtt_at: now,
+            probed_at: now,
             learnt: false,
             others: Duration::ZERO,
             overfull: false,
             loss: 0.0,
             emptied: (0, 0),
+            suspect: false,
             ceiling: u64::MAX,
             random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
         }
@@ -332,20 +351,14 @@ impl Model {
         self.least_rtt + self.excess() + self.others
     }
 
-    /// The longest wait behind others that is covered. More, and two flows of this kind would
-    /// lengthen each other's queues.
-    fn most_others(&self) -> Duration {
-        (self.least_rtt / 2).max(LEAST_EXCESS / 2)
-    }
-
     /// Keeps the window as small as fills the line, whatever packets wait for.
     fn follow_rtt(&mut self, round: &Round) {
         let rate = self.rate();
         if round.rate < FALLEN * rate {
             // Packets, or their acknowledgements, wait behind others'.
             let covered = Duration::from_secs_f64(self.window as f64 / rate);
-            self.others = (self.others + round.mean_rtt().saturating_sub(covered) / 2)
-                .min(self.most_others());
+            let most = self.least_rtt.max(LEAST_EXCESS / 2);
+            self.others = (self.others + round.mean_rtt().saturating_sub(covered) / 2).min(most);
         } else {
             // The line is busy; as busy with a little less, perhaps.
             self.others = self.others.saturating_sub(self.excess() / 3);
@@ -356,8 +369,8 @@ impl Model {
     /// way is busy. The window then covers that, and a quarter of the usual excess; more would have
     /// flows like this one lengthen each other's queues without end.
     fn set_others(&mut self, rtt: Duration) {
-        let wait = rtt.saturating_sub(self.least_rtt + 3 * self.excess() / 4);
-        self.others = wait.min(self.most_others());
+        let most = self.least_rtt.max(LEAST_EXCESS / 2);
+        self.others = rtt.saturating_sub(self.least_rtt + 3 * self.excess() / 4).min(most);
     }
 
     /// What the path holds without any queue of this side's.
@@ -392,7 +405,7 @@ impl Model {
             Phase::Up { .. } if self.phase_rounds < 2 => (UP * target).min(ABOVE * ceiling),
             Phase::Up { .. } => UP * target.min(ceiling),
             Phase::Down => DOWN * target.min(ceiling),
-            Phase::ProbeRtt { .. } => PROBE * self.rate() * self.least_rtt.as_secs_f64(),
+            Phase::ProbeRtt { rate, .. } => PROBE * rate * self.least_rtt.as_secs_f64(),
         };
         self.window = (window as u64).max(self.least_window());
     }
@@ -515,6 +528,8 @@ impl Model {
                 self.ceiling = self.ceiling.max(self.window);
                 if round.rate >= UP_GROWTH * best && !round.app_limited {
                     self.phase = Phase::Up { best: round.rate };
+                } else if round.rate < SLOWED * best && !round.app_limited && self.may_probe(now) {
+                    self.probe(Probe::Longer, round.rate);
                 } else {
                     self.enter(Phase::Down);
                 }
@@ -522,6 +537,18 @@ impl Model {
             Phase::Down => {
                 if self.phase_rounds >= self.down_rounds() {
                     self.overfull = false;
+                    let longer = round.mean_rtt() > self.expected_rtt() + self.excess();
+                    let slowed = round.rate < SLOWED * self.rate();
+                    let suspect = std::mem::take(&mut self.suspect);
+                    if longer && slowed && !round.app_limited {
+                        if suspect {
+                            let rate = round.rate;
+                            (self.rates, self.best_rounds) = ([rate; 2], [rate; 2]);
+                        } else if self.may_probe(now) {
+                            // Others' queue, or this side's own, since the line has slowed?
+                            return self.probe(Probe::Longer, round.rate);
+                        }
+                    }
                     self.set_others(round.mean_rtt());
                     self.begin_cycle(now);
                     self.random = self.random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
@@ -536,7 +563,7 @@ impl Model {
                     self.follow_rtt(round);
                 }
                 if now.saturating_duration_since(self.least_rtt_at) > RTT_LASTS {
-                    return self.enter(Phase::ProbeRtt { least: Duration::MAX });
+                    return self.probe(Probe::Stale, self.rate());
                 }
                 let lasted = now.saturating_duration_since(self.cycle_began);
                 // A full window that leaves no queue shows that there is room for more.
@@ -544,25 +571,29 @@ impl Model {
                     !round.app_limited && round.mean_rtt() < self.least_rtt + self.excess() / 4;
                 let due = self.phase_rounds >= rounds || room && self.phase_rounds >= 2;
                 if due && lasted >= SHORTEST_CYCLE {
-                    // What the last cycle saw counts until this one has seen enough.
-                    if self.learnt && self.rates[0] > 0.0 && self.phase_rounds >= CRUISE_ROUNDS {
-                        self.rates[1] = self.rates[0];
-                    }
                     self.enter(Phase::Up { best: self.rate() });
                 }
             }
-            Phase::ProbeRtt { least } => {
+            Phase::ProbeRtt { why, least, rate } => {
                 // The first round drains; what it shows is the queue.
                 let least = if self.phase_rounds > 1 { least.min(round.least_rtt) } else { least };
-                self.phase = Phase::ProbeRtt { least };
+                self.phase = Phase::ProbeRtt { why, least, rate };
                 if self.phase_rounds < 3 {
                     return;
                 }
-                self.least_rtt_at = now;
-                // If nothing was sent, nothing is known.
-                if least < Duration::MAX {
+                (self.least_rtt_at, self.probed_at) = (now, now);
+                if least == Duration::MAX {
+                    // Nothing was sent, so nothing is known.
+                } else if why == Probe::Stale {
                     self.least_rtt = least;
                     self.others = Duration::ZERO;
+                } else if least > self.least_rtt + self.least_rtt / 4 {
+                    self.set_others(least);
+                } else {
+                    // The queue was this side's own, since the line has slowed; or it was in the
+                    // way of the acknowledgements, and is gone. Down will show it.
+                    self.others = Duration::ZERO;
+                    self.suspect = true;
                 }
                 self.enter(Phase::Down);
             }
@@ -573,6 +604,14 @@ impl Model {
     /// and one that shows the path as it is.
     fn down_rounds(&self) -> u32 {
         2 + u32::from(self.overfull)
+    }
+
+    fn may_probe(&self, now: Instant) -> bool {
+        now.saturating_duration_since(self.probed_at) >= BETWEEN_PROBES
+    }
+
+    fn probe(&mut self, why: Probe, rate: f64) {
+        self.enter(Phase::ProbeRtt { why, least: Duration::MAX, rate });
     }
 
     /// Forgets the highest rate of the cycle before the last, unless the window was never filled

@@ -122,17 +122,23 @@ impl Scene {
             let (near, far) = tokio::join!(connecting, accepting);
             let near = near.unwrap();
             let messages = Arc::new(Mutex::new(vec![Instant::now()]));
+            if self.message.is_none() {
+                tokio::spawn(send(near.clone(), usize::MAX));
+                tokio::spawn(receive(far.clone()));
+            }
             if self.both_ways {
                 // One connection for each direction, as farwire's links have.
                 let connecting = here.connect(address(0), &identity.name_of(Peer(0))).unwrap();
                 let accepting = async { there.accept().await.unwrap().await.unwrap() };
                 let (back, from) = tokio::join!(connecting, accepting);
-                let bytes = self.message.unwrap_or(usize::MAX);
-                tokio::spawn(exchange(from, far.clone(), bytes, Arc::default()));
-                tokio::spawn(exchange(near.clone(), back.unwrap(), bytes, messages.clone()));
-            } else {
-                tokio::spawn(send(near.clone(), usize::MAX));
-                tokio::spawn(receive(far.clone()));
+                let back = back.unwrap();
+                if let Some(bytes) = self.message {
+                    tokio::spawn(exchange(from, far.clone(), bytes, Arc::default()));
+                    tokio::spawn(exchange(near.clone(), back, bytes, messages.clone()));
+                } else {
+                    tokio::spawn(send(from, usize::MAX));
+                    tokio::spawn(receive(back));
+                }
             }
             flows.push((here, near, far, messages));
         }
@@ -276,11 +282,11 @@ fn random_loss_is_not_taken_for_congestion() {
 }
 
 /// Acknowledgements wait in the other direction's queue, and some are lost. quinn's packet numbers
-/// are random, so runs differ. The direction that began later gets less for some time, since its
-/// acknowledgements wait longer: 0.75 of the line was the least seen.
+/// are random, so runs differ. This is the direction that began first; the other one can stay at 0.65
+/// of the line for some time.
 #[test]
 fn both_directions_are_filled_at_once() {
-    for (loss, wanted) in [(Loss::None, 0.6), (Loss::Random(0.01), 0.6), (Loss::Random(0.03), 0.6)]
+    for (loss, wanted) in [(Loss::None, 0.7), (Loss::Random(0.01), 0.7), (Loss::Random(0.03), 0.6)]
     {
         let scene = Scene { loss, both_ways: true, ..Scene::new(Congestion::Model) };
         let share = alone(&scene, &format!("model, both ways, {loss:?}")).rate(2, 12) / LINE;
@@ -288,7 +294,7 @@ fn both_directions_are_filled_at_once() {
     }
 }
 
-/// As 64 MB over 200 Mbit/s, where 0.92, 0.88 and 0.85 were seen.
+/// As 64 MB over 200 Mbit/s, where 0.85, 0.84 and 0.85 were the least seen.
 #[test]
 fn an_exchange_of_messages_fills_the_line() {
     for (loss, wanted) in [(Loss::None, 0.8), (Loss::Random(0.01), 0.75), (Loss::Random(0.03), 0.7)]
@@ -396,10 +402,10 @@ fn a_short_queue_is_respected() {
 fn a_halved_rate_is_noticed() {
     for queue in [100 * MS, 500 * MS] {
         let change = Some((4, LINE / 2.0, 50 * MS));
-        let scene = Scene { change, queue, seconds: 16, ..Scene::new(Congestion::Model) };
+        let scene = Scene { change, queue, ..Scene::new(Congestion::Model) };
         let trace = alone(&scene, &format!("model, rate halved after 4 s, queue of {queue:?}"));
-        assert!(trace.rate(7, 16) > 0.9 * LINE / 2.0, "{}", trace.rate(7, 16) / LINE);
-        assert!(trace.rtt(11, 16) < 160 * MS, "the queue is drained: {:?}", trace.rtt(11, 16));
+        assert!(trace.rate(7, 12) > 0.9 * LINE / 2.0, "{}", trace.rate(7, 12) / LINE);
+        assert!(trace.rtt(8, 12) < 150 * MS, "the queue is drained: {:?}", trace.rtt(8, 12));
     }
 }
 
@@ -414,12 +420,9 @@ fn a_doubled_rate_is_found() {
 #[test]
 fn a_longer_and_a_shorter_path_are_noticed() {
     for delay in [100 * MS, 10 * MS] {
-        let change = Some((4, LINE, delay));
-        let scene = Scene { change, seconds: 22, ..Scene::new(Congestion::Model) };
+        let scene = Scene { change: Some((4, LINE, delay)), ..Scene::new(Congestion::Model) };
         let trace = alone(&scene, &format!("model, delay {delay:?} after 4 s"));
-        assert!(trace.rate(8, 12) > 0.7 * LINE, "{delay:?}: {}", trace.rate(8, 12) / LINE);
-        // The old round trip is forgotten after ten seconds.
-        assert!(trace.rate(17, 22) > 0.9 * LINE, "{delay:?}: {}", trace.rate(17, 22) / LINE);
+        assert!(trace.rate(8, 12) > 0.9 * LINE, "{delay:?}: {}", trace.rate(8, 12) / LINE);
     }
 }
 
