@@ -4,51 +4,48 @@
 //! is 4 Mbit/s, whatever the line could carry. This controller, in the manner of BBRv3, measures
 //! the path instead:
 //!
-//! - **bandwidth**: the highest rate at which data was delivered lately. Each packet remembers what
-//!   had been delivered when it was sent; when it is acknowledged, what was delivered since, over
-//!   the time that took (or the time it took to send it, if that was longer), is a sample. Samples
-//!   from times in which this side had nothing to send, or did not fill the window, say little:
-//!   they count only if they are higher.
+//! - **bandwidth**: the highest rate at which data was delivered lately. What was delivered in a
+//!   round trip, over the time that took (or the time it took to send it, if that was longer), is a
+//!   sample. Samples from times in which this side had nothing to send say little: they count only
+//!   if they are higher.
 //! - **least round trip**: the shortest round trip of the last ten seconds. If none came near it
-//!   for that long, or the path seems to have become longer, *ProbeRtt* lowers the window for a
-//!   moment and measures anew.
+//!   for that long, *ProbeRtt* sends little for a moment and measures anew.
 //!
-//! Their product is what the path holds without a queue. The window is that, plus a fifth (at least
-//! 8 ms) so that a late acknowledgement or a busy core leaves no gap, plus what is usually lost. If
-//! a queue stays although this side has drained its own, others fill it (CUBIC does), and the
-//! window covers the wait behind them too, up to twice the least round trip: else they would push
-//! this side out.
+//! Their product is what the path holds without a queue. Data is handed to QUIC at the pace of the
+//! bandwidth, so that it fills the path and no more. The window, twice what the path holds, only
+//! bounds what is under way should the pace be too high: a queue then holds one round trip at most.
 //!
 //! ```text
 //!         Startup ──▶ Down ──▶ Cruise ──▶ Up ──▶ Down ──▶ Cruise …
-//! window  ×2          ×0.875   ×1         ×1.25  ×0.875          (ProbeRtt: ×0.75 of what the path holds)
-//! rounds  as needed   2        6 to 11    2 + n  2
+//! pace    window      ×0.75    ×1         ×1.25  ×0.75           (ProbeRtt: ×0.5)
+//! rounds  as needed   1 to 3   6 to 11    2 + n
 //! ```
 //!
 //! - **Startup** doubles the window each round, up to twice what the path is known to hold, until
 //!   the queue begins to fill: the rate stops growing, and even the fastest packet of a round had
 //!   to wait. (Or the rate has not grown for three rounds, or a tenth is lost.)
-//! - **Up** asks once in a while whether there is more: one round with a quarter more. It goes on
-//!   for as long as the rate grows, so a doubled rate is found within a few round trips. **Down**
-//!   drains what Up left in the queue, which also shows the least round trip again.
-//! - **Loss** lowers the window's ceiling only if it is more than the path loses anyway. What it
-//!   loses anyway is learnt from rounds whose packets met no queue: no queue can have dropped
-//!   those. A round that loses 1 % more than twice that, and met a queue, sets the ceiling to what
-//!   did get through. Up raises it again.
-//! - **A fallen rate** shows as a round trip longer than the window explains. ProbeRtt then tells
-//!   whether this side's own queue is to blame: if so, the rate is what was delivered lately; if
-//!   not, the path has become longer, or is shared. In any case the highest rate is forgotten after
-//!   two cycles.
+//! - **Up** asks once in a while whether there is more: one round with a quarter more, and one that
+//!   shows what came of it. It goes on for as long as the rate grows, so a doubled rate is found
+//!   within a second. **Down** drains what Up left in the queue, which also shows the least round
+//!   trip again.
+//! - **Cruise** sends a little less while there is a queue. Flows that share a line find more in Up
+//!   than they can all have, and would else fill the queue together. If the round trip then stays
+//!   the same, it was no queue: the path has become longer.
+//! - **Loss** counts only if it is more than the path loses anyway, which is learnt from rounds
+//!   that met no queue: no queue can have dropped those. If 2 % more than twice that is lost, and
+//!   there is a queue, what may be under way falls to what did get through, and the pace falls by a
+//!   fifth, until the next Up.
+//! - **A fallen rate** shows as a long queue and a rate below the known one. *Check* then sends
+//!   more slowly for two rounds. If as much arrives as before, the queue is this side's own, and
+//!   the rate is what arrives; if not, the line is shared. In any case the highest rate is
+//!   forgotten after two cycles.
 //!
 //! **Pacing.** quinn has one number for both window and pace: it sends at 1.25 × window / round
-//! trip. So there is no pace to set here, and no gain on it; all gains act on the window. That is
-//! enough: with a window of 1.2 times what the path holds, quinn's pace is above the line's rate,
-//! acknowledgements set the pace, and the queue cannot exceed the window's excess. quinn's pace
-//! also falls by itself as the round trip rises. What is lost against BBR is that Up fills its
-//! quarter in a burst at 1.25 times the rate over one round, not more slowly; with a queue shorter
-//! than that, the ceiling takes over.
+//! trip. With a window of twice what the path holds that is far above the line's rate. So the pace
+//! is kept before quinn, by whoever writes to a stream: see [`Pacer`].
 
 mod by_distance;
+mod pace;
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -60,6 +57,9 @@ use std::time::{Duration, Instant};
 
 use quinn::congestion::{Controller, ControllerFactory};
 use quinn_proto::RttEstimator;
+
+use self::pace::Pace;
+pub(crate) use self::pace::{Pacer, Turn};
 
 /// Which controller a connection has: `FARWIRE_CONGESTION`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -87,7 +87,7 @@ impl Congestion {
     pub(crate) fn factory(self) -> Arc<dyn ControllerFactory + Send + Sync> {
         match self {
             Self::ByDistance => Arc::new(by_distance::ByDistanceConfig::default()),
-            Self::Model => Arc::new(ModelConfig::new(RandomState::new().build_hasher().finish())),
+            Self::Model => Arc::new(ModelConfig::random()),
             Self::Cubic => Arc::new(quinn::congestion::CubicConfig::default()),
         }
     }
@@ -96,44 +96,55 @@ impl Congestion {
 /// Packets that may be under way before anything is known; quinn paces them.
 const INITIAL_PACKETS: u64 = 32;
 const LEAST_PACKETS: u64 = 4;
-/// What the window holds beyond the path's own content: a fifth of it, and at least this much time.
+/// How long a packet may wait before that counts as a queue: a fifth of the round trip, and at least
+/// this.
 const LEAST_EXCESS: Duration = Duration::from_millis(8);
-const UP: f64 = 1.2;
-const DOWN: f64 = 0.875;
+/// What the window holds, as a multiple of what the path does.
+const WINDOW: f64 = 2.0;
+/// Paces, as shares of the rate. `YIELD` is Cruise's if there is a queue.
+const CRUISE: f64 = 0.99;
+const YIELD: f64 = 0.92;
+const UP: f64 = 1.25;
+const DOWN: f64 = 0.75;
+const PROBE: f64 = 0.5;
+/// Bytes of a packet that are not data.
+const HEADERS: f64 = 40.0;
 /// A round that grew by less than this did not grow.
 const STARTUP_GROWTH: f64 = 1.25;
 const UP_GROWTH: f64 = 1.05;
 /// Rounds without growth after which Startup ends, if no queue shows it earlier.
 const PLATEAU: u32 = 3;
 /// Loss beyond what the path has anyway.
-const EXCESS_LOSS: f64 = 0.01;
+const EXCESS_LOSS: f64 = 0.02;
 const STARTUP_LOSS: f64 = 0.1;
-/// A round with fewer says nothing of what the path loses.
+/// Fewer packets say nothing of what the path loses; and how much they say.
 const LEARN_PACKETS: u64 = 64;
-/// How far a ceiling falls at most in one round.
+const LEARN: f64 = 0.1;
+/// How far a ceiling and the pace of Cruise fall at most in one round, and the latter in all.
 const FALL: f64 = 0.7;
+const LOWER: f64 = 0.8;
+const LOWEST: f64 = 0.5;
 /// How far below a known ceiling the window stays, and how far above it Up tries first.
 const HEADROOM: f64 = 0.9;
 const ABOVE: f64 = 1.1;
-/// A round that had less of the window under way was limited by the application.
-const FILLED: f64 = 0.75;
-/// ProbeRtt's window, as a share of what the path holds: enough to leave no queue, and most of the
-/// rate.
-const PROBE: f64 = 0.75;
 /// Startup's window, as a multiple of what the path is known to hold.
 const STARTUP: f64 = 2.0;
+/// Rounds of growth in Up after which the rate was far too low, and Startup begins again.
+const FAR_TOO_LOW: u32 = 6;
 const CRUISE_ROUNDS: u32 = 6;
-/// A full window that delivers less than this share of the rate is too small for the round trip.
-const FALLEN: f64 = 0.96;
-/// A line that delivers less than this share of the rate for a full window may have slowed.
+/// Rounds of the same round trip, in spite of a lower pace, that show a longer path.
+const STILL: u32 = 4;
+const MOST_DOWN_ROUNDS: u32 = 3;
+/// A line that delivers less than this share of the rate, and has a queue, may have slowed.
 const SLOWED: f64 = 0.7;
+/// What arrives as fast as before, although it was sent more slowly.
+const STEADY: f64 = 0.95;
 /// A cycle lasts at least this long: where round trips are short, one says little.
 const SHORTEST_CYCLE: Duration = Duration::from_millis(100);
 /// A round lasts at least this long, but in Startup: acknowledgements come in bunches, behind data
 /// that goes the other way, and what one bunch says is not the line's rate.
 const LEAST_ROUND: Duration = Duration::from_millis(40);
 const RTT_LASTS: Duration = Duration::from_secs(10);
-const BETWEEN_PROBES: Duration = Duration::from_secs(1);
 /// Sent when nothing else is under way, something shorter is an acknowledgement.
 const SHORT: u64 = 600;
 /// Records of sent batches; more than a window of any path has.
@@ -150,31 +161,43 @@ impl ModelConfig {
     fn new(seed: u64) -> Self {
         Self { next_seed: seed.into() }
     }
+
+    fn random() -> Self {
+        Self::new(RandomState::new().build_hasher().finish())
+    }
+
+    fn model(&self, now: Instant, mtu: u16) -> Model {
+        Model::new(now, mtu, self.next_seed.fetch_add(1, Ordering::Relaxed))
+    }
 }
 
 impl ControllerFactory for ModelConfig {
     fn build(self: Arc<Self>, now: Instant, mtu: u16) -> Box<dyn Controller> {
-        Box::new(Model::new(now, mtu, self.next_seed.fetch_add(1, Ordering::Relaxed)))
+        Box::new(self.model(now, mtu))
     }
 }
 
 /// What the controller does now, and for how many rounds it has.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Phase {
-    Startup { best: f64, plateau: u32 },
-    Cruise { rounds: u32 },
-    Up { best: f64 },
+    Startup {
+        best: f64,
+        plateau: u32,
+    },
+    Cruise {
+        rounds: u32,
+    },
+    Up {
+        best: f64,
+    },
     Down,
-    ProbeRtt { why: Probe, least: Duration, rate: f64 },
-}
-
-/// Why the round trip is measured anew.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Probe {
-    /// The least one is old.
-    Stale,
-    /// It is longer than this window explains: the path, or the bandwidth, has changed.
-    Longer,
+    /// The line delivers less than it did: because it has slowed, or because it is shared?
+    Check {
+        rate: f64,
+    },
+    ProbeRtt {
+        least: Duration,
+    },
 }
 
 /// A batch of packets, as it was sent.
@@ -197,9 +220,13 @@ struct Round {
     ends_at: u64,
     began_with: u64,
     began_at: Instant,
+    /// When the packet was sent that was acknowledged last by then.
+    sent_at: Instant,
     lost: u64,
     marked: bool,
     rate: f64,
+    /// How fast it arrived, however fast it was sent.
+    arrived: f64,
     app_limited: bool,
     /// The most that was under way.
     peak: u64,
@@ -209,14 +236,16 @@ struct Round {
 }
 
 impl Round {
-    fn new(delivered: u64, now: Instant) -> Self {
+    fn new(delivered: u64, now: Instant, sent_at: Instant) -> Self {
         Self {
             ends_at: delivered,
             began_with: delivered,
             began_at: now,
+            sent_at,
             lost: 0,
             marked: false,
             rate: 0.0,
+            arrived: 0.0,
             app_limited: false,
             peak: 0,
             least_rtt: Duration::MAX,
@@ -235,6 +264,7 @@ impl Round {
 pub(crate) struct Model {
     mtu: u64,
     window: u64,
+    pace: Arc<Pace>,
     phase: Phase,
     phase_rounds: u32,
     cycle_began: Instant,
@@ -259,19 +289,25 @@ pub(crate) struct Model {
     best_rounds: [f64; 2],
     least_rtt: Duration,
     least_rtt_at: Instant,
-    probed_at: Instant,
+    /// Whether there was a queue in the last round of Cruise.
+    queued: bool,
+    /// The round trip of the last round, and for how many it has been the same.
+    last_rtt: Duration,
+    still: u32,
+    /// By how much the pace is lower until the next Up, since too much was lost.
+    lowered: f64,
+    /// Whether this cycle has had its Check.
+    checked: bool,
     /// Whether the window was filled in some round of this cycle.
     learnt: bool,
-    /// Waiting behind packets of others.
-    others: Duration,
     /// Whether more than tolerated was lost since the last Down.
     overfull: bool,
     /// The share of packets that the path loses without any queue.
     loss: f64,
     /// Bytes lost, and bytes in all, of rounds that met no queue and are not in `loss` yet.
-    emptied: (u64, u64),
-    /// Whether the line may have slowed.
-    suspect: bool,
+    unqueued: (u64, u64),
+    /// The same, of all rounds that are not judged yet.
+    tally: (u64, u64),
     /// What may be under way without losing more than that.
     ceiling: u64,
     random: u64,
@@ -297,6 +333,7 @@ impl Model {
         Self {
             mtu,
             window: INITIAL_PACKETS * mtu,
+            pace: Arc::new(Pace::new(now)),
             phase: Phase::Startup { best: 0.0, plateau: 0 },
             phase_rounds: 0,
             cycle_began: now,
@@ -308,18 +345,21 @@ impl Model {
             app_limited_until: 0,
             sent: VecDeque::new(),
             newest: None,
-            round: Round::new(0, now),
+            round: Round::new(0, now, now),
             rates: [0.0; 2],
             best_rounds: [0.0; 2],
             least_rtt: Duration::MAX,
             least_rtt_at: now,
-            probed_at: now,
+            queued: false,
+            last_rtt: Duration::ZERO,
+            still: 0,
+            lowered: 1.0,
+            checked: false,
             learnt: false,
-            others: Duration::ZERO,
             overfull: false,
             loss: 0.0,
-            emptied: (0, 0),
-            suspect: false,
+            unqueued: (0, 0),
+            tally: (0, 0),
             ceiling: u64::MAX,
             random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
         }
@@ -330,58 +370,27 @@ impl Model {
     }
 
     /// Takes in a round's rate. The highest of a cycle may be chance: acknowledgements that were
-    /// held up and then came together. So the second highest counts, but while Up looks for more.
+    /// held up and then came together. So the second highest counts; but that of Up, which is there
+    /// to find more.
     fn learn(&mut self, rate: f64) {
-        if rate > self.best_rounds[0] {
-            self.best_rounds = [rate, self.best_rounds[0]];
-        } else if rate > self.best_rounds[1] {
-            self.best_rounds[1] = rate;
-        }
+        let [highest, second] = self.best_rounds;
         let up = matches!(self.phase, Phase::Up { .. });
-        self.rates[0] = self.best_rounds[usize::from(!up)];
+        self.best_rounds = if up {
+            [highest.max(rate), second.max(rate)]
+        } else {
+            [highest.max(rate), second.max(rate.min(highest))]
+        };
+        self.rates[0] = self.best_rounds[1];
     }
 
-    /// What the window holds beyond the path's content, as a time.
+    /// How long packets may wait before that counts as a queue.
     fn excess(&self) -> Duration {
         LEAST_EXCESS.max(self.least_rtt / 5)
     }
 
-    /// How long packets should travel with this window.
-    fn expected_rtt(&self) -> Duration {
-        self.least_rtt + self.excess() + self.others
-    }
-
-    /// Keeps the window as small as fills the line, whatever packets wait for.
-    fn follow_rtt(&mut self, round: &Round) {
-        let rate = self.rate();
-        if round.rate < FALLEN * rate {
-            // Packets, or their acknowledgements, wait behind others'.
-            let covered = Duration::from_secs_f64(self.window as f64 / rate);
-            let most = self.least_rtt.max(LEAST_EXCESS / 2);
-            self.others = (self.others + round.mean_rtt().saturating_sub(covered) / 2).min(most);
-        } else {
-            // The line is busy; as busy with a little less, perhaps.
-            self.others = self.others.saturating_sub(self.excess() / 3);
-        }
-    }
-
-    /// Packets took `rtt` although this side left no queue: others did, or the acknowledgements'
-    /// way is busy. The window then covers that, and a quarter of the usual excess; more would have
-    /// flows like this one lengthen each other's queues without end.
-    fn set_others(&mut self, rtt: Duration) {
-        let most = self.least_rtt.max(LEAST_EXCESS / 2);
-        self.others = rtt.saturating_sub(self.least_rtt + 3 * self.excess() / 4).min(most);
-    }
-
-    /// What the path holds without any queue of this side's.
+    /// What the path holds without any queue.
     fn content(&self) -> f64 {
-        let time = (self.least_rtt + self.others).as_secs_f64();
-        self.rate() * time / (1.0 - self.loss.min(0.2))
-    }
-
-    /// The window that keeps the line busy.
-    fn target(&self, rate: f64) -> f64 {
-        rate * self.expected_rtt().as_secs_f64() / (1.0 - self.loss.min(0.2))
+        self.rate() * self.least_rtt.as_secs_f64() / (1.0 - self.loss.min(0.2))
     }
 
     fn least_window(&self) -> u64 {
@@ -393,21 +402,45 @@ impl Model {
         self.phase_rounds = 0;
     }
 
+    /// What may be under way, and how fast it goes out, follow from the phase.
     fn set_window(&mut self) {
-        if self.rate() == 0.0 || matches!(self.phase, Phase::Startup { .. }) {
-            return; // it grows as acknowledgements come
-        }
-        let target = self.target(self.rate());
-        let (ceiling, content) = (self.ceiling as f64, self.content());
-        let window = match self.phase {
-            Phase::Startup { .. } => return,
-            Phase::Cruise { .. } => target.min((HEADROOM * ceiling).max(content)),
-            Phase::Up { .. } if self.phase_rounds < 2 => (UP * target).min(ABOVE * ceiling),
-            Phase::Up { .. } => UP * target.min(ceiling),
-            Phase::Down => DOWN * target.min(ceiling),
-            Phase::ProbeRtt { rate, .. } => PROBE * rate * self.least_rtt.as_secs_f64(),
+        let rate = self.rate();
+        let ceiling = self.ceiling as f64;
+        // Some room for what is acknowledged late, where the path holds little.
+        let content = self.content();
+        let full = WINDOW * content + rate * LEAST_EXCESS.as_secs_f64();
+        let (window, pace) = match self.phase {
+            Phase::Startup { .. } => {
+                // The window grows as acknowledgements come, and the pace follows it.
+                if self.least_rtt < Duration::MAX {
+                    let pace = UP * self.window as f64 / self.least_rtt.as_secs_f64();
+                    self.pace.set_rate(pace);
+                }
+                return;
+            }
+            Phase::Cruise { .. } => {
+                let pace = if self.queued { YIELD } else { CRUISE };
+                (full.min((HEADROOM * ceiling).max(content)), self.lowered * pace)
+            }
+            Phase::Up { .. } if self.phase_rounds.is_multiple_of(2) => {
+                let above = if self.phase_rounds == 0 { ABOVE } else { UP };
+                (full.min(above * ceiling), UP)
+            }
+            // This round shows what came of the one before.
+            Phase::Up { .. } => (full.min((HEADROOM * ceiling).max(content)), CRUISE),
+            Phase::Down => (full.min(ceiling), DOWN),
+            Phase::Check { rate: now } => (full.min(ceiling), DOWN * now / rate),
+            Phase::ProbeRtt { .. } => (PROBE * content, PROBE),
         };
         self.window = (window as u64).max(self.least_window());
+        let payload = (1.0 - HEADERS / self.mtu as f64).max(0.5);
+        // However little was delivered lately, the least window may go out in one round.
+        let least = self.least_window() as f64 / self.least_rtt.as_secs_f64();
+        self.pace.set_rate((pace * rate * payload).max(least));
+    }
+
+    fn is_full(&self) -> bool {
+        self.in_flight + self.mtu > self.window
     }
 
     /// The acknowledgements of one packet have been read: a sample of rate and round trip.
@@ -442,59 +475,33 @@ impl Model {
 
     /// All that was under way when the round began has been acknowledged or lost.
     fn end_round(&mut self, now: Instant) {
-        let mut round = std::mem::replace(&mut self.round, Round::new(self.delivered, now));
+        let next = Round::new(self.delivered, now, self.first_sent);
+        let mut round = std::mem::replace(&mut self.round, next);
         self.phase_rounds += 1;
-        round.app_limited |= (round.peak as f64) < FILLED * self.window as f64;
+        // A round that was held back does not say what the line carries; nor does the one after it.
+        round.app_limited |= match self.phase {
+            Phase::Cruise { .. } => self.phase_rounds == 1,
+            Phase::Down | Phase::Check { .. } | Phase::ProbeRtt { .. } => true,
+            Phase::Startup { .. } | Phase::Up { .. } => false,
+        };
         self.learnt |= !round.app_limited;
         let delivered = self.delivered - round.began_with;
         if !matches!(self.phase, Phase::Startup { .. }) {
             let took = now.saturating_duration_since(round.began_at).max(self.least_rtt);
-            round.rate = delivered as f64 / took.as_secs_f64();
+            // Acknowledgements that were held up come faster than what they are for was sent.
+            let sending = self.first_sent.saturating_duration_since(round.sent_at);
+            round.rate = delivered as f64 / took.max(sending).as_secs_f64();
+            round.arrived = delivered as f64 / took.as_secs_f64();
             if !round.app_limited || round.rate > self.rate() {
                 self.learn(round.rate);
             }
         }
-        // Even the fastest packet had to wait: a late one alone may have met a busy host.
-        let queued = round.mean_rtt()
-            > self.least_rtt + Duration::from_millis(2).max(self.least_rtt / 20)
-            && round.least_rtt > self.least_rtt + Duration::from_millis(1).max(self.least_rtt / 50);
-        let starting = matches!(self.phase, Phase::Startup { .. });
-        // By chance, some rounds lose more than the others; the fewer packets, the more so.
-        let packets = (round.lost + delivered) as f64 / self.mtu as f64;
-        let usual = if starting { STARTUP_LOSS } else { EXCESS_LOSS + 2.0 * self.loss };
-        let chance = 2.0 * (packets * (0.01 + self.loss)).sqrt();
-        let lost = round.lost as f64 / self.mtu as f64;
-        let too_much = queued && lost > packets * usual + chance || round.marked;
-        // What Down hears of was lost before it.
-        let too_much = too_much && !(self.phase == Phase::Down && self.overfull);
-        if too_much {
-            let fallen = (FALL * self.window.min(self.ceiling) as f64) as u64;
-            self.ceiling =
-                delivered.max(fallen).max(self.content() as u64).max(self.least_window());
-        }
-        // In the last round of Down, this side leaves no queue. Others' may lose some packets, too.
-        let down = self.phase == Phase::Down && self.phase_rounds == self.down_rounds();
-        let empty = round.mean_rtt() < self.expected_rtt();
-        if down && empty {
-            self.emptied.0 += round.lost;
-            self.emptied.1 += delivered + round.lost;
-            if self.emptied.1 > LEARN_PACKETS * self.mtu {
-                let (lost, of) = std::mem::take(&mut self.emptied);
-                self.loss += 0.3 * (lost as f64 / of as f64 - self.loss);
-            }
-        } else if delivered > LEARN_PACKETS * self.mtu {
-            let loss = round.lost as f64 / (round.lost + delivered) as f64;
-            if loss < self.loss {
-                self.loss += 0.02 * (loss - self.loss);
-            }
-        }
-        self.overfull |= too_much && self.phase != Phase::Down || starting;
+        let too_much = self.judge_loss(&round, delivered);
         tracing::trace!(
             model = ?self,
             mbit = round.rate * 8e-6,
             rtt = ?round.mean_rtt(),
-            lost,
-            packets,
+            round.lost,
             too_much,
             round.app_limited,
             "round"
@@ -502,17 +509,57 @@ impl Model {
         self.next_phase(now, &round, too_much);
     }
 
+    /// Whether more was lost than the path loses anyway. If so, lowers what may be under way.
+    fn judge_loss(&mut self, round: &Round, delivered: u64) -> bool {
+        let queued =
+            round.mean_rtt() > self.least_rtt + Duration::from_millis(2).max(self.least_rtt / 32);
+        // What was lost without a queue was lost by the path. What Down hears of may have been lost
+        // before it.
+        if !queued && !(self.phase == Phase::Down && self.overfull) {
+            self.unqueued.0 += round.lost;
+            self.unqueued.1 += round.lost + delivered;
+            if self.unqueued.1 > LEARN_PACKETS * self.mtu {
+                let (lost, all) = std::mem::take(&mut self.unqueued);
+                self.loss += LEARN * (lost as f64 / all as f64 - self.loss);
+            }
+        }
+        let starting = matches!(self.phase, Phase::Startup { .. });
+        self.tally.0 += round.lost;
+        self.tally.1 += round.lost + delivered;
+        if self.tally.1 < LEARN_PACKETS * self.mtu && !round.marked {
+            return false;
+        }
+        let (lost, all) = std::mem::take(&mut self.tally);
+        let [lost, all] = [lost, all].map(|bytes| bytes as f64 / self.mtu as f64);
+        // By chance, some rounds lose more than the others; the fewer packets, the more so.
+        let usual = if starting { STARTUP_LOSS } else { EXCESS_LOSS + 2.0 * self.loss };
+        let chance = 2.5 * (all * (EXCESS_LOSS + self.loss)).sqrt();
+        let too_much = queued && lost > all * usual + chance || round.marked;
+        if !too_much || self.phase == Phase::Down && self.overfull {
+            self.overfull |= starting;
+            return false;
+        }
+        let fallen = (FALL * self.window.min(self.ceiling) as f64) as u64;
+        self.ceiling = delivered.max(fallen).max(self.content() as u64).max(self.least_window());
+        if matches!(self.phase, Phase::Cruise { .. }) {
+            self.lowered = (LOWER * self.lowered).max(LOWEST);
+        }
+        self.overfull |= self.phase != Phase::Down;
+        true
+    }
+
     fn next_phase(&mut self, now: Instant, round: &Round, too_much: bool) {
         match self.phase {
             Phase::Startup { best, plateau } => {
-                if round.app_limited && !too_much {
+                let queue = round.least_rtt > self.least_rtt + self.excess() / 2;
+                let filled = 2 * round.peak > self.window;
+                if round.app_limited && !too_much && !(queue && filled) {
                     return;
                 }
                 let grown = round.rate >= STARTUP_GROWTH * best;
                 let plateau = if grown { 0 } else { plateau + 1 };
-                let queue = round.least_rtt > self.least_rtt + self.excess() / 2;
                 if too_much || plateau >= PLATEAU || plateau > 0 && queue {
-                    self.begin_cycle(now);
+                    self.best_rounds = [self.rate(); 2];
                     return self.enter(Phase::Down);
                 }
                 self.phase = Phase::Startup { best: best.max(round.rate), plateau };
@@ -525,99 +572,94 @@ impl Model {
                 if self.phase_rounds < 2 {
                     return;
                 }
-                self.ceiling = self.ceiling.max(self.window);
-                if round.rate >= UP_GROWTH * best && !round.app_limited {
-                    self.phase = Phase::Up { best: round.rate };
-                } else if round.rate < SLOWED * best && !round.app_limited && self.may_probe(now) {
-                    self.probe(Probe::Longer, round.rate);
-                } else {
+                self.ceiling = self.ceiling.max(round.peak);
+                if round.rate < UP_GROWTH * best || round.app_limited {
                     self.enter(Phase::Down);
+                } else if self.phase_rounds >= FAR_TOO_LOW {
+                    self.enter(Phase::Startup { best: round.rate, plateau: 0 });
+                } else {
+                    self.phase = Phase::Up { best: round.rate };
                 }
             }
             Phase::Down => {
-                if self.phase_rounds >= self.down_rounds() {
-                    self.overfull = false;
-                    let longer = round.mean_rtt() > self.expected_rtt() + self.excess();
-                    let slowed = round.rate < SLOWED * self.rate();
-                    let suspect = std::mem::take(&mut self.suspect);
-                    if longer && slowed && !round.app_limited {
-                        if suspect {
-                            let rate = round.rate;
-                            (self.rates, self.best_rounds) = ([rate; 2], [rate; 2]);
-                        } else if self.may_probe(now) {
-                            // Others' queue, or this side's own, since the line has slowed?
-                            return self.probe(Probe::Longer, round.rate);
-                        }
-                    }
-                    self.set_others(round.mean_rtt());
-                    self.begin_cycle(now);
-                    self.random = self.random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
-                    let rounds = CRUISE_ROUNDS + (self.random >> 60) as u32 / 3;
-                    // Others, who ask for more by filling the queue, need time to do so.
-                    let rounds = if self.others > self.excess() / 2 { 2 * rounds } else { rounds };
-                    self.enter(Phase::Cruise { rounds });
+                if !self.is_drained() && self.phase_rounds < MOST_DOWN_ROUNDS {
+                    return;
                 }
+                self.overfull = false;
+                self.begin_cycle(now);
+                self.random = self.random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
+                let rounds = CRUISE_ROUNDS + (self.random >> 60) as u32 / 3;
+                self.enter(Phase::Cruise { rounds });
             }
             Phase::Cruise { rounds } => {
-                if !round.app_limited {
-                    self.follow_rtt(round);
-                }
                 if now.saturating_duration_since(self.least_rtt_at) > RTT_LASTS {
-                    return self.probe(Probe::Stale, self.rate());
+                    return self.enter(Phase::ProbeRtt { least: Duration::MAX });
                 }
+                let slowed = round.rate < SLOWED * self.rate() && !round.app_limited;
+                let queue = round.mean_rtt() > self.least_rtt + 2 * self.excess();
+                // What was lost does not arrive, which says nothing about the line's rate.
+                if slowed && queue && !self.overfull && !self.checked {
+                    self.checked = true;
+                    return self.enter(Phase::Check { rate: round.rate });
+                }
+                self.notice_a_longer_path(now, round);
+                self.queued = round.mean_rtt() > self.least_rtt + self.excess() / 2;
                 let lasted = now.saturating_duration_since(self.cycle_began);
-                // A full window that leaves no queue shows that there is room for more.
-                let room =
-                    !round.app_limited && round.mean_rtt() < self.least_rtt + self.excess() / 4;
-                let due = self.phase_rounds >= rounds || room && self.phase_rounds >= 2;
-                if due && lasted >= SHORTEST_CYCLE {
+                if self.phase_rounds >= rounds && lasted >= SHORTEST_CYCLE {
+                    self.lowered = 1.0;
                     self.enter(Phase::Up { best: self.rate() });
                 }
             }
-            Phase::ProbeRtt { why, least, rate } => {
+            Phase::Check { rate } => {
+                if self.phase_rounds < 2 {
+                    return;
+                }
+                // What was sent more slowly arrives as fast: this side alone has filled the queue.
+                if round.arrived > STEADY * rate {
+                    (self.rates, self.best_rounds) = ([rate; 2], [rate; 2]);
+                    return self.enter(Phase::ProbeRtt { least: Duration::MAX });
+                }
+                self.enter(Phase::Cruise { rounds: CRUISE_ROUNDS });
+            }
+            Phase::ProbeRtt { least } => {
                 // The first round drains; what it shows is the queue.
                 let least = if self.phase_rounds > 1 { least.min(round.least_rtt) } else { least };
-                self.phase = Phase::ProbeRtt { why, least, rate };
+                self.phase = Phase::ProbeRtt { least };
                 if self.phase_rounds < 3 {
                     return;
                 }
-                (self.least_rtt_at, self.probed_at) = (now, now);
-                if least == Duration::MAX {
-                    // Nothing was sent, so nothing is known.
-                } else if why == Probe::Stale {
+                // If nothing was sent, nothing is known.
+                if least < Duration::MAX {
                     self.least_rtt = least;
-                    self.others = Duration::ZERO;
-                } else if least > self.least_rtt + self.least_rtt / 4 {
-                    self.set_others(least);
-                } else {
-                    // The queue was this side's own, since the line has slowed; or it was in the
-                    // way of the acknowledgements, and is gone. Down will show it.
-                    self.others = Duration::ZERO;
-                    self.suspect = true;
                 }
-                self.enter(Phase::Down);
+                self.least_rtt_at = now;
+                self.begin_cycle(now);
+                self.enter(Phase::Cruise { rounds: CRUISE_ROUNDS });
             }
         }
     }
 
-    /// One to drain the queue, one more if losses of an overfull queue are still to be reported,
-    /// and one that shows the path as it is.
-    fn down_rounds(&self) -> u32 {
-        2 + u32::from(self.overfull)
+    /// A round trip that stays the same although this side sends less has no queue in it.
+    fn notice_a_longer_path(&mut self, now: Instant, round: &Round) {
+        let rtt = round.mean_rtt();
+        let same = rtt.abs_diff(self.last_rtt) <= rtt / 100;
+        self.still = if self.queued && same { self.still + 1 } else { 0 };
+        self.last_rtt = rtt;
+        if self.still == STILL {
+            (self.least_rtt, self.least_rtt_at) = (round.least_rtt, now);
+        }
     }
 
-    fn may_probe(&self, now: Instant) -> bool {
-        now.saturating_duration_since(self.probed_at) >= BETWEEN_PROBES
-    }
-
-    fn probe(&mut self, why: Probe, rate: f64) {
-        self.enter(Phase::ProbeRtt { why, least: Duration::MAX, rate });
+    /// Whether Down has drained this side's queue, and the losses of an overfull one are known.
+    fn is_drained(&self) -> bool {
+        self.in_flight as f64 <= self.content() && self.phase_rounds > u32::from(self.overfull)
     }
 
     /// Forgets the highest rate of the cycle before the last, unless the window was never filled
     /// since.
     fn begin_cycle(&mut self, now: Instant) {
         self.cycle_began = now;
+        (self.queued, self.checked) = (false, false);
         if std::mem::take(&mut self.learnt) && self.rates[0] > 0.0 {
             self.rates = [0.0, self.rates[0]];
             self.best_rounds = [0.0; 2];
@@ -633,6 +675,9 @@ impl Controller for Model {
         }
         self.in_flight += bytes;
         self.round.peak = self.round.peak.max(self.in_flight);
+        if self.is_full() {
+            self.pace.set_full(true);
+        }
         if self.sent.back().is_some_and(|last| last.at == now) {
             return;
         }
@@ -648,16 +693,9 @@ impl Controller for Model {
         });
     }
 
-    fn on_ack(
-        &mut self,
-        _: Instant,
-        sent: Instant,
-        bytes: u64,
-        app_limited: bool,
-        _: &RttEstimator,
-    ) {
+    fn on_ack(&mut self, now: Instant, sent: Instant, bytes: u64, _: bool, _: &RttEstimator) {
         self.delivered += bytes;
-        if matches!(self.phase, Phase::Startup { .. }) && !app_limited {
+        if matches!(self.phase, Phase::Startup { .. }) && !self.pace.is_idle(now) {
             let most = match self.rate() {
                 0.0 => u64::MAX,
                 _ => (STARTUP * self.content()) as u64,
@@ -671,7 +709,7 @@ impl Controller for Model {
         }
     }
 
-    fn on_end_acks(&mut self, now: Instant, in_flight: u64, app_limited: bool, _: Option<u64>) {
+    fn on_end_acks(&mut self, now: Instant, in_flight: u64, unblocked: bool, _: Option<u64>) {
         self.in_flight = in_flight;
         self.idle = in_flight == 0;
         if let Some(newest) = self.newest.take() {
@@ -688,10 +726,14 @@ impl Controller for Model {
             }
         }
         self.delivered_at = now;
-        if app_limited {
+        // quinn's word for it would be that next to nothing waits in its buffers, which is so by
+        // design.
+        if self.pace.is_idle(now) {
+            self.round.app_limited = true;
             self.app_limited_until = self.delivered + in_flight.max(1);
         }
         self.set_window();
+        self.pace.set_full(self.is_full() || !unblocked);
     }
 
     fn on_congestion_event(&mut self, now: Instant, _: Instant, persistent: bool, lost: u64) {
@@ -703,8 +745,11 @@ impl Controller for Model {
             let mtu = self.mtu as u16;
             let fresh = Self::new(now, mtu, self.random);
             let (delivered, sent) = (self.delivered, std::mem::take(&mut self.sent));
-            *self = Self { delivered, sent, round: Round::new(delivered, now), ..fresh };
+            let (pace, round) = (self.pace.clone(), Round::new(delivered, now, now));
+            pace.set_rate(f64::INFINITY);
+            *self = Self { delivered, sent, pace, round, ..fresh };
         }
+        self.pace.set_full(self.is_full());
     }
 
     fn on_mtu_update(&mut self, mtu: u16) {

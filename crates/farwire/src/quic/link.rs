@@ -27,6 +27,7 @@ use tokio::runtime::Handle;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::AbortHandle;
 
+use super::congestion::{Pacer, Turn};
 use super::control::Health;
 use crate::link::{Arrival, Broken, Link};
 use crate::shm::bell::Bell;
@@ -60,9 +61,9 @@ pub(crate) const STREAM_WINDOW: VarInt = VarInt::from_u32(2 << 20);
 pub(crate) const CONNECTION_WINDOW: VarInt = VarInt::from_u32(256 << 20);
 /// Streams of one lane, at most: with these, 64 MiB of one operation can be under way.
 const LANE_STREAMS: u64 = 32;
-/// A lane's streams hold this many times what the path does, so that the line stays busy while a
+/// A lane's streams hold this many windows of the path, so that the line stays busy while a
 /// packet is found to be lost, sent again, and lost again.
-const WINDOWS_PER_PATH: u64 = 4;
+const WINDOWS_PER_PATH: u64 = 2;
 /// Frames of one stream that wait here to be sent.
 const QUEUE: usize = 2;
 /// Frames of all lanes that were read and wait here, but for the next of each.
@@ -76,8 +77,9 @@ pub(super) const NAME: &str = "quic";
 /// The driver's end. The other ends are tasks, one per stream.
 #[derive(Debug)]
 pub(crate) struct QuicLink {
-    /// What carries this side's streams.
+    /// What carries this side's streams, and writes to them.
     to: Connection,
+    pacer: Arc<Pacer>,
     runtime: Handle,
     shared: Arc<Shared>,
     health: Arc<Health>,
@@ -246,6 +248,7 @@ impl QuicLink {
         }
         runtime.spawn(accept_streams(from, shared.clone()));
         let mut link = Self {
+            pacer: Arc::new(Pacer::new(to.clone())),
             to,
             runtime,
             shared,
@@ -268,7 +271,8 @@ impl QuicLink {
         self.streams_opened += 1;
         self.shared.writing.fetch_add(1, Ordering::SeqCst);
         let writing = Writing { shared: self.shared.clone(), stream: None };
-        let task = write_stream(self.to.clone(), writing, lane, ahead, frames);
+        let (to, pacer) = (self.to.clone(), self.pacer.clone());
+        let task = write_stream(to, pacer, writing, lane, ahead, frames);
         OutStream { frames: sender, task: self.runtime.spawn(task).abort_handle() }
     }
 
@@ -453,6 +457,7 @@ impl Drop for Writing {
 /// of them.
 async fn write_stream(
     connection: Connection,
+    pacer: Arc<Pacer>,
     mut writing: Writing,
     lane: Option<Lane>,
     ahead: i32,
@@ -462,12 +467,18 @@ async fn write_stream(
     let written = async {
         let stream = stream.insert(connection.open_uni().await.ok()?);
         stream.set_priority(ahead).ok()?;
+        let mut turn = match (lane, ahead) {
+            (None, _) => Turn::Now,
+            (Some(_), 0) => Turn::InOrder,
+            (Some(_), _) => Turn::Next,
+        };
         let mut first = true;
         while let Some(frame) = frames.recv().await {
-            if !std::mem::take(&mut first) && ahead != 0 && lane.is_some() {
+            if !std::mem::take(&mut first) && turn == Turn::Next {
+                turn = Turn::InOrder;
                 stream.set_priority(0).ok()?;
             }
-            stream.write_chunk(frame).await.ok()?;
+            pacer.write(stream, frame, turn).await.ok()?;
             if let Some(lane) = lane {
                 shared.writable.lock().unwrap_or_else(PoisonError::into_inner).push_back(lane);
             }

@@ -12,7 +12,8 @@ use std::time::{Duration, Instant};
 use quinn::congestion::{Controller, ControllerFactory};
 use quinn_proto::RttEstimator;
 
-use super::Congestion;
+use super::pace::Pace;
+use super::{Congestion, ModelConfig};
 
 /// Peers with a shorter round trip are neighbours.
 const NEAR: Duration = Duration::from_millis(5);
@@ -22,19 +23,20 @@ const ENOUGH: u32 = 12;
 /// Makes [`ByDistance`]s.
 pub(super) struct ByDistanceConfig {
     near: Arc<dyn ControllerFactory + Send + Sync>,
-    far: Arc<dyn ControllerFactory + Send + Sync>,
+    far: Arc<ModelConfig>,
 }
 
 impl Default for ByDistanceConfig {
     fn default() -> Self {
-        Self { near: Congestion::Cubic.factory(), far: Congestion::Model.factory() }
+        Self { near: Congestion::Cubic.factory(), far: Arc::new(ModelConfig::random()) }
     }
 }
 
 impl ControllerFactory for ByDistanceConfig {
     fn build(self: Arc<Self>, now: Instant, mtu: u16) -> Box<dyn Controller> {
-        let (near, far) = (self.near.clone().build(now, mtu), self.far.clone().build(now, mtu));
-        Box::new(ByDistance { near: Some(near), far: Some(far), acks: 0 })
+        let (near, far) = (self.near.clone().build(now, mtu), self.far.model(now, mtu));
+        let pace = far.pace.clone();
+        Box::new(ByDistance { near: Some(near), far: Some(Box::new(far)), pace, acks: 0 })
     }
 }
 
@@ -42,12 +44,19 @@ impl ControllerFactory for ByDistanceConfig {
 pub(super) struct ByDistance {
     near: Option<Box<dyn Controller>>,
     far: Option<Box<dyn Controller>>,
+    /// The model's.
+    pace: Arc<Pace>,
     acks: u32,
 }
 
 impl ByDistance {
     fn both(&mut self) -> impl Iterator<Item = &mut Box<dyn Controller>> {
         self.near.iter_mut().chain(&mut self.far)
+    }
+
+    /// The pace of the path, which has none if the peer is a neighbour.
+    pub(super) fn pace(&self) -> Arc<Pace> {
+        self.pace.clone()
     }
 
     /// Whether the peer is a neighbour, once that is decided.
@@ -73,8 +82,12 @@ impl Controller for ByDistance {
         self.both().for_each(|controller| controller.on_ack(now, sent, bytes, app_limited, rtt));
         self.acks = self.acks.saturating_add(1);
         if self.acks == ENOUGH {
-            let loser = if rtt.min() < NEAR { &mut self.far } else { &mut self.near };
-            *loser = None;
+            if rtt.min() < NEAR {
+                self.far = None;
+                self.pace.lift();
+            } else {
+                self.near = None;
+            }
         }
     }
 
@@ -107,7 +120,8 @@ impl Controller for ByDistance {
         let clone = |controller: &Option<Box<dyn Controller>>| {
             controller.as_ref().map(|controller| controller.clone_box())
         };
-        Box::new(Self { near: clone(&self.near), far: clone(&self.far), acks: self.acks })
+        let (near, far) = (clone(&self.near), clone(&self.far));
+        Box::new(Self { near, far, pace: self.pace.clone(), acks: self.acks })
     }
 
     fn initial_window(&self) -> u64 {

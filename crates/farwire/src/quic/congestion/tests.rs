@@ -36,6 +36,8 @@ struct Scene {
     flows: Vec<Congestion>,
     /// Whether as much goes the other way, over as bad a path.
     both_ways: bool,
+    /// Seconds in which there are heartbeats only, before the rest begins.
+    quiet: u64,
     /// Both ways: bytes that each side sends and then waits for, again and again, as in an
     /// all-reduce between two; without, there is no end.
     message: Option<usize>,
@@ -52,6 +54,7 @@ impl Scene {
             change: None,
             flows: vec![flow],
             both_ways: false,
+            quiet: 0,
             message: None,
         }
     }
@@ -122,6 +125,7 @@ impl Scene {
             let (near, far) = tokio::join!(connecting, accepting);
             let near = near.unwrap();
             let messages = Arc::new(Mutex::new(vec![Instant::now()]));
+            say_little(&near, 5 * self.quiet).await;
             if self.message.is_none() {
                 tokio::spawn(send(near.clone(), usize::MAX));
                 tokio::spawn(receive(far.clone()));
@@ -164,13 +168,23 @@ impl Scene {
 async fn send(connection: Connection, bytes: usize) {
     const CHUNK: usize = 64 << 10;
     let Ok(mut stream) = connection.open_uni().await else { return };
+    let pacer = Pacer::new(connection);
     for _ in 0..bytes.div_ceil(CHUNK) {
-        if stream.write_chunk(vec![7; CHUNK].into()).await.is_err() {
+        if pacer.write(&mut stream, vec![7; CHUNK].into(), Turn::InOrder).await.is_err() {
             return;
         }
     }
     let _ = stream.finish();
     let _ = stream.stopped().await; // so that the next does not hold it up
+}
+
+/// Some bytes, five times a second.
+async fn say_little(connection: &Connection, times: u64) {
+    let Ok((mut stream, _)) = connection.open_bi().await else { return };
+    for _ in 0..times {
+        let _ = stream.write_all(&[7; 50]).await;
+        sleep(200 * MS).await;
+    }
 }
 
 /// Sends and receives, again and again, and notes when that was done.
@@ -306,6 +320,14 @@ fn an_exchange_of_messages_fills_the_line() {
         let share = scene.share_of_messages(&trace).unwrap();
         assert!(share > wanted, "{loss:?}: {share} of the line");
     }
+}
+
+#[test]
+fn a_line_is_filled_after_a_long_time_of_heartbeats() {
+    let (rate, quiet) = (4.0 * LINE, 20);
+    let scene = Scene { rate, quiet, seconds: 6, ..Scene::new(Congestion::Model) };
+    let trace = alone(&scene, "model, after 20 s of heartbeats");
+    assert!(trace.rate(2, 6) > 0.9 * rate, "{} of the line", trace.rate(2, 6) / rate);
 }
 
 /// A slow line, whose content is a handful of packets.
