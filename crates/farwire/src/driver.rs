@@ -1,5 +1,7 @@
 //! Runs a [`Machine`] over links: it carries frames, and tells those who wait.
 
+pub(crate) mod members;
+
 use std::collections::VecDeque;
 use std::num::NonZeroUsize;
 use std::ops::{Deref, DerefMut};
@@ -11,19 +13,20 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use farwire_codec::collective::CodedCollective;
 use farwire_proto::{
-    Buffers, Call, Coding, CommId, DType, Engine, HEADER_LEN, Header, Input, Lane, Machine,
-    MachineEvent, Nonsense, OpId, OpenError, Options, Peer, Plan, Rank, Refusal, Refused, Time,
-    Transmit, Verdict, WorldSize,
+    Buffers, Call, Coding, CommId, DType, Engine, FrameKind, HEADER_LEN, Header, Input, Lane,
+    Machine, MachineEvent, Nonsense, OpId, OpenError, Options, Peer, Plan, Rank, Refusal, Refused,
+    Time, Transmit, Verdict, WorldSize,
 };
 use rustc_hash::FxHashSet as HashSet;
 
 use crate::buffer::Pool;
 use crate::completion::Completion;
 use crate::error::Error;
-use crate::link::{Arrival, Link};
+use crate::link::{Arrival, Link, Loss};
 use crate::memory::Buffer;
 use crate::observe::Observer;
 use crate::observe::flight::{Flight, Ticket};
+use members::Members;
 
 /// Bytes of the widest element.
 const WIDEST: usize = 8;
@@ -49,6 +52,8 @@ pub(crate) struct Driver {
     queued: usize,
     /// Operations that want coding, and are too short to be worth waking that thread.
     short: VecDeque<OpId>,
+    /// Who is in the group, unless it is too large to change.
+    members: Option<Members>,
     /// When time zero was.
     origin: Instant,
 }
@@ -149,8 +154,10 @@ impl Driver {
         links: Vec<Option<Box<dyn Link>>>,
         longest: usize,
         observer: Observer,
+        members: Option<Members>,
     ) -> Self {
         Self {
+            members,
             machine: Machine::new(engine, Pool::default()),
             longest,
             sent: vec![Traffic::default(); links.len()],
@@ -177,6 +184,16 @@ impl Driver {
     pub(crate) fn close_comm(&mut self, comm: CommId) {
         self.machine.close(comm);
         self.settle();
+    }
+
+    /// This process.
+    pub(crate) fn me(&self) -> Peer {
+        self.machine.engine().me()
+    }
+
+    /// How long an operation may take, unless its options say otherwise.
+    pub(crate) fn deadline(&self) -> Duration {
+        self.machine.engine().deadline()
     }
 
     /// The number of the next collective on a communicator.
@@ -227,7 +244,7 @@ impl Driver {
 
     /// Whether there is anything to wait for.
     pub(crate) fn is_idle(&self) -> bool {
-        self.machine.is_idle()
+        self.machine.is_idle() && self.members.as_ref().is_none_or(Members::is_idle)
     }
 
     /// Starts an operation and sends what can be sent.
@@ -329,6 +346,7 @@ impl Driver {
             self.machine.handle_timeout(now);
             moved = true;
         }
+        moved |= self.turn_members();
         if moved || self.machine.has_held_notices() {
             self.settle();
         }
@@ -341,7 +359,7 @@ impl Driver {
             return false;
         };
         self.closed.remove(&peer);
-        self.lose(peer);
+        self.lose(peer, true);
         self.settle();
         true
     }
@@ -349,6 +367,8 @@ impl Driver {
     /// How long nothing needs to be done unless a frame arrives.
     pub(crate) fn patience(&self) -> Duration {
         let due = self.machine.engine().poll_timeout().unwrap_or(Time::MAX);
+        let members = self.members.as_ref().and_then(Members::poll_timeout);
+        let due = due.min(members.unwrap_or(Time::MAX));
         due.0.saturating_sub(self.now().0)
     }
 
@@ -375,10 +395,11 @@ impl Driver {
                 Ok(Some(Arrival::Notice(header, payload))) => self.notice(peer, &header, &payload),
                 Ok(Some(Arrival::Closed)) => {
                     self.closed.insert(peer);
+                    self.member_lost(peer, Loss::Complete, None);
                 }
                 Err(broken) => {
                     tracing::error!(%peer, %broken, "dropping a link");
-                    self.lose(peer);
+                    self.lose(peer, false);
                 }
             }
             moved = true;
@@ -396,21 +417,30 @@ impl Driver {
                 }
                 Err(broken) => {
                     tracing::error!(%peer, %broken, "dropping a link");
-                    self.lose(peer);
+                    self.lose(peer, false);
                 }
             }
             moved = true;
         }
     }
 
-    fn lose(&mut self, peer: Peer) {
+    /// Gives a peer up, unless it has said goodbye and is answered.
+    fn lose(&mut self, peer: Peer, said_goodbye: bool) {
         if let Some(mut link) = self.links[peer.index()].take() {
-            link.close();
+            if said_goodbye {
+                link.close();
+            } else {
+                self.member_lost(peer, link.loss(), link.liveness());
+                link.give_up();
+            }
         }
         self.machine.handle_peer_lost(peer);
     }
 
     fn notice(&mut self, from: Peer, header: &Header, payload: &[u8]) {
+        if header.frame == FrameKind::Members {
+            return self.member_says(from, payload);
+        }
         if let Err(error) = self.machine.handle_notice(from, header, payload) {
             tracing::warn!(%from, %error, "ignoring a notice that makes no sense");
         }

@@ -8,6 +8,7 @@ use farwire_codec::FeedbackError;
 use farwire_codec::collective::{CodingError, OrderError};
 use farwire_proto::{CallError, Element, Fault, OpError, OpenError, Peer};
 
+use crate::driver::members::MembershipError;
 use crate::join::env::EnvError;
 use crate::join::rendezvous::JoinError;
 use crate::memory::{Buffer, Memory};
@@ -95,6 +96,13 @@ pub enum Error {
         /// Why.
         #[from]
         source: JoinError,
+    },
+    /// The group does not change as asked.
+    #[error(transparent)]
+    Membership {
+        /// Why not.
+        #[from]
+        source: MembershipError,
     },
     /// The handler of a call, on the other rank, could not do it.
     #[error("rank {rank} could not answer the call `{name}`: {message}")]

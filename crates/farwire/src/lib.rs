@@ -57,6 +57,7 @@ mod token;
 pub use comm::Communicator;
 pub use compressed::{Compressor, Float};
 pub use driver::Traffic;
+pub use driver::members::MembershipError;
 pub use error::{Error, SubgroupError};
 pub use farwire_codec as codec;
 pub use farwire_codec::collective::{CodingError, OrderError};
@@ -64,6 +65,7 @@ pub use farwire_codec::{
     Codec, CodecSpec, CodedPlace, Context, DecodeError, ErrorFeedback, FeedbackError, Norms, Owed,
     Savepoint, SpecError, Transaction, VectorCodec,
 };
+pub use farwire_proto::membership::TieRule;
 pub use farwire_proto::{
     Algorithm, Call, CallError, Called, CommId, Config, Counts, DType, Element, Epoch, Fault,
     Fingerprint, Kind, OpError, OpSeq, OpenError, Options, Peer, Rank, ReduceOp, Tag, Tuning,

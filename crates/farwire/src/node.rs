@@ -183,12 +183,17 @@ impl Node {
 
     /// Moves data until the result is there.
     pub(crate) fn drive_until(&self, completion: &Completion) {
-        if completion.is_done() {
+        self.drive_until_true(|| completion.is_done());
+    }
+
+    /// Moves data until something is so. (If that depends on the time, a little longer.)
+    pub(crate) fn drive_until_true(&self, done: impl Fn() -> bool) {
+        if done() {
             return;
         }
         let _waiting = Waiting::new(self);
         let mut taken = self.role();
-        while !completion.is_done() {
+        while !done() {
             if *taken {
                 self.bell.ring(); // the keeper, if it has the role and sleeps, steps aside
                 taken = self
@@ -199,7 +204,7 @@ impl Node {
                 continue;
             }
             let _role = Role::take(self, taken);
-            return self.drive(|| completion.is_done());
+            return self.drive(done);
         }
     }
 

@@ -4,11 +4,13 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use farwire_proto::{Config, Engine, FAULT_LEN, Peer};
+use farwire_proto::membership::MAX_MESSAGE;
+use farwire_proto::{Config, Engine, Peer};
 use tokio::runtime::Runtime;
 
 use crate::comm::Communicator;
 use crate::driver::Driver;
+use crate::driver::members::Members;
 use crate::error::Error;
 use crate::join::identity::Identity;
 use crate::join::rendezvous::{self, Acquaintance, JoinError, Member, Terms};
@@ -77,7 +79,9 @@ impl Builder {
         let engine = Engine::new(rank, world, settings.config);
         let handle = runtime.handle().clone();
         let network = Box::new(Network { runtime: Some(runtime), endpoint, healths });
-        let driver = Driver::new(engine, links, longest_payload(&settings.config), observer);
+        let members = Members::founding(rank, world, settings.membership());
+        let payload = longest_payload(&settings.config);
+        let driver = Driver::new(engine, links, payload, observer, members);
         let node = Node::start(driver, bell, threads, Some(network));
         let node = node.map_err(system("could not start a thread"))?;
         if let Some(listener) = metrics {
@@ -197,10 +201,10 @@ fn crowd(member: &Member, same_host: bool, members: &[Member]) -> u32 {
     (threads as u32).div_ceil(8 * member.cores.max(1)).max(1)
 }
 
-/// The longest payload of a frame: partial results of 16-bit types travel in 32 bits, and news of a
-/// failure must fit, too.
+/// The longest payload of a frame: partial results of 16-bit types travel in 32 bits, and what is
+/// said about members must fit, too.
 pub(crate) fn longest_payload(config: &Config) -> usize {
-    (2 * config.tuning.segment_bytes.get()).max(FAULT_LEN)
+    (2 * config.tuning.segment_bytes.get()).max(MAX_MESSAGE)
 }
 
 /// Agrees with a peer on how data will travel, and begins to ask whether it lives: at once, because

@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use farwire_proto::Config;
+use farwire_proto::membership::{self, TieRule};
 
 use crate::error::Error;
 use crate::join::env::{self, EnvError, Place};
@@ -91,6 +92,7 @@ pub struct Builder {
     metrics: Option<SocketAddr>,
     trace: Option<PathBuf>,
     flight_dir: Option<PathBuf>,
+    ties: TieRule,
 }
 
 impl Builder {
@@ -158,6 +160,11 @@ impl Builder {
         Self { flight_dir: Some(path.into()), ..self }
     }
 
+    /// Which side goes on when the group is cut into halves. The same on all ranks.
+    pub fn ties(self, ties: TieRule) -> Self {
+        Self { ties, ..self }
+    }
+
     /// What is not set by the builder comes from an environment.
     pub(crate) fn settings(
         self,
@@ -223,6 +230,7 @@ impl Builder {
             config,
             metrics: metrics.flatten(),
             trace: path(self.trace, "FARWIRE_TRACE").filter(|path| !path.as_os_str().is_empty()),
+            ties: self.ties,
             records: Records::from_setting(path(self.flight_dir, "FARWIRE_FLIGHT_DIR")),
         })
     }
@@ -292,6 +300,20 @@ pub(crate) struct Settings {
     pub(crate) metrics: Option<SocketAddr>,
     pub(crate) trace: Option<PathBuf>,
     pub(crate) records: Records,
+    pub(crate) ties: TieRule,
+}
+
+impl Settings {
+    /// How the group agrees on who is in it. A member that computes answers all the same, so who
+    /// does not answer for long is in trouble.
+    pub(crate) fn membership(&self) -> membership::Settings {
+        let retry = match self.preset {
+            Preset::Lan => MILLISECOND * 50,
+            Preset::Wan => MILLISECOND * 500,
+        };
+        let patience = Duration::from_secs(60);
+        membership::Settings { ties: self.ties, retry, patience }
+    }
 }
 
 #[cfg(test)]

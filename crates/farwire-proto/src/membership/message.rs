@@ -313,8 +313,7 @@ mod tests {
             (epoch(), any_ballot(), any_ballot()).prop_map(|(epoch, ballot, promised)| {
                 Message::Refuse { epoch, ballot, promised }
             }),
-            (any_ballot(), any_view())
-                .prop_map(|(ballot, view)| Message::Accept { ballot, view }),
+            (any_ballot(), any_view()).prop_map(|(ballot, view)| Message::Accept { ballot, view }),
             (any_ballot(), any_view())
                 .prop_map(|(ballot, view)| Message::Accepted { ballot, view }),
             any_view().prop_map(|view| Message::Decided { view }),

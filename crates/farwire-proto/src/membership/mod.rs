@@ -358,7 +358,7 @@ impl Agreement {
             return;
         }
         if self.wants.replace(want).is_none() {
-            self.asked = now;
+            (self.asked, self.tries) = (now, 0);
         }
         if let Some(ballot) = self.deferred.take().filter(|ballot| *ballot == self.promised) {
             self.promise(ballot);
@@ -542,9 +542,11 @@ impl Agreement {
             }
             return;
         };
-        // Rounds that interrupt each other must not make the wait longer.
+        // Rounds that interrupt each other do not make the wait longer for ever.
         let since = self.wants.map_or(attempt.began, |_| self.asked);
-        let (ballot, late) = (attempt.ballot, now >= since + self.settings.patience);
+        let patience = self.settings.patience;
+        let late = now >= since + patience && now >= attempt.began + patience / 8;
+        let ballot = attempt.ballot;
         let message = match &attempt.phase {
             Phase::Gathering { admitting, answers } => {
                 let (admitting, base) = (*admitting, self.view.clone());
@@ -698,7 +700,6 @@ impl Agreement {
         self.follow(now, ballot);
         // One that has lost somebody will not come to a step boundary.
         if admitting && self.wants.is_none() && self.lost().next().is_none() {
-            self.timer = None;
             self.deferred = Some(ballot);
         } else {
             self.promise(ballot);

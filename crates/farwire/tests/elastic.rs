@@ -1,0 +1,128 @@
+//! Tier 3: processes that are killed, and a group that goes on without them; processes that join it.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
+
+mod common;
+
+use std::time::Instant;
+
+use common::{assert_succeeds, start_processes};
+use farwire::{Communicator, Error, Fault, MembershipError, ReduceOp};
+use rustix::process::{Signal, getpid, kill_process};
+
+/// The sum of everyone's number, over as many elements as make several frames.
+fn sum(comm: &Communicator, mine: u32) -> Result<u32, Error> {
+    let sums = comm.all_reduce(vec![mine; 50_000], ReduceOp::Sum).wait()?;
+    assert!(sums.iter().all(|sum| *sum == sums[0]));
+    Ok(sums[0])
+}
+
+/// Works until a rank is lost, and goes on with the rest.
+fn outlive(mut comm: Communicator, victims: &[usize]) {
+    let me = comm.rank();
+    let all: u32 = (0..comm.size() as u32).map(|rank| 1 << rank).sum();
+    let left: u32 = all - victims.iter().map(|rank| 1 << rank).sum::<u32>();
+    assert_eq!(sum(&comm, 1 << me).unwrap(), all);
+    if victims.contains(&me) {
+        kill_process(getpid(), Signal::KILL).unwrap();
+    }
+    let mut lost = None;
+    loop {
+        match sum(&comm, 1 << me) {
+            Ok(sum) if sum == left => break,
+            // Some of several may still have been there.
+            Ok(_) => {}
+            Err(error) => {
+                assert!(matches!(error.fault(), Some(Fault::PeerLost(_))), "{error}");
+                lost.get_or_insert(Instant::now());
+                let before = comm.epoch().unwrap();
+                comm = comm.shrink().unwrap();
+                assert!(comm.epoch().unwrap() > before);
+            }
+        }
+    }
+    let took = lost.expect("somebody was lost").elapsed();
+    let rank = (0..me).filter(|rank| !victims.contains(rank)).count();
+    assert_eq!((comm.rank(), comm.size()), (rank, left.count_ones() as usize), "no gaps");
+    println!("from the error to the first result: {} µs", took.as_micros());
+    if comm.size() > 1 {
+        let half = comm.split(comm.rank() as u32 % 2, 0).unwrap();
+        half.barrier().wait().unwrap();
+    }
+    comm.shutdown().unwrap();
+}
+
+fn survive(test: &str, n: usize, link: &str, victims: &[usize]) {
+    let children = start_processes(test, n, link, |comm| outlive(comm, victims));
+    for (rank, mut child) in children.into_iter().enumerate() {
+        if victims.contains(&rank) {
+            assert!(!child.wait().unwrap().success(), "it was killed");
+        } else {
+            let said = assert_succeeds(child, &format!("rank {rank} of {n} over {link}"));
+            let line = said.lines().find(|line| line.starts_with("from the error"));
+            println!("{link}, {n} ranks without {victims:?}: rank {rank} {}", line.unwrap());
+        }
+    }
+}
+
+#[test]
+fn a_group_goes_on_without_rank_0() {
+    for link in ["shm", "quic"] {
+        survive("a_group_goes_on_without_rank_0", 4, link, &[0]);
+    }
+}
+
+#[test]
+fn one_of_two_goes_on_when_rank_0_is_killed() {
+    survive("one_of_two_goes_on_when_rank_0_is_killed", 2, "shm", &[0]);
+}
+
+/// No majority is left, but it is known for certain that the others have ended.
+#[test]
+fn two_of_five_go_on_when_three_are_killed_at_once() {
+    survive("two_of_five_go_on_when_three_are_killed_at_once", 5, "shm", &[0, 2, 3]);
+}
+
+/// Over QUIC nobody knows whether the other has ended or cannot be reached. Of two, the lower goes
+/// on; the higher one gets an error that says why not.
+#[test]
+fn of_two_that_lose_sight_of_each_other_only_the_lower_goes_on() {
+    const TEST: &str = "of_two_that_lose_sight_of_each_other_only_the_lower_goes_on";
+    for victim in [0, 1] {
+        let link = "quic";
+        let name = format!("{TEST} {victim}");
+        let mut children = start_processes_case(&name, TEST, link, victim);
+        if children.is_empty() {
+            continue;
+        }
+        let mut dead = children.remove(victim);
+        assert_succeeds(children.remove(0), &format!("the one that is left, without {victim}"));
+        dead.wait().unwrap();
+    }
+}
+
+fn start_processes_case(
+    _name: &str,
+    test: &str,
+    link: &str,
+    victim: usize,
+) -> Vec<std::process::Child> {
+    const VICTIM: &str = "FARWIRE_TEST_VICTIM";
+    let asked = std::env::var(VICTIM).ok().and_then(|victim| victim.parse().ok());
+    if asked.is_some_and(|asked: usize| asked != victim) {
+        return Vec::new();
+    }
+    let setting = victim.to_string();
+    common::start_processes_with(test, 2, link, &[(VICTIM, &setting)], |comm| {
+        comm.barrier().wait().unwrap();
+        if comm.rank() == victim {
+            kill_process(getpid(), Signal::KILL).unwrap();
+        }
+        comm.barrier().wait().unwrap_err();
+        match (comm.rank(), comm.shrink()) {
+            (0, Ok(alone)) => assert_eq!((alone.rank(), alone.size()), (0, 1)),
+            (1, Err(Error::Membership { source: MembershipError::NoQuorum { .. } })) => {}
+            (rank, other) => panic!("rank {rank}: {other:?}"),
+        }
+    })
+}
