@@ -391,12 +391,7 @@ impl Driver {
             let Some(link) = &mut self.links[peer.index()] else { return moved };
             match link.poll_arrived() {
                 Ok(None) => break,
-                Ok(Some(Arrival::Frame(lane))) => self.offer(lane),
-                Ok(Some(Arrival::Notice(header, payload))) => self.notice(peer, &header, &payload),
-                Ok(Some(Arrival::Closed)) => {
-                    self.closed.insert(peer);
-                    self.member_lost(peer, Loss::Complete, None);
-                }
+                Ok(Some(arrival)) => self.arrived(peer, arrival),
                 Err(broken) => {
                     tracing::error!(%peer, %broken, "dropping a link");
                     self.lose(peer, false);
@@ -421,6 +416,17 @@ impl Driver {
                 }
             }
             moved = true;
+        }
+    }
+
+    fn arrived(&mut self, peer: Peer, arrival: Arrival) {
+        match arrival {
+            Arrival::Frame(lane) => self.offer(lane),
+            Arrival::Notice(header, payload) => self.notice(peer, &header, &payload),
+            Arrival::Closed => {
+                self.closed.insert(peer);
+                self.member_lost(peer, Loss::Complete, None);
+            }
         }
     }
 

@@ -41,6 +41,7 @@ mod error;
 mod in_place;
 mod join;
 mod link;
+mod lobby;
 mod local;
 mod memory;
 mod metrics;

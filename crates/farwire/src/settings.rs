@@ -75,6 +75,7 @@ const CREDIT: NonZeroU32 = NonZeroU32::new(4).expect("it is not zero");
 /// | [`deadline`](Self::deadline), else [`config`](Self::config) | `FARWIRE_DEADLINE` | 600 s |
 /// | [`metrics`](Self::metrics) | `FARWIRE_METRICS` | none are served |
 /// | [`trace`](Self::trace) | `FARWIRE_TRACE` | none is written |
+/// | [`elastic`](Self::elastic) | `FARWIRE_ELASTIC` | 0: nobody joins later |
 /// | [`flight_dir`](Self::flight_dir) | `FARWIRE_FLIGHT_DIR` | a folder of the user's ([`flight`](crate::flight)) |
 ///
 /// Times in variables are written `90s`, `500ms`, `10m` or `2h`; a bare number counts seconds.
@@ -93,6 +94,7 @@ pub struct Builder {
     trace: Option<PathBuf>,
     flight_dir: Option<PathBuf>,
     ties: TieRule,
+    elastic: Option<bool>,
 }
 
 impl Builder {
@@ -160,6 +162,14 @@ impl Builder {
         Self { flight_dir: Some(path.into()), ..self }
     }
 
+    /// Whether other processes may join while the job runs ([`Communicator::admit`], and
+    /// [`join_running`](Self::join_running) there). The same on all ranks.
+    ///
+    /// [`Communicator::admit`]: crate::Communicator::admit
+    pub fn elastic(self, elastic: bool) -> Self {
+        Self { elastic: Some(elastic), ..self }
+    }
+
     /// Which side goes on when the group is cut into halves. The same on all ranks.
     pub fn ties(self, ties: TieRule) -> Self {
         Self { ties, ..self }
@@ -213,6 +223,12 @@ impl Builder {
         let metrics = variables.or(self.metrics.map(Some), "FARWIRE_METRICS", what, |text| {
             if text.is_empty() { Some(None) } else { text.parse().ok().map(Some) }
         })?;
+        let elastic =
+            variables.or(self.elastic, "FARWIRE_ELASTIC", "0 or 1", |text| match text {
+                "0" => Some(false),
+                "1" => Some(true),
+                _ => None,
+            })?;
         let what = "a port, which launchers set";
         let held_port: Option<u16> =
             variables.or(None, held_port::VARIABLE, what, |text| text.parse().ok())?;
@@ -231,6 +247,7 @@ impl Builder {
             metrics: metrics.flatten(),
             trace: path(self.trace, "FARWIRE_TRACE").filter(|path| !path.as_os_str().is_empty()),
             ties: self.ties,
+            elastic: elastic.unwrap_or(false),
             records: Records::from_setting(path(self.flight_dir, "FARWIRE_FLIGHT_DIR")),
         })
     }
@@ -301,6 +318,7 @@ pub(crate) struct Settings {
     pub(crate) trace: Option<PathBuf>,
     pub(crate) records: Records,
     pub(crate) ties: TieRule,
+    pub(crate) elastic: bool,
 }
 
 impl Settings {

@@ -14,7 +14,7 @@ use farwire_proto::membership::{Agreement, Event, Member, Message, Proof, Settin
 use farwire_proto::{CommId, Epoch, Header, Peer, Time, WorldSize};
 
 use super::{Driver, Traffic};
-use crate::link::{Link, Liveness, Loss};
+use crate::link::{Arrival, Link, Liveness, Loss};
 
 /// Why the group does not change.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -129,11 +129,6 @@ impl Driver {
         self.members.as_ref().map_or(0, |members| members.lobby.len())
     }
 
-    /// Whether there is a link to a process that waits to join.
-    pub(crate) fn is_waiting(&self, process: u64) -> bool {
-        self.members.as_ref().is_some_and(|members| members.lobby.contains_key(&process))
-    }
-
     /// A process that wants to join has a link to this one.
     pub(crate) fn add_waiting(&mut self, process: u64, link: Box<dyn Link>) {
         if let Some(members) = &mut self.members
@@ -142,6 +137,18 @@ impl Driver {
             members.lobby.insert(process, link);
             members.agreement.handle_ready(process);
         }
+    }
+
+    /// Begins as a member that has just been let in: opens the communicator of its first view, and
+    /// takes what has come before.
+    pub(crate) fn enter(&mut self, early: Vec<(Peer, Arrival)>) {
+        let Some(view) = self.view().cloned() else { return };
+        self.machine.close(CommId::WORLD);
+        self.change(&view);
+        for (peer, arrival) in early {
+            self.arrived(peer, arrival);
+        }
+        self.settle();
     }
 
     /// Asks for the view after `epoch`, if there is none yet.

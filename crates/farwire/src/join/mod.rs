@@ -3,9 +3,10 @@
 mod calling;
 pub(crate) mod door;
 pub(crate) mod env;
-mod gathering;
+pub(crate) mod gathering;
 pub(crate) mod held_port;
 pub(crate) mod identity;
 pub(crate) mod job;
 mod refusals;
 pub(crate) mod rendezvous;
+pub(crate) mod running;

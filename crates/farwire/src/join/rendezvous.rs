@@ -79,16 +79,51 @@ pub(super) struct Hello {
     world: u32,
     epoch: u32,
     /// Random: tells a process that comes again from another that claims the same rank.
-    process: u64,
+    pub(super) process: u64,
+    pub(super) purpose: Purpose,
     pub(super) member: Member,
+}
+
+/// Why a process says hello.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Purpose {
+    /// It is one of those that the job starts with.
+    #[default]
+    Start,
+    /// It wants to join a job that runs.
+    Join,
+    /// It wants to know who is in that job.
+    Look,
+}
+
+/// The rank of a process that joins a running job, in its certificate and until it has one.
+pub(crate) const JOINER: Peer = Peer(u32::MAX);
+
+/// Who is in a job that runs, and where, as one of them knows it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Book {
+    pub(crate) epoch: u32,
+    /// The number of the process that says so.
+    pub(crate) here: u32,
+    pub(crate) entries: Vec<Entry>,
+}
+
+/// A member, in a [`Book`].
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Entry {
+    pub(crate) number: u32,
+    pub(crate) process: u64,
+    pub(crate) member: Member,
+    /// Nothing for the one that says so: it is where the connection is.
+    pub(crate) address: Option<SocketAddr>,
 }
 
 /// What the others need to know of a process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Member {
-    pub(super) rank: u32,
+    pub(crate) rank: u32,
     /// The UDP port it listens on.
-    port: u16,
+    pub(crate) port: u16,
     /// Differs between hosts. (Equal ones are only a reason to try shared memory.)
     pub(crate) host: String,
     /// Processors of that host that it may use.
@@ -106,6 +141,8 @@ pub(super) enum Answer {
     Member(Member),
     /// And why.
     Refused(String),
+    /// Who is in the job, for one that wants to join.
+    Book(Book),
 }
 
 /// Where and how a process joins.
@@ -122,6 +159,8 @@ pub(crate) struct Terms<'a> {
     pub(crate) port: u16,
     /// How long it may take.
     pub(crate) timeout: Duration,
+    /// Where those are sent that want to join later, if they may.
+    pub(crate) lobby: Option<mpsc::Sender<Newcomer>>,
 }
 
 /// Why a process could not join.
@@ -186,6 +225,19 @@ pub enum JoinError {
         /// Why.
         reason: String,
     },
+    /// A job that runs did not let this process in.
+    #[error(
+        "was not let in at {address} within {waited:?}: {last}; check that the job runs, lets others \
+         join (FARWIRE_ELASTIC or `--elastic`), and has the same token and job name"
+    )]
+    NotAdmitted {
+        /// Where it asked.
+        address: SocketAddr,
+        /// For how long it waited.
+        waited: Duration,
+        /// What happened last.
+        last: String,
+    },
     /// A connection failed in the middle.
     #[error("lost {peer} while joining: {reason}")]
     Lost {
@@ -218,42 +270,29 @@ pub(crate) async fn resolve(place: &Place) -> Result<SocketAddr, JoinError> {
     found.into_iter().next().ok_or_else(|| failed(std::io::Error::other("it has no address")))
 }
 
-/// Joins the group: a connection to every other rank, by rank.
+/// Joins the group: a connection to every other rank, by rank, and what they know of this one.
 pub(crate) async fn join(
     terms: &Terms<'_>,
     identity: Arc<Identity>,
     transport: Transport,
-) -> Result<(Endpoint, Vec<Option<Acquaintance>>), JoinError> {
+) -> Result<(Endpoint, Vec<Option<Acquaintance>>, Member), JoinError> {
     let &Terms { place, master, timeout, .. } = terms;
     let deadline = Instant::now() + timeout;
     let (me, world) = (place.rank, place.world);
     let (endpoint, server) = listen(terms, &identity)?;
     let port =
         endpoint.local_addr().map_err(|error| JoinError::Listen { address: master, error })?.port();
-    let mut random = [0; 8];
-    aws_lc_rs::rand::fill(&mut random)
-        .map_err(|_| JoinError::Identity("no randomness".to_owned()))?;
-    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
-    let hello = Hello {
-        version: VERSION,
-        job: terms.job.clone(),
-        world: world.get(),
-        epoch: terms.epoch.0,
-        process: u64::from_le_bytes(random),
-        member: Member { rank: me.0, port, host: host_id(), cores },
-    };
-
+    let hello = Hello::new(terms, port, Purpose::Start)?;
     let (door, mut newcomers) = mpsc::channel(world.len());
     let refusals = Arc::new(Refusals::default());
-    let (certified, mine, refused, pass) =
-        (identity.clone(), hello.clone(), refusals.clone(), door.clone());
-    let pass = move |connection| {
-        let (certified, mine, refused) = (certified.clone(), mine.clone(), refused.clone());
-        tokio::spawn(hear(connection, certified, mine, refused, pass.clone()));
+    let entrance = Entrance {
+        identity: identity.clone(),
+        mine: hello.clone(),
+        refusals: refusals.clone(),
+        door: door.clone(),
+        lobby: terms.lobby.clone(),
     };
-    let strangers = refusals.clone();
-    let tell = move |from| strangers.add_stranger(from, OTHER_TOKEN);
-    tokio::spawn(door::keep(endpoint.clone(), server, transport, pass, tell));
+    entrance.keep(endpoint.clone(), server, transport);
     let mut peers: Vec<Option<Acquaintance>> = (0..world.get()).map(|_| None).collect();
 
     let caller = Caller {
@@ -317,11 +356,57 @@ pub(crate) async fn join(
         refuse_all(&mut peers, &error.to_string()).await;
         return Err(error);
     }
-    Ok((endpoint, peers))
+    Ok((endpoint, peers, hello.member))
+}
+
+impl Hello {
+    /// What a process that listens on `port` says.
+    pub(super) fn new(terms: &Terms<'_>, port: u16, purpose: Purpose) -> Result<Self, JoinError> {
+        let mut random = [0; 8];
+        aws_lc_rs::rand::fill(&mut random)
+            .map_err(|_| JoinError::Identity("no randomness".to_owned()))?;
+        let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
+        Ok(Self {
+            version: VERSION,
+            job: terms.job.clone(),
+            world: terms.place.world.get(),
+            epoch: terms.epoch.0,
+            // Those that a job starts with are named by their ranks later, so this is never one.
+            process: u64::from_le_bytes(random) | 1 << 63,
+            purpose,
+            member: Member { rank: terms.place.rank.0, port, host: host_id(), cores },
+        })
+    }
+}
+
+/// Where processes of the cluster come in: those of the start by the door, as long as somebody
+/// listens there, and those that join later to the lobby, if there is one.
+#[derive(Clone)]
+pub(super) struct Entrance {
+    pub(super) identity: Arc<Identity>,
+    pub(super) mine: Hello,
+    pub(super) refusals: Arc<Refusals>,
+    pub(super) door: mpsc::Sender<Newcomer>,
+    pub(super) lobby: Option<mpsc::Sender<Newcomer>>,
+}
+
+impl Entrance {
+    /// Answers all that come, for as long as the endpoint lives.
+    pub(super) fn keep(self, endpoint: Endpoint, server: ServerConfig, transport: Transport) {
+        let strangers = self.refusals.clone();
+        let pass = move |connection| {
+            tokio::spawn(hear(connection, self.clone()));
+        };
+        let tell = move |from| strangers.add_stranger(from, OTHER_TOKEN);
+        tokio::spawn(door::keep(endpoint, server, transport, pass, tell));
+    }
 }
 
 /// This process's socket, rank 0's where all look for it; and how it answers those that connect.
-fn listen(terms: &Terms<'_>, identity: &Identity) -> Result<(Endpoint, ServerConfig), JoinError> {
+pub(super) fn listen(
+    terms: &Terms<'_>,
+    identity: &Identity,
+) -> Result<(Endpoint, ServerConfig), JoinError> {
     let master = terms.master;
     let any = match (master.ip().is_loopback(), master.is_ipv6()) {
         (true, _) => master.ip(),
@@ -393,21 +478,31 @@ pub(super) fn turn_away(known: Box<Acquaintance>, reason: String, refusals: &Ref
     tokio::spawn(async move { refuse(*known, &reason).await });
 }
 
-pub(super) const NONSENSE: &str = "it answered something unexpected";
+pub(crate) const NONSENSE: &str = "it answered something unexpected";
 const OTHER_TOKEN: &str = "it has another token; give all ranks the same FARWIRE_TOKEN";
 const COMPLETE: &str = "the group is complete and running";
+const CLOSED: &str = "the job lets nobody join (start its ranks with FARWIRE_ELASTIC=1, or \
+                      `farwire launch --elastic`)";
+const CROWDED: &str = "too many wait to join; try again later";
 
 /// Hears what a process of the cluster has to say. Once nobody listens at the other end of `door`,
 /// the group is complete.
-async fn hear(
-    connection: Connection,
-    identity: Arc<Identity>,
-    mine: Hello,
-    refusals: Arc<Refusals>,
-    door: mpsc::Sender<Newcomer>,
-) {
+async fn hear(connection: Connection, entrance: Entrance) {
+    let Entrance { identity, mine, refusals, door, lobby } = entrance;
     let from = connection.remote_address();
     match timeout(HELLO_TIMEOUT, receive(connection, &identity, &mine)).await {
+        Ok(Ok(newcomer)) if newcomer.purpose != Purpose::Start => match lobby {
+            None => turn_away(newcomer.known, CLOSED.to_owned(), &refusals),
+            Some(lobby) => {
+                use mpsc::error::TrySendError::{Closed, Full};
+                match lobby.try_send(newcomer) {
+                    Ok(()) => {}
+                    Err(Full(Newcomer { known, .. }) | Closed(Newcomer { known, .. })) => {
+                        turn_away(known, CROWDED.to_owned(), &refusals);
+                    }
+                }
+            }
+        },
         Ok(Ok(newcomer)) => {
             if let Err(mpsc::error::SendError(Newcomer { known, .. })) = door.send(newcomer).await {
                 turn_away(known, COMPLETE.to_owned(), &refusals);
@@ -427,10 +522,10 @@ async fn receive(
     let (mut to, mut from) = connection.accept_bi().await.map_err(|error| error.to_string())?;
     let text = read_bytes(&mut from, MAX_MESSAGE).await?;
     match judge(&text, &connection, identity, mine) {
-        Ok(Hello { process, member, .. }) => {
+        Ok(Hello { process, purpose, member, .. }) => {
             write(&mut to, &Answer::Heard).await?;
             let known = Box::new(Acquaintance { connection, to, from, member });
-            Ok(Newcomer { process, known, heard_before: None })
+            Ok(Newcomer { process, purpose, known, heard_before: None })
         }
         Err(reason) => {
             let member = mine.member.clone(); // it is not known who it is
@@ -470,14 +565,18 @@ fn judge(
             hello.job, mine.job
         ));
     }
-    if hello.world != mine.world {
+    if hello.purpose != Purpose::Start && there != JOINER {
+        return Err(format!("{there} has a rank; only a process without one can join"));
+    }
+    let starts = hello.purpose == Purpose::Start;
+    if starts && hello.world != mine.world {
         return Err(format!(
             "{there} was started for {} ranks, {here} for {}; give all ranks of a job the same world size, \
              and every job a name (FARWIRE_JOB)",
             hello.world, mine.world
         ));
     }
-    if there.0 >= mine.world {
+    if starts && there.0 >= mine.world {
         return Err(format!("{there} is not below the world size, {}", mine.world));
     }
     if hello.epoch != mine.epoch {

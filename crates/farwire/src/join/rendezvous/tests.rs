@@ -5,7 +5,15 @@ use crate::token::Token;
 
 fn hello(job: &str, rank: u32, version: u8) -> Hello {
     let member = Member { rank, port: 1, host: "h".to_owned(), cores: 1 };
-    Hello { version, job: JobName::new(job).unwrap(), world: 4, epoch: 0, process: 7, member }
+    Hello {
+        version,
+        job: JobName::new(job).unwrap(),
+        world: 4,
+        epoch: 0,
+        process: 7,
+        purpose: Purpose::Start,
+        member,
+    }
 }
 
 /// A rank that listens, and what others are told who say these hellos, all of which have the
@@ -29,16 +37,15 @@ async fn answers(hellos: &[Hello]) -> Vec<Result<(), String>> {
         port_is_held: false,
         port: 0,
         timeout: Duration::from_secs(60),
+        lobby: None,
     };
     let identity = Arc::new(Identity::new(&token, Peer(1), Epoch(0), &job).unwrap());
     let (listening, server) = listen(&terms, &identity).unwrap();
     let address = listening.local_addr().unwrap();
     let (door, _newcomers) = mpsc::channel(100);
-    let pass = move |connection| {
-        let mine = hello("here", 1, VERSION);
-        tokio::spawn(hear(connection, identity.clone(), mine, Arc::default(), door.clone()));
-    };
-    tokio::spawn(door::keep(listening, server, Transport::default(), pass, |_| ()));
+    let mine = hello("here", 1, VERSION);
+    let entrance = Entrance { identity, mine, refusals: Arc::default(), door, lobby: None };
+    entrance.keep(listening, server, Transport::default());
     let mut answers = Vec::new();
     for hello in hellos {
         let rank = Peer(hello.member.rank);
