@@ -620,7 +620,7 @@ fn nothing<T: Element>(_: Buffer) -> Option<Vec<T>> {
 }
 
 /// 64 bits that differ if the data do, but for bad luck (FNV-1a, eight bytes at a time).
-fn digest(bytes: &[u8]) -> u64 {
+pub(crate) fn digest(bytes: &[u8]) -> u64 {
     let step =
         |hash: u64, word: u64| (hash ^ word).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(29);
     let (words, rest) = bytes.as_chunks::<8>();

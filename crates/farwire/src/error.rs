@@ -12,6 +12,7 @@ use crate::driver::members::MembershipError;
 use crate::join::env::EnvError;
 use crate::join::rendezvous::JoinError;
 use crate::memory::{Buffer, Memory};
+use crate::sync::StateError;
 use crate::token::TokenError;
 
 /// Why an operation has no result.
@@ -103,6 +104,13 @@ pub enum Error {
         /// Why not.
         #[from]
         source: MembershipError,
+    },
+    /// This rank could not get the state that the others have.
+    #[error(transparent)]
+    State {
+        /// Why not.
+        #[from]
+        source: StateError,
     },
     /// The handler of a call, on the other rank, could not do it.
     #[error("rank {rank} could not answer the call `{name}`: {message}")]

@@ -18,8 +18,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::{BufMut, Bytes, BytesMut};
-use farwire_proto::membership::MAX_MESSAGE;
-use farwire_proto::{CommId, FAULT_LEN, HEADER_LEN, Header, Lane, OpSeq, Peer};
+use farwire_proto::{CommId, HEADER_LEN, Header, Lane, OpSeq, Peer};
 use quinn::{Connection, ReadError, ReadExactError, RecvStream, SendStream, VarInt};
 use rustc_hash::{FxHashMap as HashMap, FxHashSet as HashSet};
 use tokio::runtime::Handle;
@@ -536,7 +535,8 @@ async fn read_stream(mut stream: RecvStream, shared: &Shared) -> Result<(), Brok
         };
         let header = Header::decode(&start[1..]).map_err(|_| Broken("a frame has no header"))?;
         let length = header.payload as usize;
-        if length > shared.longest.max(FAULT_LEN).max(MAX_MESSAGE) {
+        // Notices are short, or their headers are refused.
+        if length > shared.longest && !header.frame.is_notice() {
             return Err(Broken("a frame is longer than agreed"));
         }
         let mut spare = None;
