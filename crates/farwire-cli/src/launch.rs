@@ -71,6 +71,17 @@ pub(crate) struct Args {
     /// machines.
     #[arg(long, value_name = "NAME", value_parser = job_name)]
     job: Option<String>,
+    /// Go on when ranks die, and start others in their place: they get FARWIRE_JOIN, the address of
+    /// one that lives, and join there. The program must do that (`farwire train --elastic` does, and
+    /// what uses `farwire::Elastic` can). When this launcher dies, only its own ranks end.
+    #[arg(long)]
+    elastic: bool,
+    /// With fewer ranks than this on this machine, and none left to start, the job ends.
+    #[arg(long, default_value = "1", requires = "elastic")]
+    min: u32,
+    /// How many ranks are started in place of others, in all.
+    #[arg(long, default_value = "16", requires = "elastic")]
+    restarts: u32,
     /// The command and its arguments.
     #[arg(last = true, required = true, value_name = "COMMAND")]
     command: Vec<OsString>,
@@ -137,6 +148,17 @@ pub(crate) struct Job {
     pub(crate) grace: Duration,
     /// The network namespace of each rank, which is then a host of its own; none is this one's.
     pub(crate) namespaces: Vec<PathBuf>,
+    /// Whether the job goes on when ranks die.
+    pub(crate) elastic: Option<ElasticJob>,
+}
+
+/// How a job goes on when ranks die.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ElasticJob {
+    /// With fewer ranks than this on this machine, it does not.
+    pub(crate) min: u32,
+    /// Ranks that are started in place of others, in all.
+    pub(crate) restarts: u32,
 }
 
 /// What becomes of what ranks print.
@@ -180,6 +202,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, LaunchError> {
         output: JobOutput::Marked,
         grace: GRACE,
         namespaces: Vec::new(),
+        elastic: args.elastic.then_some(ElasticJob { min: args.min, restarts: args.restarts }),
     }
     .run()
 }
@@ -269,15 +292,14 @@ impl Job {
         // A rank that has ended is reaped only when all have: until then its process id is not used
         // again, and signals go where they should.
         let (mut children, mut pids, mut said) = (Vec::new(), Vec::new(), Errors::default());
-        for local_rank in 0..self.ranks {
-            let rank = self.first_rank + local_rank;
-            let (mut child, error) = match self.start(rank, local_rank, records.as_deref()) {
-                Ok(started) => started,
-                Err(source) => {
-                    tell(&pids, Signal::TERM);
-                    return Err(LaunchError::Start { command: self.command[0].clone(), source });
-                }
-            };
+        let mut ports: Vec<u16> = Vec::new();
+        // Starts a rank, which may join those that live.
+        let launch = |rank: u32, port: Option<u16>, join: Option<u16>| {
+            let local_rank = rank - self.first_rank;
+            let place = RankPlace { rank, local_rank, port, join };
+            let (mut child, error) = self.start(&place, records.as_deref()).map_err(|source| {
+                LaunchError::Start { command: self.command[0].clone(), source }
+            })?;
             let pid = child
                 .id()
                 .and_then(|id| Pid::from_raw(id as i32))
@@ -293,10 +315,7 @@ impl Job {
             ));
             let complained =
                 tokio::spawn(pass_on(child.stderr.take(), errors.clone(), prefix, last.clone()));
-            pids.push(pid);
-            children.push(child);
-            said.sockets.extend(error.map(|error| (rank, error)));
-            running.spawn(async move {
+            let end = async move {
                 let status = ended(pid).await;
                 // Its output is read to the end; but something that it started may hold that open
                 // for ever.
@@ -304,8 +323,26 @@ impl Job {
                     tokio::time::timeout(LAST_WORDS, async { (printed.await, complained.await) })
                         .await;
                 (rank, status, last)
-            });
+            };
+            Ok::<_, LaunchError>((pid, child, error, end))
+        };
+        for rank in self.first_rank..self.first_rank + self.ranks {
+            let port = self.port_of(rank);
+            let (pid, child, error, end) = match launch(rank, port, None) {
+                Ok(started) => started,
+                Err(error) => {
+                    tell(&pids, Signal::TERM);
+                    return Err(error);
+                }
+            };
+            pids.push(pid);
+            children.push(child);
+            ports.push(port.unwrap_or(0));
+            said.sockets.extend(error.map(|error| (rank, error)));
+            running.spawn(end);
         }
+        let mut alive: BTreeSet<u32> = (self.first_rank..self.first_rank + self.ranks).collect();
+        let mut restarts = self.elastic.map_or(0, |elastic| elastic.restarts);
         // In the order in which they failed, with their last lines.
         let mut failed: Vec<(u32, LastLines)> = Vec::new();
         let mut stopped = BTreeSet::new();
@@ -335,7 +372,35 @@ impl Job {
             let Some(ended) = ended else { break };
             let Ok((rank, status, last)) = ended else { continue };
             let status = status.map_err(system("could not wait for a rank"))?;
-            if status.exit_status() != Some(0) {
+            alive.remove(&rank);
+            let died = status.exit_status() != Some(0);
+            if let Some(ElasticJob { min, .. }) = self.elastic.filter(|_| died && !asked_to_end)
+                && let Some(first) = alive.first()
+            {
+                let how = status.terminating_signal().map_or_else(
+                    || format!("exit status {}", status.exit_status().unwrap_or(-1)),
+                    |signal| format!("signal {signal}"),
+                );
+                eprintln!("farwire: rank {rank} has ended ({how}); {} go on", alive.len());
+                if restarts > 0 {
+                    restarts -= 1;
+                    let new = self.first_rank + pids.len() as u32;
+                    let contact = ports[(first - self.first_rank) as usize];
+                    let port = free_udp_port();
+                    let (pid, child, error, end) = launch(new, port, Some(contact))?;
+                    pids.push(pid);
+                    children.push(child);
+                    ports.push(port.unwrap_or(0));
+                    said.sockets.extend(error.map(|error| (new, error)));
+                    running.spawn(end);
+                    alive.insert(new);
+                    continue;
+                }
+                if alive.len() >= min as usize {
+                    continue;
+                }
+            }
+            if died {
                 failed.push((rank, last));
                 next = next.or(Some((Instant::now() + FIND_OUT, Signal::TERM)));
             }
@@ -381,6 +446,16 @@ impl Job {
         Ok(ExitCode::from(code(status)))
     }
 
+    /// Where a rank of an elastic job listens, so that this launcher can tell others.
+    fn port_of(&self, rank: u32) -> Option<u16> {
+        self.elastic?;
+        match &self.master {
+            Master::Held(held) if rank == 0 => Some(held.port()),
+            Master::Given(_, port) if rank == 0 => Some(*port),
+            _ => free_udp_port(),
+        }
+    }
+
     /// The ranks that have been stopped by a signal and not ended.
     fn stopped(&self, pids: &[Pid]) -> Vec<u32> {
         let is_stopped = |pid: &Pid| {
@@ -395,10 +470,10 @@ impl Job {
     /// Starts a rank; and where its output is its own, what its error comes by.
     fn start(
         &self,
-        rank: u32,
-        local_rank: u32,
+        place: &RankPlace,
         records: Option<&Path>,
     ) -> io::Result<(Child, Option<UnixStream>)> {
+        let &RankPlace { rank, local_rank, port: own_port, join } = place;
         let (host, port, held) = match &self.master {
             Master::Given(host, port) => (&host[..], *port, None),
             Master::Held(held) => ("127.0.0.1", held.port(), Some(held.variable())),
@@ -426,6 +501,9 @@ impl Job {
             .env("MASTER_ADDR", host)
             .env("MASTER_PORT", port.to_string())
             .envs(self.variables.iter().map(|(name, value)| (name, value)))
+            .envs(self.elastic.map(|_| ("FARWIRE_ELASTIC", "1")))
+            .envs(own_port.map(|port| ("FARWIRE_PORT", port.to_string())))
+            .envs(join.map(|port| ("FARWIRE_JOIN", format!("127.0.0.1:{port}"))))
             .stdout(stdio())
             .stderr(stdio())
             // A group of its own, so that signals reach what it starts, too.
@@ -445,6 +523,22 @@ impl Job {
         }
         Ok((command.spawn()?, error))
     }
+}
+
+/// What one process of a job is told apart from the others.
+struct RankPlace {
+    rank: u32,
+    local_rank: u32,
+    /// Where it listens, if this launcher says so.
+    port: Option<u16>,
+    /// The port of one that it is to join.
+    join: Option<u16>,
+}
+
+/// A UDP port that nobody uses right now.
+fn free_udp_port() -> Option<u16> {
+    let socket = std::net::UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
+    socket.ok().map(|address| address.port())
 }
 
 /// The code to exit with: the rank's own, or 128 and the signal that ended it, as shells do.

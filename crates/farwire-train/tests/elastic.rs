@@ -79,9 +79,10 @@ fn a_run_that_loses_ranks_ends_alike_on_all_that_are_left() {
         assert_eq!((whole.len(), left.len()), (4, 2));
         for run in [&whole, &left] {
             assert!(run.iter().all(|(_, state)| *state == run[0].1), "{codec}: the same bits");
-            assert!(run.iter().all(|(losses, _)| losses.len() == STEPS), "{codec}");
+            // A rank that missed the end of a step has no report of it.
+            assert!(run.iter().all(|(losses, _)| losses.len() + 2 >= STEPS), "{codec}");
         }
-        let last = |run: &[End]| run[0].0[STEPS - 5..].iter().sum::<f64>() / 5.0;
+        let last = |run: &[End]| run[0].0.iter().rev().take(5).sum::<f64>() / 5.0;
         let (whole, left) = (last(&whole), last(&left));
         println!("{codec}: loss {whole:.4} with all, {left:.4} with losses on the way");
         assert!((left / whole - 1.0).abs() < 0.05, "{codec}: {left} and {whole}");
