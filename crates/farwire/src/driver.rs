@@ -375,8 +375,15 @@ impl Driver {
     /// Says goodbye to all peers.
     pub(crate) fn close(&mut self) {
         self.observer.flush();
-        for link in self.links.iter_mut().flatten() {
-            link.close();
+        for (index, link) in self.links.iter_mut().enumerate() {
+            let Some(link) = link else { continue };
+            // A goodbye says that nothing was held back.
+            let owes = |members: &Members| members.owes(Peer(index as u32));
+            if self.members.as_ref().is_some_and(owes) {
+                link.give_up()
+            } else {
+                link.close()
+            }
             link.ring();
         }
     }
@@ -436,8 +443,11 @@ impl Driver {
             if said_goodbye {
                 link.close();
             } else {
-                self.member_lost(peer, link.loss(), link.liveness());
+                let (loss, liveness) = (link.loss(), link.liveness());
+                // Before anything is done without it: it must not take this process for one that
+                // was with it to the end.
                 link.give_up();
+                self.member_lost(peer, loss, liveness);
             }
         }
         self.machine.handle_peer_lost(peer);

@@ -18,7 +18,7 @@ use crate::join::env::Place;
 use crate::join::gathering::Newcomer;
 use crate::join::identity::Identity;
 use crate::join::rendezvous::{self, Acquaintance, JOINER, JoinError, Member, Purpose, Terms};
-use crate::join::running::{self, Called, Joiner};
+use crate::join::running::{Called, Joiner};
 use crate::link::negotiation::{self, Linked};
 use crate::link::{Arrival, Link, LinkChoice, Pair};
 use crate::lobby::{Addresses, Lobby, MAX_NEWCOMERS};
@@ -234,7 +234,7 @@ impl Settings {
         let (token, epoch) = (self.token_for(contact)?, self.config.epoch);
         let identity = Arc::new(Identity::new(&token, JOINER, epoch, &self.job)?);
         let terms = self.terms(contact, Some(lobby));
-        let deadline = running::deadline(&terms);
+        let deadline = tokio::time::Instant::now() + self.join_timeout;
         let joiner = Joiner::new(&terms, identity, Transport { congestion: self.congestion })?;
         let mut waiting: BTreeMap<Peer, Waiting> = BTreeMap::new();
         let (mut early, mut last) = (Vec::new(), "nobody has answered".to_owned());

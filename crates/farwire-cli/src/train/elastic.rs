@@ -7,7 +7,7 @@
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
 
-use farwire::{Change, Communicator, Elastic};
+use farwire::{Change, Communicator, Elastic, GroupFault};
 use farwire_train::gpt::Writer;
 use farwire_train::{TrainError, Trainer, embedded};
 
@@ -35,7 +35,10 @@ pub(super) fn run(
     trainer.set_elastic()?;
     let steps = trainer.settings().steps;
     let mut elastic = Elastic::new(comm);
-    elastic.step(&mut trainer, |_, _| Ok::<_, TrainError>(()))?;
+    // Lays the model out over all ranks. (One that joins meets the others in the middle of a step.)
+    if !joined {
+        elastic.step(&mut trainer, |_, _| Ok::<_, TrainError>(()))?;
+    }
     let mut run = Run::new(&trainer);
     let mut view = View::new(elastic.comm().rank() == 0, args.json);
     view.begin(&run, &trainer)?;
@@ -60,9 +63,13 @@ pub(super) fn run(
     run.settings = trainer.settings().clone();
     run.trace = trainer.trace().to_vec();
     view.end();
-    let (weights, agree) = elastic.step(&mut trainer, |_, trainer| {
-        Ok::<_, TrainError>((trainer.gathered_weights()?, trainer.replicas_agree()?))
-    })?;
+    // Nobody is let in any more. A rank that is lost now takes nothing with it but the sample.
+    let gathered =
+        trainer.replicas_agree().and_then(|agree| Ok((trainer.gathered_weights()?, agree)));
+    let (weights, agree) = match gathered {
+        Err(error) if error.is_group_fault() => (None, None),
+        gathered => gathered.map(|(weights, agree)| (weights, Some(agree)))?,
+    };
     if let (Some(weights), false) = (weights, run.stopped) {
         let mut writer = Writer::new(LIBRARY, weights, run.settings.model)?;
         let sample = writer.write("The ", SAMPLE, 0.7, run.settings.seed)?;
@@ -70,7 +77,11 @@ pub(super) fn run(
     }
     let (mut written, mut shown) = (Ok(()), Ok(()));
     if elastic.comm().rank() == 0 {
-        let line = if agree { "all replicas have the same bits" } else { "replicas differ" };
+        let line = match agree {
+            Some(true) => "all replicas have the same bits",
+            Some(false) => "replicas differ",
+            None => "a rank was lost before replicas could be compared",
+        };
         run.changes.push(format!("at the end, {line}"));
         let runs = [run];
         written = std::fs::write(&args.report, report::html(&runs));

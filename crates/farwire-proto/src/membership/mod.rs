@@ -192,8 +192,6 @@ pub enum Flaw {
     DropSecondRound,
     /// The dead need not have been heard, however their death is known.
     TrustAnyProof,
-    /// A member that hears that a ballot was accepted still promises older ones.
-    PromiseOlder,
     /// A member tells the leader that it has accepted before it tells the others.
     TellLeaderFirst,
 }
@@ -331,11 +329,6 @@ impl Agreement {
         self.evicted.is_some()
     }
 
-    /// Whether this member waits for a change that it asked for.
-    pub fn is_waiting(&self) -> bool {
-        self.wants.is_some()
-    }
-
     /// Members that this one cannot reach, or knows to be dead.
     pub fn lost(&self) -> impl Iterator<Item = Peer> + '_ {
         self.view.peers().filter(|peer| self.is_lost(*peer))
@@ -415,8 +408,7 @@ impl Agreement {
             if newest.is_none_or(|newest| newest < (view.epoch(), *ballot)) {
                 self.heard.insert(from, (*ballot, view.clone()));
             }
-            let newer = *ballot > self.promised && !flawed!(self, PromiseOlder);
-            if view.epoch() == self.instance() && newer {
+            if view.epoch() == self.instance() && *ballot > self.promised {
                 self.follow(now, *ballot);
             }
         }
@@ -517,11 +509,6 @@ impl Agreement {
     /// A process that wanted to join is gone.
     pub fn handle_gone(&mut self, process: u64) {
         self.ready.remove(&process);
-    }
-
-    /// Whether anybody waits to join.
-    pub fn is_anyone_ready(&self) -> bool {
-        !self.ready.is_empty()
     }
 
     /// It is as late as [`poll_timeout`](Self::poll_timeout) said, or later.
@@ -944,8 +931,7 @@ impl Agreement {
         self.view = view.clone();
         let instance = self.instance();
         let heard = self.heard.values().filter(|(_, view)| view.epoch() == instance);
-        let newest = heard.map(|(ballot, _)| *ballot).max();
-        if let Some(newest) = newest.filter(|_| !flawed!(self, PromiseOlder)) {
+        if let Some(newest) = heard.map(|(ballot, _)| *ballot).max() {
             self.follow(now, newest);
         }
         self.events.push_back(Event::Changed(view));

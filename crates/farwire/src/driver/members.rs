@@ -105,6 +105,11 @@ impl Members {
         self.outbox.is_empty() && self.agreement.poll_timeout().is_none()
     }
 
+    /// Whether a message to a peer waits for room.
+    pub(super) fn owes(&self, peer: Peer) -> bool {
+        self.outbox.iter().any(|(to, _)| to.peer == peer)
+    }
+
     pub(super) fn poll_timeout(&self) -> Option<Time> {
         self.agreement.poll_timeout()
     }

@@ -12,9 +12,11 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use farwire_proto::Peer;
+use farwire_proto::membership::MAX_MEMBERS;
 use quinn::{ClientConfig, Endpoint};
 use tokio::sync::mpsc;
-use tokio::time::{Instant, timeout};
+use tokio::time::timeout;
 
 use super::gathering::Newcomer;
 use super::identity::Identity;
@@ -24,8 +26,6 @@ use super::rendezvous::{
     read_up_to, write,
 };
 use crate::quic::transport::Transport;
-use farwire_proto::Peer;
-use farwire_proto::membership::MAX_MEMBERS;
 
 /// How long one call may take.
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
@@ -130,9 +130,4 @@ impl Joiner {
 /// Tells one that has come who is in the job.
 pub(crate) async fn show_book(newcomer: &mut Newcomer, book: Book) -> Result<(), String> {
     write(&mut newcomer.known.to, &Answer::Book(book)).await
-}
-
-/// When a process that wants to join gives up.
-pub(crate) fn deadline(terms: &Terms<'_>) -> Instant {
-    Instant::now() + terms.timeout
 }
