@@ -280,7 +280,10 @@ pub(crate) mod tests {
         (frames, any_fingerprint(), any::<[u32; 4]>(), any::<[u64; 2]>()).prop_map(
             |(frame, fingerprint, [payload, epoch, tag, index], [comm, seq])| Header {
                 frame,
-                payload: frame.payload().map_or(payload, |fixed| fixed as u32),
+                payload: match frame {
+                    FrameKind::Members => payload % (MAX_MESSAGE as u32 + 1),
+                    _ => frame.payload().map_or(payload, |fixed| fixed as u32),
+                },
                 comm: CommId(comm),
                 epoch: Epoch(epoch),
                 seq: match fingerprint.kind {
@@ -369,7 +372,7 @@ pub(crate) mod tests {
                 refused("tag", 20, &[1, 0, 0, 0]);
             }
             refused("kind", 60, &[0]);
-            refused("frame", 3, &[6]);
+            refused("frame", 3, &[7]);
             if header.frame.is_notice() {
                 refused("payload", 4, &[1, 0, 0, 0]);
             }

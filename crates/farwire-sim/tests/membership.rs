@@ -1,5 +1,7 @@
 //! Membership under chaos: many schedules of faults, and flaws that they must find.
 
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
+
 use std::time::Duration;
 
 use farwire_proto::membership::{Flaw, TieRule};

@@ -445,8 +445,9 @@ impl Communicator {
             return Err(MembershipError::Part.into());
         }
         let waiting = self.node.driver().waiting() as u32;
-        let most = self.all_reduce(vec![waiting], ReduceOp::Max).wait()?;
-        if most == [0] { Ok(self.clone()) } else { self.change(Change::Admit) }
+        // Who waits has a link to all; one that is stuck half-way costs nothing.
+        let least = self.all_reduce(vec![waiting], ReduceOp::Min).wait()?;
+        if least == [0] { Ok(self.clone()) } else { self.change(Change::Admit) }
     }
 
     /// How many processes wait to join, as far as this rank knows.

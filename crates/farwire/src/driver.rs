@@ -13,9 +13,9 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use farwire_codec::collective::CodedCollective;
 use farwire_proto::{
-    Buffers, Call, Coding, CommId, DType, Engine, FrameKind, HEADER_LEN, Header, Input, Lane,
-    Machine, MachineEvent, Nonsense, OpId, OpenError, Options, Peer, Plan, Rank, Refusal, Refused,
-    Time, Transmit, Verdict, WorldSize,
+    Buffers, Call, Coding, CommId, DType, Engine, Fault, FrameKind, HEADER_LEN, Header, Input,
+    Lane, Machine, MachineEvent, Nonsense, OpId, OpenError, Options, Peer, Plan, Rank, Refusal,
+    Refused, Time, Transmit, Verdict, WorldSize,
 };
 use rustc_hash::FxHashSet as HashSet;
 
@@ -533,6 +533,8 @@ impl Driver {
 
     fn happened(&mut self, event: MachineEvent<Buffer, CodedCollective, Job>) {
         match event {
+            // Nothing has failed.
+            MachineEvent::CommFailed { fault: Fault::Replaced { .. }, .. } => {}
             MachineEvent::CommFailed { comm, fault, reporter } => {
                 tracing::warn!(?comm, %fault, %reporter, "a communicator has failed");
                 self.observer.failed(fault);

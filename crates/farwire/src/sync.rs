@@ -229,13 +229,13 @@ fn get(
     };
     let window = WINDOW * sync.sources.len();
     let mut under_way: VecDeque<_> = (0..pieces.min(window)).map(ask).collect();
-    for index in 0..pieces {
+    for (index, expected) in digests.into_iter().enumerate() {
         let came = under_way.pop_front().expect("a piece is asked for before it is waited for");
         let came = came.wait()?;
         if index + window < pieces {
             under_way.push_back(ask(index + window));
         }
-        if digest(&came) != digests[index] {
+        if digest(&came) != expected {
             let source_rank = source(sync, index);
             return Err(StateError::Damaged { source_rank, announced_by: first }.into());
         }

@@ -71,13 +71,10 @@ fn one_of_two_needs_a_proof_that_tells_all() {
 #[test]
 fn what_was_accepted_outlives_its_leader() {
     let mut parts: Vec<_> = (0..3).map(|me| part(me, 3)).collect();
-    for part in &mut parts[..2] {
-        part.handle_lost(NOW, Peer(2));
-    }
+    parts[0].handle_lost(NOW, Peer(2));
     parts[0].shrink(NOW);
-    for (to, message) in sent(&mut parts[0]) {
-        parts[to as usize].handle_message(NOW, Peer(0), message);
-    }
+    let prepare = sent(&mut parts[0]).remove(0).1;
+    parts[1].handle_message(NOW, Peer(0), prepare);
     let promise = sent(&mut parts[1]).remove(0).1;
     parts[0].handle_message(NOW, Peer(1), promise);
     // Rank 1 accepts; rank 0 dies before it can say that it is decided.

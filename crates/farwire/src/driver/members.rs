@@ -237,8 +237,8 @@ impl Driver {
     /// Forgets those that waited to join and are gone.
     fn look_into_the_lobby(&mut self) {
         let Some(members) = &mut self.members else { return };
-        let lost = |link: &Box<dyn Link>| link.liveness().is_some_and(|it| it.loss().is_some());
-        let gone = members.lobby.extract_if(.., |_, link| lost(link)).collect::<Vec<_>>();
+        let lost = |link: &dyn Link| link.liveness().is_some_and(|it| it.loss().is_some());
+        let gone = members.lobby.extract_if(.., |_, link| lost(&**link)).collect::<Vec<_>>();
         for (process, mut link) in gone {
             members.agreement.handle_gone(process);
             link.give_up();
