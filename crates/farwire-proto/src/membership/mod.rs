@@ -94,7 +94,7 @@ use crate::ids::{Epoch, Peer, Time};
 /// Processes that wait to join, as many as a promise names.
 pub const MAX_READY: usize = 16;
 
-/// How often a member that has no wish of its own asks a leader what came of its round.
+/// How often a member that has no wish of its own asks what came of a round.
 const MAX_QUESTIONS: u32 = 12;
 
 /// The number of a leader's attempt. Of two, the later round counts, then the higher leader.
@@ -255,6 +255,8 @@ pub struct Agreement {
     round: u32,
     /// Attempts in vain.
     tries: u32,
+    /// How often it was asked what came of a round.
+    questions: u32,
     /// What others were heard to accept last, for the view that it names.
     heard: BTreeMap<Peer, (Ballot, View)>,
     /// For ever.
@@ -301,6 +303,7 @@ impl Agreement {
             attempt: None,
             round: 0,
             tries: 0,
+            questions: 0,
             heard: BTreeMap::new(),
             dead: BTreeMap::new(),
             suspects: BTreeSet::new(),
@@ -521,11 +524,17 @@ impl Agreement {
             self.tries += 1;
             if self.wants.is_some() {
                 self.lead(now);
-            } else if self.is_led() && self.tries < MAX_QUESTIONS {
-                // What came of it? A leader that is done answers with the view.
-                let epoch = self.instance();
-                self.send_to(self.promised.leader, Message::Nudge { epoch, admitting: false });
-                self.timer = Some(now + self.backoff());
+            } else if self.promised != Ballot::NONE && self.questions < MAX_QUESTIONS {
+                self.questions += 1;
+                // What came of it? Whoever knows answers with the view; nobody leads for this alone.
+                let leader = Some(self.promised.leader).filter(|_| self.is_led());
+                let other = |peer: &Peer| *peer != self.me && !self.is_lost(*peer);
+                let whom = leader.or_else(|| self.view.peers().find(other));
+                if let Some(whom) = whom {
+                    let epoch = self.instance();
+                    self.send_to(whom, Message::Nudge { epoch, admitting: true });
+                    self.timer = Some(now + self.backoff());
+                }
             }
             return;
         };
@@ -673,6 +682,7 @@ impl Agreement {
     /// Another member leads: this one's own round, if it has one, is over.
     fn follow(&mut self, now: Time, ballot: Ballot) {
         self.promised = ballot;
+        self.questions = 0;
         self.round = self.round.max(ballot.round);
         if self.attempt.as_ref().is_some_and(|attempt| attempt.ballot < ballot) {
             self.attempt = None;
@@ -889,9 +899,7 @@ impl Agreement {
 
     /// Tells everyone of the next view.
     fn decide(&mut self, now: Time, view: View) {
-        let new = view.members().iter().filter(|member| !self.view.contains(member.peer)).copied();
-        let all: Vec<_> = self.others_without([].iter()).into_iter().chain(new).collect();
-        for to in all {
+        for to in self.others_without([].iter()) {
             self.send(to, Message::Decided { view: view.clone() });
         }
         self.adopt(now, view);
@@ -927,6 +935,10 @@ impl Agreement {
         }
         for member in view.members() {
             self.ready.remove(&member.process);
+            // Whoever is new is told by all: it waits, and the leader may not live to tell it.
+            if !self.view.contains(member.peer) {
+                self.send(*member, Message::Decided { view: view.clone() });
+            }
         }
         self.view = view.clone();
         let instance = self.instance();
