@@ -52,12 +52,13 @@ fn members_agree_under_chaos() {
 }
 
 #[test]
-#[ignore = "takes minutes; FARWIRE_CHAOS_SCHEDULES says how many"]
+#[ignore = "takes minutes; FARWIRE_CHAOS_SCHEDULES and FARWIRE_CHAOS_SEED say how many, and from where"]
 fn members_agree_under_much_chaos() {
-    let count = std::env::var("FARWIRE_CHAOS_SCHEDULES");
-    let count = count.ok().and_then(|count| count.parse().ok()).unwrap_or(100_000);
-    match run(0..count, None) {
-        Ok(seen) => println!("{count} schedules: {seen:?}"),
+    let number = |name| std::env::var(name).ok().and_then(|number| number.parse::<u64>().ok());
+    let count = number("FARWIRE_CHAOS_SCHEDULES").unwrap_or(100_000);
+    let first = number("FARWIRE_CHAOS_SEED").unwrap_or(0);
+    match run(first..first + count, None) {
+        Ok(seen) => println!("{count} schedules from seed {first}: {seen:?}"),
         Err((schedule, violation)) => panic!("{violation}\n{schedule:?}"),
     }
 }
