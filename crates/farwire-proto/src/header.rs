@@ -23,7 +23,7 @@ use crate::membership::MAX_MESSAGE;
 /// Bytes of an encoded [`Header`]: one cache line.
 pub const HEADER_LEN: usize = 64;
 /// The wire version this build speaks. Peers of another version are refused.
-pub const VERSION: u8 = 3;
+pub const VERSION: u8 = 4;
 
 pub(crate) const FINGERPRINT_LEN: usize = 32;
 

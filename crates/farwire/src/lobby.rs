@@ -10,6 +10,7 @@ use farwire_proto::Peer;
 use tokio::sync::mpsc::Receiver;
 use tokio::time::timeout;
 
+use crate::join::again::{Again, Met};
 use crate::join::gathering::Newcomer;
 use crate::join::rendezvous::{Book, Entry, JOINER, Member, Purpose, is_this_host};
 use crate::join::running::show_book;
@@ -32,6 +33,7 @@ pub(crate) type Addresses = Arc<Mutex<HashMap<u64, (Member, Option<SocketAddr>)>
 pub(crate) struct Lobby {
     pub(crate) node: Weak<Node>,
     pub(crate) addresses: Addresses,
+    pub(crate) again: Arc<Again>,
     pub(crate) healths: Healths,
     pub(crate) link: LinkChoice,
     pub(crate) payload: usize,
@@ -70,7 +72,11 @@ impl Lobby {
             same_host: is_this_host(&member),
             payload: self.payload,
             bell: self.bell.clone(),
-            connection: Some(known.connection.clone()),
+            met: Some(Met {
+                connection: known.connection.clone(),
+                peer: JOINER,
+                again: Arc::new(self.again.within(PATIENCE)),
+            }),
         };
         let linked = acquaint(pair, *known, self.link, self.beats).await;
         let linked = linked.map_err(|error| error.to_string())?;

@@ -12,7 +12,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use farwire_proto::OpId;
 
@@ -181,12 +181,14 @@ impl Node {
         }
     }
 
-    /// Moves data until the result is there.
-    pub(crate) fn drive_until(&self, completion: &Completion) {
-        self.drive_until_true(|| completion.is_done());
+    /// Moves data until the result is there, or until a time that is up to a [`NAP`] late.
+    pub(crate) fn drive_until(&self, completion: &Completion, end: Option<Instant>) {
+        self.drive_until_true(|| {
+            completion.is_done() || end.is_some_and(|end| Instant::now() >= end)
+        });
     }
 
-    /// Moves data until something is so. (If that depends on the time, a little longer.)
+    /// Moves data until something is so. (If that depends on the time, up to a [`NAP`] longer.)
     pub(crate) fn drive_until_true(&self, done: impl Fn() -> bool) {
         if done() {
             return;

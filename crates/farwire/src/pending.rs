@@ -5,6 +5,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
 
 use farwire_proto::Peer;
 
@@ -57,11 +58,34 @@ impl<T> Pending<T> {
                 result.take().expect("a future is not polled after it was ready")
             }
             State::Running { node, group, completion, finish } => {
-                node.drive_until(completion);
+                node.drive_until(completion, None);
                 let result = completion.take().expect("a result is taken once");
                 result.map(*finish).map_err(|error| error.in_group(group))
             }
         }
+    }
+
+    /// Blocks until the operation has ended, or about this long: whether it has ended. The calling
+    /// thread moves data meanwhile. It is for callers that have to look at something else now and
+    /// then, such as a signal, and may be a tenth of a second late.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    ///
+    /// for comm in farwire::local(1)? {
+    ///     let barrier = comm.barrier();
+    ///     while !barrier.wait_for(Duration::from_millis(50)) {
+    ///         // … look whether somebody wants this to stop.
+    ///     }
+    ///     barrier.wait()?;
+    /// }
+    /// # Ok::<(), farwire::Error>(())
+    /// ```
+    pub fn wait_for(&self, time: Duration) -> bool {
+        if let State::Running { node, completion, .. } = &self.state {
+            node.drive_until(completion, Instant::now().checked_add(time));
+        }
+        self.is_done()
     }
 
     /// Whether [`wait`](Self::wait) would return at once.

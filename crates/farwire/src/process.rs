@@ -14,10 +14,13 @@ use crate::comm::Communicator;
 use crate::driver::Driver;
 use crate::driver::members::Members;
 use crate::error::Error;
+use crate::join::again::{Again, Met};
 use crate::join::env::Place;
 use crate::join::gathering::Newcomer;
 use crate::join::identity::Identity;
-use crate::join::rendezvous::{self, Acquaintance, JOINER, JoinError, Member, Purpose, Terms};
+use crate::join::rendezvous::{
+    self, Acquaintance, Group, JOINER, JoinError, Member, Purpose, Terms,
+};
 use crate::join::running::{Called, Joiner};
 use crate::link::negotiation::{self, Linked};
 use crate::link::{Arrival, Link, LinkChoice, Pair};
@@ -73,7 +76,7 @@ impl Builder {
                 return Err(error.into());
             }
         };
-        let Joined { links, threads, endpoint, healths, addresses } = joined;
+        let Joined { links, threads, endpoint, healths, addresses, again } = joined;
         let engine = Engine::new(rank, world, settings.config);
         let handle = runtime.handle().clone();
         let network = Network { runtime: Some(runtime), endpoint, healths };
@@ -86,8 +89,8 @@ impl Builder {
         if let Some(listener) = metrics {
             handle.spawn(metrics::serve(listener, rank.0, node.downgrade()));
         }
-        if settings.elastic {
-            let lobby = settings.lobby(node.downgrade(), addresses, healths, bell);
+        if let Some(again) = again.filter(|_| settings.elastic) {
+            let lobby = settings.lobby(node.downgrade(), addresses, again, healths, bell);
             handle.spawn(lobby.keep(newcomers));
         }
         Communicator::of_world(node)
@@ -112,7 +115,7 @@ impl Builder {
                 return Err(error.into());
             }
         };
-        let Admitted { me, view, links, early, endpoint, healths, addresses } = admitted;
+        let Admitted { me, view, links, early, endpoint, healths, addresses, again } = admitted;
         let world = WorldSize::new(view.next_peer()).expect("this process is in it");
         let (trace, records) = (settings.trace.as_deref(), settings.records.clone());
         let observer = Observer::new(me, world, settings.config.epoch, trace, records)?;
@@ -132,7 +135,7 @@ impl Builder {
         if let Some(listener) = metrics {
             handle.spawn(metrics::serve(listener, me.0, node.downgrade()));
         }
-        let lobby = settings.lobby(node.downgrade(), addresses, healths, bell);
+        let lobby = settings.lobby(node.downgrade(), addresses, again, healths, bell);
         handle.spawn(lobby.keep(newcomers));
         Communicator::of_newest(node, Options::default())
     }
@@ -170,6 +173,8 @@ struct Joined {
     endpoint: Option<quinn::Endpoint>,
     healths: Healths,
     addresses: Addresses,
+    /// Nothing for a process that nobody can call.
+    again: Option<Arc<Again>>,
 }
 
 /// What a process has once it was let into a job that runs.
@@ -183,6 +188,7 @@ struct Admitted {
     endpoint: quinn::Endpoint,
     healths: Healths,
     addresses: Addresses,
+    again: Arc<Again>,
 }
 
 /// A link of a process that waits to be let in.
@@ -195,6 +201,8 @@ struct Waiting {
     address: SocketAddr,
 }
 
+/// How long it may take to set up a link with a member.
+const LINK_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long to listen before looking again who is in the job.
 const LISTEN: Duration = Duration::from_millis(300);
 
@@ -204,11 +212,13 @@ impl Settings {
         &self,
         node: std::sync::Weak<Node>,
         addresses: Addresses,
+        again: Arc<Again>,
         healths: Healths,
         bell: Bell,
     ) -> Lobby {
         let (link, payload) = (self.link, longest_payload(&self.config));
-        Lobby { node, addresses, healths, link, payload, bell, beats: self.preset.beats() }
+        let beats = self.preset.beats();
+        Lobby { node, addresses, again, healths, link, payload, bell, beats }
     }
 
     fn terms(&self, master: SocketAddr, lobby: Option<mpsc::Sender<Newcomer>>) -> Terms<'_> {
@@ -300,9 +310,15 @@ impl Settings {
                 same_host,
                 payload: longest_payload(&self.config),
                 bell: bell.clone(),
-                connection: Some(known.connection.clone()),
+                met: Some(Met {
+                    connection: known.connection.clone(),
+                    peer: Peer(known.member.rank),
+                    again: Arc::new(joiner.again.within(LINK_TIMEOUT)),
+                }),
             };
-            match acquaint(pair, known, self.link, beats).await {
+            let linked =
+                tokio::time::timeout(LINK_TIMEOUT, acquaint(pair, known, self.link, beats));
+            match linked.await.unwrap_or_else(|_| Err(took_too_long(peer))) {
                 Ok(linked) => {
                     let (process, member) = (entry.process, entry.member.clone());
                     waiting.insert(peer, Waiting { linked, process, member, address });
@@ -324,6 +340,7 @@ impl Settings {
                 endpoint: None,
                 healths: Healths::default(),
                 addresses: Addresses::default(),
+                again: None,
             });
         }
         let (me, epoch) = (self.place.rank, self.config.epoch);
@@ -331,8 +348,9 @@ impl Settings {
         let identity = Arc::new(Identity::new(&self.token_for(master)?, me, epoch, &self.job)?);
         let terms = self.terms(master, lobby);
         let transport = Transport { congestion: self.congestion };
-        let (endpoint, peers, mine) = rendezvous::join(&terms, identity, transport).await?;
-        let mut addresses = HashMap::from([(u64::from(me.0), (mine, None))]);
+        let Group { endpoint, peers, again, member } =
+            rendezvous::join(&terms, identity, transport).await?;
+        let mut addresses = HashMap::from([(u64::from(me.0), (member, None))]);
         for known in peers.iter().flatten() {
             let ip = known.connection.remote_address().ip();
             let address = SocketAddr::new(ip, known.member.port);
@@ -344,14 +362,15 @@ impl Settings {
         let members: Vec<_> = peers.iter().flatten().map(|peer| peer.member.clone()).collect();
         let payload = longest_payload(&self.config);
         let pair = |(known, index): (Option<Acquaintance>, u32)| {
-            let known = known?;
+            let (known, peer) = (known?, Peer(index));
+            let met = Met { connection: known.connection.clone(), peer, again: again.clone() };
             let pair = Pair {
                 me,
-                peer: Peer(index),
+                peer,
                 same_host: rendezvous::is_this_host(&known.member),
                 payload,
                 bell: bell.clone(),
-                connection: Some(known.connection.clone()),
+                met: Some(met),
             };
             Some((pair, known))
         };
@@ -387,7 +406,7 @@ impl Settings {
         }
         let (threads, endpoint) = (ranks_here * threads_each, Some(endpoint));
         let healths = Arc::new(Mutex::new(healths));
-        Ok(Joined { links, threads, endpoint, healths, addresses })
+        Ok(Joined { links, threads, endpoint, healths, addresses, again: Some(again) })
     }
 
     /// The token that was given, or on loopback this user's.
@@ -406,6 +425,10 @@ impl Settings {
             ))),
         }
     }
+}
+
+fn took_too_long(peer: Peer) -> JoinError {
+    JoinError::Lost { peer, reason: format!("it set up no link within {LINK_TIMEOUT:?}") }
 }
 
 /// What has come from members, until one says that this process is one of them.
@@ -466,7 +489,8 @@ fn admitted(
     }
     early.retain(|(peer, _)| links.get(peer.index()).is_some_and(Option::is_some));
     let (healths, addresses) = (Arc::new(Mutex::new(healths)), Arc::new(Mutex::new(addresses)));
-    Admitted { me, view, links, early, endpoint: joiner.endpoint.clone(), healths, addresses }
+    let (endpoint, again) = (joiner.endpoint().clone(), joiner.again.clone());
+    Admitted { me, view, links, early, endpoint, healths, addresses, again }
 }
 
 /// By how much a crowded host stretches the time that a peer has to answer: a thread that has to

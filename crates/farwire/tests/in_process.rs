@@ -152,6 +152,24 @@ fn futures_complete_without_anyone_waiting() {
 }
 
 #[test]
+fn a_wait_with_a_limit_leaves_the_operation_running() {
+    let limit_is_over = Barrier::new(2);
+    on_threads(2, |comm| {
+        if comm.rank() == 1 {
+            limit_is_over.wait();
+        }
+        let sum = comm.all_reduce(vec![1u32], ReduceOp::Sum);
+        if comm.rank() == 0 {
+            assert!(!sum.wait_for(Duration::from_millis(1)), "rank 1 has not called");
+            limit_is_over.wait();
+        }
+        while !sum.wait_for(Duration::from_millis(50)) {}
+        assert!(sum.wait_for(Duration::ZERO) && sum.is_done());
+        assert_eq!(sum.wait().unwrap(), [2]);
+    });
+}
+
+#[test]
 fn a_group_splits_by_color_and_orders_by_key() {
     on_threads(5, |comm| {
         let me = comm.rank() as u32;

@@ -57,6 +57,15 @@ impl ErrorFeedback {
 }
 
 impl Savepoint {
+    /// Takes one tensor back to where it was, and leaves the others: what was delivered for it in
+    /// this step will not be used. No operation on it may be in flight.
+    pub fn restore(&self, tensor: &str) {
+        let Some(states) = &self.states else { return };
+        if let Some(entry) = lock(&self.tensors).get_mut(tensor) {
+            entry.state = states.get(tensor).cloned().unwrap_or_default();
+        }
+    }
+
     /// Keeps what was committed since.
     pub fn release(mut self) {
         let states = self.states.take().unwrap_or_default();
@@ -110,6 +119,22 @@ mod tests {
         drop(savepoint);
         assert_eq!(feedback.to_bytes(), before);
         assert_eq!(feedback.names(), ["a"]);
+    }
+
+    #[test]
+    fn one_tensor_is_taken_back_and_the_others_stay() {
+        let feedback = ErrorFeedback::new();
+        commit(&feedback, "a", vec![1.0; 3]);
+        let savepoint = feedback.savepoint();
+        commit(&feedback, "a", vec![2.0; 3]);
+        commit(&feedback, "b", vec![3.0; 3]);
+        commit(&feedback, "new", vec![4.0; 3]);
+        savepoint.restore("a");
+        savepoint.restore("new");
+        savepoint.restore("never heard of");
+        savepoint.release();
+        let worker = |name: &str| feedback.norms(name).map(|norms| norms.worker.powi(2).round());
+        assert_eq!((worker("a"), worker("b"), worker("new")), (Some(3.0), Some(27.0), Some(0.0)));
     }
 
     #[test]

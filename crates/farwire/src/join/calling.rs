@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use farwire_proto::Peer;
-use quinn::{ClientConfig, Endpoint};
+use quinn::{ClientConfig, Connection, Endpoint};
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::identity::Identity;
@@ -20,6 +20,7 @@ const FIRST_RETRY: Duration = Duration::from_secs(3);
 const MAX_RETRY: Duration = Duration::from_secs(12);
 
 /// A process that calls others.
+#[derive(Debug)]
 pub(super) struct Caller {
     pub(super) endpoint: Endpoint,
     pub(super) client: ClientConfig,
@@ -32,17 +33,33 @@ pub(super) struct Caller {
 }
 
 impl Caller {
+    /// This process.
+    pub(super) fn rank(&self) -> Peer {
+        Peer(self.hello.member.rank)
+    }
+
+    /// A connection to a process whose certificate has this name. It may not let this one in yet.
+    pub(super) async fn dial(&self, name: &str, address: SocketAddr) -> Result<Connection, String> {
+        let mut client = self.client.clone();
+        client.transport_config(self.transport.to(address));
+        let connecting = self.endpoint.connect_with(client, address, name);
+        let connecting = connecting.map_err(|error| error.to_string())?;
+        connecting.await.map_err(|error| error.to_string())
+    }
+
     /// Connects to a peer and says hello, again and again until it is heard.
     pub(super) async fn connect(
         &self,
         peer: Peer,
         address: SocketAddr,
     ) -> Result<Acquaintance, JoinError> {
-        let here = Peer(self.hello.member.rank);
+        let here = self.rank();
         let mut last = "no answer".to_owned();
         let mut patience = FIRST_RETRY;
         while Instant::now() < self.deadline {
-            match timeout_at(self.deadline, self.say_hello(peer, address, patience)).await {
+            let name = self.identity.name_of(peer);
+            let hello = self.say_hello(&self.hello, &name, address, patience);
+            match timeout_at(self.deadline, hello).await {
                 Ok(Ok((there, Answer::Heard))) => {
                     if self.identity.is_of_this_job(&there.connection, peer) {
                         return Ok(there);
@@ -65,20 +82,18 @@ impl Caller {
         Err(JoinError::Unreachable { here, peer, address, waited: self.patience, last })
     }
 
-    async fn say_hello(
+    /// Connects, says hello, and waits for the answer.
+    pub(super) async fn say_hello(
         &self,
-        peer: Peer,
+        hello: &Hello,
+        name: &str,
         address: SocketAddr,
         patience: Duration,
     ) -> Result<(Acquaintance, Answer), String> {
-        let mut client = self.client.clone();
-        client.transport_config(self.transport.to(address));
-        let connecting = self.endpoint.connect_with(client, address, &self.identity.name_of(peer));
-        let connecting = connecting.map_err(|error| error.to_string())?;
-        let connection = timeout(patience, connecting).await.map_err(|_| "no answer".to_owned())?;
-        let connection = connection.map_err(|error| error.to_string())?;
+        let connection = timeout(patience, self.dial(name, address)).await;
+        let connection = connection.map_err(|_| "no answer".to_owned())??;
         let (mut to, mut from) = connection.open_bi().await.map_err(|error| error.to_string())?;
-        write(&mut to, &self.hello).await?;
+        write(&mut to, hello).await?;
         // Only now is it known that the peer has let this process in: it may have had no place for
         // it, or found its certificate wrong.
         let answer = read(&mut from).await?;
@@ -93,7 +108,7 @@ impl Caller {
         there: &mut Acquaintance,
         limit: usize,
     ) -> Result<Answer, JoinError> {
-        let here = Peer(self.hello.member.rank);
+        let here = self.rank();
         loop {
             return match timeout_at(self.deadline, read_up_to(&mut there.from, limit)).await {
                 // It wanted to know whether this process is still there.

@@ -1,5 +1,6 @@
 //! How processes find each other and prove who they are.
 
+pub(crate) mod again;
 mod calling;
 pub(crate) mod door;
 pub(crate) mod env;

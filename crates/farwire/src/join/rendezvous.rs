@@ -4,8 +4,9 @@
 //! 2. When all have come, rank 0 sends everyone the table of addresses.
 //! 3. Of every other pair, the higher rank connects to the lower.
 //!
-//! Every connection is QUIC with certificates on both sides ([`Identity`]), and each has a *control
-//! stream*, on which the hello was said and heartbeats will be.
+//! Every connection is QUIC with certificates on both sides ([`Identity`]), and each of these has a
+//! *control stream*, on which the hello was said and heartbeats will be. A pair that needs more
+//! connections makes them later ([`Again`]).
 //!
 //! A process that does not belong (of another job, for another number of ranks, with a rank that is
 //! taken, of another version) is told so and forgotten; the group goes on waiting for its own
@@ -23,6 +24,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout, timeout_at};
 
+use super::again::{Again, Expected, Ticket};
 use super::calling::Caller;
 use super::env::Place;
 use super::gathering::{Gathering, Newcomer};
@@ -270,12 +272,23 @@ pub(crate) async fn resolve(place: &Place) -> Result<SocketAddr, JoinError> {
     found.into_iter().next().ok_or_else(|| failed(std::io::Error::other("it has no address")))
 }
 
-/// Joins the group: a connection to every other rank, by rank, and what they know of this one.
+/// A group that is complete, as one of its processes sees it.
+#[derive(Debug)]
+pub(crate) struct Group {
+    pub(crate) endpoint: Endpoint,
+    /// A connection to every other rank, by rank.
+    pub(crate) peers: Vec<Option<Acquaintance>>,
+    pub(crate) again: Arc<Again>,
+    /// What the others know of this process.
+    pub(crate) member: Member,
+}
+
+/// Joins the group.
 pub(crate) async fn join(
     terms: &Terms<'_>,
     identity: Arc<Identity>,
     transport: Transport,
-) -> Result<(Endpoint, Vec<Option<Acquaintance>>, Member), JoinError> {
+) -> Result<Group, JoinError> {
     let &Terms { place, master, timeout, .. } = terms;
     let deadline = Instant::now() + timeout;
     let (me, world) = (place.rank, place.world);
@@ -285,14 +298,16 @@ pub(crate) async fn join(
     let hello = Hello::new(terms, port, Purpose::Start)?;
     let (door, mut newcomers) = mpsc::channel(world.len());
     let refusals = Arc::new(Refusals::default());
-    let entrance = Entrance {
+    let expected = Arc::new(Expected::default());
+    let listener = Listener {
         identity: identity.clone(),
-        mine: hello.clone(),
+        hello: hello.clone(),
         refusals: refusals.clone(),
+        expected: expected.clone(),
         door: door.clone(),
         lobby: terms.lobby.clone(),
     };
-    entrance.keep(endpoint.clone(), server, transport);
+    listener.keep(endpoint.clone(), server, transport);
     let mut peers: Vec<Option<Acquaintance>> = (0..world.get()).map(|_| None).collect();
 
     let caller = Caller {
@@ -356,7 +371,8 @@ pub(crate) async fn join(
         refuse_all(&mut peers, &error.to_string()).await;
         return Err(error);
     }
-    Ok((endpoint, peers, hello.member))
+    let (again, member) = (Arc::new(Again::new(caller, expected)), hello.member);
+    Ok(Group { endpoint, peers, again, member })
 }
 
 impl Hello {
@@ -376,29 +392,6 @@ impl Hello {
             purpose,
             member: Member { rank: terms.place.rank.0, port, host: host_id(), cores },
         })
-    }
-}
-
-/// Where processes of the cluster come in: those of the start by the door, as long as somebody
-/// listens there, and those that join later to the lobby, if there is one.
-#[derive(Clone)]
-pub(super) struct Entrance {
-    pub(super) identity: Arc<Identity>,
-    pub(super) mine: Hello,
-    pub(super) refusals: Arc<Refusals>,
-    pub(super) door: mpsc::Sender<Newcomer>,
-    pub(super) lobby: Option<mpsc::Sender<Newcomer>>,
-}
-
-impl Entrance {
-    /// Answers all that come, for as long as the endpoint lives.
-    pub(super) fn keep(self, endpoint: Endpoint, server: ServerConfig, transport: Transport) {
-        let strangers = self.refusals.clone();
-        let pass = move |connection| {
-            tokio::spawn(hear(connection, self.clone()));
-        };
-        let tell = move |from| strangers.add_stranger(from, OTHER_TOKEN);
-        tokio::spawn(door::keep(endpoint, server, transport, pass, tell));
     }
 }
 
@@ -484,53 +477,88 @@ const COMPLETE: &str = "the group is complete and running";
 const CLOSED: &str = "the job lets nobody join (start its ranks with FARWIRE_ELASTIC=1, or \
                       `farwire launch --elastic`)";
 const CROWDED: &str = "too many wait to join; try again later";
+const LEAVING: &str = "it is leaving the job; call another member";
 
-/// Hears what a process of the cluster has to say. Once nobody listens at the other end of `door`,
-/// the group is complete.
-async fn hear(connection: Connection, entrance: Entrance) {
-    let Entrance { identity, mine, refusals, door, lobby } = entrance;
-    let from = connection.remote_address();
-    match timeout(HELLO_TIMEOUT, receive(connection, &identity, &mine)).await {
-        Ok(Ok(newcomer)) if newcomer.purpose != Purpose::Start => match lobby {
-            None => turn_away(newcomer.known, CLOSED.to_owned(), &refusals),
-            Some(lobby) => {
-                use mpsc::error::TrySendError::{Closed, Full};
-                match lobby.try_send(newcomer) {
-                    Ok(()) => {}
-                    Err(Full(Newcomer { known, .. }) | Closed(Newcomer { known, .. })) => {
-                        turn_away(known, CROWDED.to_owned(), &refusals);
-                    }
-                }
-            }
-        },
-        Ok(Ok(newcomer)) => {
-            if let Err(mpsc::error::SendError(Newcomer { known, .. })) = door.send(newcomer).await {
-                turn_away(known, COMPLETE.to_owned(), &refusals);
-            }
-        }
-        Ok(Err(reason)) => refusals.add(from, &reason),
-        Err(_) => refusals.add(from, "it said nothing"),
-    }
+/// What hears those that connect. Those of the start go through the door, as long as somebody
+/// listens there, and those that join later to the lobby, if there is one.
+pub(super) struct Listener {
+    pub(super) identity: Arc<Identity>,
+    /// What this process says of itself.
+    pub(super) hello: Hello,
+    pub(super) refusals: Arc<Refusals>,
+    pub(super) expected: Arc<Expected>,
+    /// Once nobody listens at its other end, the group is complete.
+    pub(super) door: mpsc::Sender<Newcomer>,
+    pub(super) lobby: Option<mpsc::Sender<Newcomer>>,
 }
 
-/// One newcomer's hello, or why it was refused, which it has been told.
-async fn receive(
-    connection: Connection,
-    identity: &Identity,
-    mine: &Hello,
-) -> Result<Newcomer, String> {
-    let (mut to, mut from) = connection.accept_bi().await.map_err(|error| error.to_string())?;
-    let text = read_bytes(&mut from, MAX_MESSAGE).await?;
-    match judge(&text, &connection, identity, mine) {
-        Ok(Hello { process, purpose, member, .. }) => {
-            write(&mut to, &Answer::Heard).await?;
-            let known = Box::new(Acquaintance { connection, to, from, member });
-            Ok(Newcomer { process, purpose, known, heard_before: None })
+impl Listener {
+    /// Answers all that connect, for as long as the endpoint lives.
+    pub(super) fn keep(self, endpoint: Endpoint, server: ServerConfig, transport: Transport) {
+        let strangers = self.refusals.clone();
+        let tell = move |from| strangers.add_stranger(from, OTHER_TOKEN);
+        let listener = Arc::new(self);
+        let pass = move |connection| {
+            tokio::spawn(listener.clone().hear(connection));
+        };
+        tokio::spawn(door::keep(endpoint, server, transport, pass, tell));
+    }
+
+    /// Hears what a process of the cluster has to say.
+    async fn hear(self: Arc<Self>, connection: Connection) {
+        let from = connection.remote_address();
+        match timeout(HELLO_TIMEOUT, self.receive(connection)).await {
+            Ok(Ok(None)) => {}
+            Ok(Ok(Some(newcomer))) if newcomer.purpose == Purpose::Start => {
+                let sent = self.door.send(newcomer).await;
+                if let Err(mpsc::error::SendError(Newcomer { known, .. })) = sent {
+                    turn_away(known, COMPLETE.to_owned(), &self.refusals);
+                }
+            }
+            Ok(Ok(Some(newcomer))) => {
+                use mpsc::error::TrySendError::{Closed, Full};
+                let (known, reason) = match &self.lobby {
+                    None => (newcomer.known, CLOSED),
+                    Some(lobby) => match lobby.try_send(newcomer) {
+                        Ok(()) => return,
+                        Err(Full(newcomer)) => (newcomer.known, CROWDED),
+                        Err(Closed(newcomer)) => (newcomer.known, LEAVING),
+                    },
+                };
+                turn_away(known, reason.to_owned(), &self.refusals);
+            }
+            Ok(Err(reason)) => self.refusals.add(from, &reason),
+            Err(_) => self.refusals.add(from, "it said nothing"),
         }
-        Err(reason) => {
-            let member = mine.member.clone(); // it is not known who it is
-            refuse(Acquaintance { connection, to, from, member }, &reason).await;
-            Err(reason)
+    }
+
+    /// One newcomer's hello, unless it is an acquaintance with a ticket; or why it was refused,
+    /// which it has been told.
+    async fn receive(&self, connection: Connection) -> Result<Option<Newcomer>, String> {
+        let (mut to, mut from) = connection.accept_bi().await.map_err(|error| error.to_string())?;
+        let text = read_bytes(&mut from, MAX_MESSAGE).await?;
+        let judgement = match serde_json::from_slice::<Ticket>(&text) {
+            Ok(ticket) => match self.expected.take(&ticket) {
+                Some((peer, waiting)) if self.identity.is_of_this_job(&connection, peer) => {
+                    write(&mut to, &Answer::Heard).await?;
+                    let _ = waiting.send(connection); // unless it has waited too long
+                    return Ok(None);
+                }
+                _ => Err("its ticket is not of this process".to_owned()),
+            },
+            Err(_) => judge(&text, &connection, &self.identity, &self.hello),
+        };
+        match judgement {
+            Ok(Hello { process, purpose, member, .. }) => {
+                write(&mut to, &Answer::Heard).await?;
+                let known = Box::new(Acquaintance { connection, to, from, member });
+                Ok(Some(Newcomer { process, purpose, known, heard_before: None }))
+            }
+            Err(reason) => {
+                let member = self.hello.member.clone(); // it is not known who it is
+                refuse(Acquaintance { connection, to, from, member }, &reason).await;
+                Err(reason)
+            }
         }
     }
 }

@@ -14,16 +14,18 @@ use std::time::Duration;
 
 use farwire_proto::Peer;
 use farwire_proto::membership::MAX_MEMBERS;
-use quinn::{ClientConfig, Endpoint};
+use quinn::Endpoint;
 use tokio::sync::mpsc;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
+use super::again::{Again, Expected};
+use super::calling::Caller;
 use super::gathering::Newcomer;
 use super::identity::Identity;
 use super::refusals::Refusals;
 use super::rendezvous::{
-    Acquaintance, Answer, Book, Entrance, Hello, JoinError, NONSENSE, Purpose, Terms, listen, read,
-    read_up_to, write,
+    Acquaintance, Answer, Book, Hello, JoinError, Listener, Member, NONSENSE, Purpose, Terms,
+    listen, read_up_to, write,
 };
 use crate::quic::transport::Transport;
 
@@ -33,12 +35,10 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 const MAX_BOOK: usize = 512 * MAX_MEMBERS + (16 << 10);
 
 /// A process that wants to join.
+#[derive(Debug)]
 pub(crate) struct Joiner {
-    pub(crate) endpoint: Endpoint,
-    client: ClientConfig,
-    transport: Transport,
-    identity: Arc<Identity>,
-    hello: Hello,
+    caller: Arc<Caller>,
+    pub(crate) again: Arc<Again>,
 }
 
 /// A member that was called, and what it said.
@@ -54,6 +54,7 @@ impl Joiner {
         identity: Arc<Identity>,
         transport: Transport,
     ) -> Result<Self, JoinError> {
+        let deadline = Instant::now() + terms.timeout;
         let (endpoint, server) = listen(terms, &identity)?;
         let address = terms.master;
         let port =
@@ -61,26 +62,36 @@ impl Joiner {
         let hello = Hello::new(terms, port, Purpose::Join)?;
         // Nobody comes by the door of a process that was not there at the start.
         let (door, _) = mpsc::channel(1);
-        let entrance = Entrance {
+        let expected = Arc::new(Expected::default());
+        let listener = Listener {
             identity: identity.clone(),
-            mine: hello.clone(),
+            hello: hello.clone(),
             refusals: Arc::new(Refusals::default()),
+            expected: expected.clone(),
             door,
             lobby: terms.lobby.clone(),
         };
-        entrance.keep(endpoint.clone(), server, transport);
+        listener.keep(endpoint.clone(), server, transport);
         let client = identity.client_config()?;
-        Ok(Self { endpoint, client, transport, identity, hello })
+        let patience = terms.timeout;
+        let caller = Caller { endpoint, client, transport, identity, hello, deadline, patience };
+        let caller = Arc::new(caller);
+        Ok(Self { again: Arc::new(Again::new(caller.clone(), expected)), caller })
+    }
+
+    /// Where it listens, and calls from.
+    pub(crate) fn endpoint(&self) -> &Endpoint {
+        &self.caller.endpoint
     }
 
     /// What it calls itself.
     pub(crate) fn process(&self) -> u64 {
-        self.hello.process
+        self.caller.hello.process
     }
 
     /// What others are told about it.
-    pub(crate) fn member(&self) -> &super::rendezvous::Member {
-        &self.hello.member
+    pub(crate) fn member(&self) -> &Member {
+        &self.caller.hello.member
     }
 
     /// Calls a member, to set up a link with it or only to look.
@@ -95,35 +106,29 @@ impl Joiner {
     }
 
     async fn try_call(&self, address: SocketAddr, purpose: Purpose) -> Result<Called, String> {
-        let mut client = self.client.clone();
-        client.transport_config(self.transport.to(address));
-        let connecting = self.endpoint.connect_with(client, address, &self.identity.name_of_any());
-        let connection = connecting
-            .map_err(|error| error.to_string())?
-            .await
-            .map_err(|error| format!("{address}: {error}"))?;
-        let (mut to, mut from) = connection.open_bi().await.map_err(|error| error.to_string())?;
-        let mut hello = self.hello.clone();
+        let Caller { identity, hello, .. } = &*self.caller;
+        let (name, mut hello) = (identity.name_of_any(), hello.clone());
         hello.purpose = purpose;
-        write(&mut to, &hello).await?;
-        match read(&mut from).await? {
-            Answer::Heard => {}
-            Answer::Refused(reason) => return Err(format!("{address} refused: {reason}")),
+        let said = self.caller.say_hello(&hello, &name, address, CALL_TIMEOUT).await;
+        let refused = |reason| format!("{address} refused: {reason}");
+        let mut known = match said.map_err(|error| format!("{address}: {error}"))? {
+            (known, Answer::Heard) => known,
+            (_, Answer::Refused(reason)) => return Err(refused(reason)),
             _ => return Err(NONSENSE.to_owned()),
-        }
-        let mut book: Book = match read_up_to(&mut from, MAX_BOOK).await? {
+        };
+        let mut book: Book = match read_up_to(&mut known.from, MAX_BOOK).await? {
             Answer::Book(book) => book,
-            Answer::Refused(reason) => return Err(format!("{address} refused: {reason}")),
+            Answer::Refused(reason) => return Err(refused(reason)),
             _ => return Err(NONSENSE.to_owned()),
         };
         let here = book.entries.iter_mut().find(|entry| entry.number == book.here);
         let here = here.ok_or_else(|| NONSENSE.to_owned())?;
         here.address = Some(address);
-        if !self.identity.is_of_this_job(&connection, Peer(here.member.rank)) {
+        if !identity.is_of_this_job(&known.connection, Peer(here.member.rank)) {
             return Err(format!("{address}: its certificate is of another job"));
         }
-        let member = here.member.clone();
-        Ok(Called { known: Acquaintance { connection, to, from, member }, book })
+        known.member = here.member.clone();
+        Ok(Called { known, book })
     }
 }
 

@@ -17,6 +17,7 @@ use std::sync::Arc;
 use farwire_proto::{CommId, Header, Lane, OpSeq, Peer};
 
 use crate::doctor::Finding;
+use crate::join::again::Met;
 use crate::quic::control::Health;
 use crate::quic::kind::Quic;
 use crate::shm::bell::Bell;
@@ -72,8 +73,8 @@ pub(crate) struct Pair {
     pub(crate) payload: usize,
     /// To be rung when something has arrived, or there is room to send again.
     pub(crate) bell: Bell,
-    /// The connection by which the two met, if it was over QUIC.
-    pub(crate) connection: Option<quinn::Connection>,
+    /// How the two met, if it was over QUIC.
+    pub(crate) met: Option<Met>,
 }
 
 /// What `farwire doctor` should say of this machine, as far as links depend on it.

@@ -244,7 +244,7 @@ mod tests {
         let side = async |me: u32, mut control: Channel| {
             let bell = Bell::new().unwrap();
             let (me, peer, same_host) = (Peer(me), Peer(1 - me), true);
-            let pair = Pair { me, peer, same_host, payload: PAYLOAD, bell, connection: None };
+            let pair = Pair { me, peer, same_host, payload: PAYLOAD, bell, met: None };
             let kinds = kinds[me.index()].iter().map(|kind| kind as &dyn LinkKind);
             let linked = agree(&pair, kinds, &mut control).await;
             // The other side may still have to read what was said last.

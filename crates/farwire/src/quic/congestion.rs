@@ -129,6 +129,9 @@ const FALLEN: f64 = 0.96;
 const SLOWED: f64 = 0.7;
 /// A cycle lasts at least this long: where round trips are short, one says little.
 const SHORTEST_CYCLE: Duration = Duration::from_millis(100);
+/// A round lasts at least this long, but in Startup: acknowledgements come in bunches, behind data
+/// that goes the other way, and what one bunch says is not the line's rate.
+const LEAST_ROUND: Duration = Duration::from_millis(40);
 const RTT_LASTS: Duration = Duration::from_secs(10);
 const BETWEEN_PROBES: Duration = Duration::from_secs(1);
 /// Sent when nothing else is under way, something shorter is an acknowledgement.
@@ -265,6 +268,10 @@ pub(crate) struct Model {
     overfull: bool,
     /// The share of packets that the path loses without any queue.
     loss: f64,
+    /// Bytes lost, and bytes in all, of rounds that met no queue and are not in `loss` yet.
+    emptied: (u64, u64),
+    /// Whether the line may have slowed.
+    suspect: bool,
     /// What may be under way without losing more than that.
     ceiling: u64,
     random: u64,
@@ -311,6 +318,8 @@ impl Model {
             others: Duration::ZERO,
             overfull: false,
             loss: 0.0,
+            emptied: (0, 0),
+            suspect: false,
             ceiling: u64::MAX,
             random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
         }
@@ -459,24 +468,23 @@ impl Model {
         // What Down hears of was lost before it.
         let too_much = too_much && !(self.phase == Phase::Down && self.overfull);
         if too_much {
-            if !starting {
-                let fallen = round.rate.max(FALL * self.rate());
-                self.rates = self.rates.map(|rate| rate.min(fallen));
-                self.best_rounds = self.best_rounds.map(|rate| rate.min(fallen));
-            }
             let fallen = (FALL * self.window.min(self.ceiling) as f64) as u64;
             self.ceiling =
                 delivered.max(fallen).max(self.content() as u64).max(self.least_window());
         }
-        if delivered > LEARN_PACKETS * self.mtu {
+        // In the last round of Down, this side leaves no queue. Others' may lose some packets, too.
+        let down = self.phase == Phase::Down && self.phase_rounds == self.down_rounds();
+        let empty = round.mean_rtt() < self.expected_rtt();
+        if down && empty {
+            self.emptied.0 += round.lost;
+            self.emptied.1 += delivered + round.lost;
+            if self.emptied.1 > LEARN_PACKETS * self.mtu {
+                let (lost, of) = std::mem::take(&mut self.emptied);
+                self.loss += 0.3 * (lost as f64 / of as f64 - self.loss);
+            }
+        } else if delivered > LEARN_PACKETS * self.mtu {
             let loss = round.lost as f64 / (round.lost + delivered) as f64;
-            // In the last round of Down, this side leaves no queue. Others' may lose some packets,
-            // too.
-            let down = self.phase == Phase::Down && self.phase_rounds == self.down_rounds();
-            let empty = round.mean_rtt() < self.expected_rtt();
-            if down && empty {
-                self.loss += 0.3 * (loss - self.loss);
-            } else if loss < self.loss {
+            if loss < self.loss {
                 self.loss += 0.02 * (loss - self.loss);
             }
         }
@@ -531,9 +539,15 @@ impl Model {
                     self.overfull = false;
                     let longer = round.mean_rtt() > self.expected_rtt() + self.excess();
                     let slowed = round.rate < SLOWED * self.rate();
-                    if longer && slowed && !round.app_limited && self.may_probe(now) {
-                        // Others' queue, or this side's own, since the line has slowed?
-                        return self.probe(Probe::Longer, round.rate);
+                    let suspect = std::mem::take(&mut self.suspect);
+                    if longer && slowed && !round.app_limited {
+                        if suspect {
+                            let rate = round.rate;
+                            (self.rates, self.best_rounds) = ([rate; 2], [rate; 2]);
+                        } else if self.may_probe(now) {
+                            // Others' queue, or this side's own, since the line has slowed?
+                            return self.probe(Probe::Longer, round.rate);
+                        }
                     }
                     self.set_others(round.mean_rtt());
                     self.begin_cycle(now);
@@ -570,15 +584,16 @@ impl Model {
                 (self.least_rtt_at, self.probed_at) = (now, now);
                 if least == Duration::MAX {
                     // Nothing was sent, so nothing is known.
-                } else if why == Probe::Stale || least > 2 * self.least_rtt {
+                } else if why == Probe::Stale {
                     self.least_rtt = least;
                     self.others = Duration::ZERO;
                 } else if least > self.least_rtt + self.least_rtt / 4 {
                     self.set_others(least);
                 } else {
-                    // It was this window's own queue: the line is slower than it was.
-                    (self.rates, self.best_rounds) = ([rate; 2], [rate; 2]);
+                    // The queue was this side's own, since the line has slowed; or it was in the
+                    // way of the acknowledgements, and is gone. Down will show it.
                     self.others = Duration::ZERO;
+                    self.suspect = true;
                 }
                 self.enter(Phase::Down);
             }
@@ -661,7 +676,9 @@ impl Controller for Model {
         self.idle = in_flight == 0;
         if let Some(newest) = self.newest.take() {
             self.sample(now, &newest);
-            if newest.delivered >= self.round.ends_at {
+            let long_enough = now.saturating_duration_since(self.round.began_at) >= LEAST_ROUND
+                || matches!(self.phase, Phase::Startup { .. });
+            if newest.delivered >= self.round.ends_at && long_enough {
                 self.end_round(now);
             }
             // Whatever was sent a good deal earlier is known to have arrived or not.

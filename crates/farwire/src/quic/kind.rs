@@ -9,10 +9,15 @@ use super::control::Health;
 use super::link::{NAME, QuicLink};
 use super::transport::{BUFFER, widen};
 use crate::doctor::Finding;
+use crate::join::again::Met;
 use crate::link::negotiation::Negotiation;
 use crate::link::{Boxed, Link, LinkKind, Pair};
 
-/// Links over QUIC: the connection that two processes met by carries their data, too.
+/// Links over QUIC, with one connection for each direction. The one that two processes met by
+/// carries the data of the process that called.
+///
+/// One connection for both would do if quinn sent acknowledgements while it may not send data. It
+/// does not: if both sides have their windows full, each waits for the other to say what arrived.
 #[derive(Debug)]
 pub(crate) struct Quic;
 
@@ -26,19 +31,27 @@ impl LinkKind for Quic {
     }
 
     fn serves(&self, pair: &Pair) -> Result<(), String> {
-        pair.connection.as_ref().map(|_| ()).ok_or_else(|| NOT_MET.to_owned())
+        pair.met.as_ref().map(|_| ()).ok_or_else(|| NOT_MET.to_owned())
     }
 
     fn connect<'a>(
         &'a self,
         pair: &'a Pair,
         health: Arc<Health>,
-        _talk: &'a mut Negotiation<'_>,
+        talk: &'a mut Negotiation<'_>,
     ) -> Boxed<'a, Result<Box<dyn Link>, String>> {
         Box::pin(async move {
-            let connection = pair.connection.clone().ok_or(NOT_MET)?;
+            let Met { connection: first, peer, again } = pair.met.clone().ok_or(NOT_MET)?;
+            let (to, from) = if pair.me > pair.peer {
+                let second = again.call(&first, peer, talk.hear().await?).await?;
+                (first, second)
+            } else {
+                let (ticket, second) = again.expect(peer)?;
+                talk.say(&ticket).await?;
+                (second.await?, first)
+            };
             let (bell, runtime) = (pair.bell.clone(), Handle::current());
-            let link = QuicLink::new(connection, pair.peer, pair.payload, bell, health, runtime);
+            let link = QuicLink::new(to, from, pair.peer, pair.payload, bell, health, runtime);
             Ok(Box::new(link) as Box<dyn Link>)
         })
     }

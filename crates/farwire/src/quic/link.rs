@@ -1,4 +1,4 @@
-//! A link whose lanes are QUIC streams.
+//! A link whose lanes are QUIC streams, on one connection for each direction.
 //!
 //! A lane is spread over several streams, frame by frame in turn, and put together again by the
 //! index in each frame's header. So one operation can fill a long link, although a stream holds
@@ -19,7 +19,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::{BufMut, Bytes, BytesMut};
 use farwire_proto::{CommId, HEADER_LEN, Header, Lane, OpSeq, Peer};
-use quinn::{Connection, ReadError, ReadExactError, RecvStream, SendStream, VarInt};
+use quinn::{
+    Connection, ConnectionError, ReadError, ReadExactError, RecvStream, SendStream, VarInt,
+};
 use rustc_hash::{FxHashMap as HashMap, FxHashSet as HashSet};
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
@@ -74,7 +76,10 @@ pub(super) const NAME: &str = "quic";
 /// The driver's end. The other ends are tasks, one per stream.
 #[derive(Debug)]
 pub(crate) struct QuicLink {
-    connection: Connection,
+    /// What carries this side's streams.
+    to: Connection,
+    /// What carries the peer's.
+    from: Connection,
     runtime: Handle,
     shared: Arc<Shared>,
     health: Arc<Health>,
@@ -215,17 +220,19 @@ impl Shared {
 }
 
 impl QuicLink {
-    /// A link over a connection to `from`, for payloads of up to `longest` bytes.
+    /// A link to `peer`, for payloads of up to `longest` bytes. `to` carries this side's streams,
+    /// and `from` the peer's.
     pub(crate) fn new(
-        connection: Connection,
-        from: Peer,
+        to: Connection,
+        from: Connection,
+        peer: Peer,
         longest: usize,
         bell: Bell,
         health: Arc<Health>,
         runtime: Handle,
     ) -> Self {
         let shared = Arc::new(Shared {
-            from,
+            from: peer,
             longest,
             bell,
             arrived: Mutex::default(),
@@ -236,15 +243,19 @@ impl QuicLink {
             writing: AtomicUsize::new(0),
             spare: Arc::new(Semaphore::new(SPARE_FRAMES)),
         });
-        connection.set_receive_window(CONNECTION_WINDOW);
-        connection.set_max_concurrent_uni_streams(STREAMS);
-        runtime.spawn(accept_streams(connection.clone(), shared.clone()));
+        from.set_receive_window(CONNECTION_WINDOW);
+        from.set_max_concurrent_uni_streams(STREAMS);
+        for connection in [&to, &from] {
+            runtime.spawn(watch(connection.clone(), health.clone()));
+        }
+        runtime.spawn(accept_streams(from.clone(), shared.clone()));
         let mut link = Self {
-            connection,
+            to,
+            from,
             runtime,
             shared,
             health,
-            peer: from,
+            peer,
             outgoing: HashMap::default(),
             notices: None,
             refused: HashSet::default(),
@@ -263,7 +274,7 @@ impl QuicLink {
         self.streams_opened += 1;
         self.shared.writing.fetch_add(1, Ordering::SeqCst);
         let writing = Writing { shared: self.shared.clone(), stream: None };
-        let task = write_stream(self.connection.clone(), writing, lane, ahead, frames);
+        let task = write_stream(self.to.clone(), writing, lane, ahead, frames);
         OutStream { frames: sender, task: self.runtime.spawn(task).abort_handle() }
     }
 
@@ -274,7 +285,7 @@ impl QuicLink {
 
     /// How many streams a lane should have, as far as is known of the path.
     fn lane_streams(&self) -> usize {
-        let under_way = WINDOWS_PER_PATH * self.connection.stats().path.cwnd;
+        let under_way = WINDOWS_PER_PATH * self.to.stats().path.cwnd;
         (under_way / STREAM_WINDOW.into_inner()).clamp(2, LANE_STREAMS) as usize
     }
 
@@ -424,7 +435,9 @@ impl Link for QuicLink {
         self.outgoing.clear();
         self.notices = None;
         Liveness::give_up(&*self.health);
-        self.connection.close(VarInt::from_u32(1), b"given up");
+        for connection in [&self.to, &self.from] {
+            connection.close(VarInt::from_u32(1), b"given up");
+        }
     }
 
     /// A goodbye shows in [`poll_arrived`](Link::poll_arrived); else nobody says what has become of
@@ -501,6 +514,21 @@ async fn write_stream(
         stream.stopped().await.ok()
     };
     written.await;
+}
+
+/// Tells of a connection that has failed by itself. One that was closed has been told of, or will be
+/// by the heartbeats.
+async fn watch(connection: Connection, health: Arc<Health>) {
+    let reason = connection.closed().await;
+    let closed = matches!(
+        reason,
+        ConnectionError::ApplicationClosed(_)
+            | ConnectionError::ConnectionClosed(_)
+            | ConnectionError::LocallyClosed
+    );
+    if !closed && health.goodbye().is_none() {
+        health.lose(reason.to_string());
+    }
 }
 
 /// Reads every stream that the peer opens, each in a task of its own.

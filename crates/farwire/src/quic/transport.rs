@@ -52,9 +52,6 @@ impl Transport {
             .stream_receive_window(link::STREAM_WINDOW)
             .receive_window(link::STREAM_WINDOW)
             .send_window(link::CONNECTION_WINDOW.into_inner())
-            // A frame that has begun is sent to its end before the next, which nobody can use
-            // earlier.
-            .send_fairness(false)
             .datagram_receive_buffer_size(None)
             .keep_alive_interval(Some(KEEP_ALIVE))
             // A first packet that finds nobody listening yet is soon sent again.

@@ -16,53 +16,112 @@ fn hello(job: &str, rank: u32, version: u8) -> Hello {
     }
 }
 
-/// A rank that listens, and what others are told who say these hellos, all of which have the
-/// certificate of their job and rank.
-async fn answers(hellos: &[Hello]) -> Vec<Result<(), String>> {
-    let token = Token::generate();
-    let place = Place {
-        rank: Peer(1),
-        world: WorldSize::new(4).unwrap(),
-        master_host: String::new(),
-        master_port: 1,
-        job: None,
-        source: "the test",
-    };
-    let job = JobName::new("here").unwrap();
-    let terms = Terms {
-        place: &place,
-        job: &job,
-        epoch: Epoch(0),
-        master: SocketAddr::from(([127, 0, 0, 1], 1)),
-        port_is_held: false,
-        port: 0,
-        timeout: Duration::from_secs(60),
-        lobby: None,
-    };
-    let identity = Arc::new(Identity::new(&token, Peer(1), Epoch(0), &job).unwrap());
-    let (listening, server) = listen(&terms, &identity).unwrap();
-    let address = listening.local_addr().unwrap();
-    let (door, _newcomers) = mpsc::channel(100);
-    let mine = hello("here", 1, VERSION);
-    let entrance = Entrance { identity, mine, refusals: Arc::default(), door, lobby: None };
-    entrance.keep(listening, server, Transport::default());
-    let mut answers = Vec::new();
-    for hello in hellos {
+/// Rank 1 of the job "here", which listens.
+struct Listening {
+    token: Token,
+    address: SocketAddr,
+    expected: Arc<Expected>,
+    _newcomers: mpsc::Receiver<Newcomer>,
+}
+
+impl Listening {
+    fn new() -> Self {
+        let token = Token::generate();
+        let place = Place {
+            rank: Peer(1),
+            world: WorldSize::new(4).unwrap(),
+            master_host: String::new(),
+            master_port: 1,
+            job: None,
+            source: "the test",
+        };
+        let job = JobName::new("here").unwrap();
+        let terms = Terms {
+            place: &place,
+            job: &job,
+            epoch: Epoch(0),
+            master: SocketAddr::from(([127, 0, 0, 1], 1)),
+            port_is_held: false,
+            port: 0,
+            timeout: Duration::from_secs(60),
+            lobby: None,
+        };
+        let identity = Arc::new(Identity::new(&token, Peer(1), Epoch(0), &job).unwrap());
+        let (endpoint, server) = listen(&terms, &identity).unwrap();
+        let address = endpoint.local_addr().unwrap();
+        let (door, newcomers) = mpsc::channel(100);
+        let expected = Arc::new(Expected::default());
+        let listener = Listener {
+            identity,
+            hello: hello("here", 1, VERSION),
+            refusals: Arc::default(),
+            expected: expected.clone(),
+            door,
+            lobby: None,
+        };
+        listener.keep(endpoint, server, Transport::default());
+        Self { token, address, expected, _newcomers: newcomers }
+    }
+
+    /// One that says this hello, and has the certificate of its job and rank.
+    fn caller(&self, hello: &Hello, patience: Duration) -> Caller {
         let rank = Peer(hello.member.rank);
-        let identity = Identity::new(&token, rank, Epoch(0), &hello.job).unwrap();
-        let caller = Caller {
+        let identity = Identity::new(&self.token, rank, Epoch(0), &hello.job).unwrap();
+        Caller {
             endpoint: Endpoint::client(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap(),
             client: identity.client_config().unwrap(),
             transport: Transport::default(),
             identity: Arc::new(identity),
             hello: hello.clone(),
-            deadline: Instant::now() + Duration::from_secs(60),
-            patience: Duration::from_secs(60),
-        };
-        let heard = caller.connect(Peer(1), address).await;
+            deadline: Instant::now() + patience,
+            patience,
+        }
+    }
+}
+
+const LONG: Duration = Duration::from_secs(60);
+
+/// What those are told who say these hellos.
+async fn answers(hellos: &[Hello]) -> Vec<Result<(), String>> {
+    let listening = Listening::new();
+    let mut answers = Vec::new();
+    for hello in hellos {
+        let heard = listening.caller(hello, LONG).connect(Peer(1), listening.address).await;
         answers.push(heard.map(|_| ()).map_err(|error| error.to_string()));
     }
     answers
+}
+
+#[tokio::test]
+async fn a_further_connection_is_for_the_rank_that_has_the_ticket() {
+    let listening = Listening::new();
+    let again = |job: &str, rank: u32, patience: Duration| {
+        let caller = listening.caller(&hello(job, rank, VERSION), patience);
+        Again::new(Arc::new(caller), listening.expected.clone())
+    };
+    let rank_2 = listening.caller(&hello("here", 2, VERSION), LONG);
+    let first = rank_2.connect(Peer(1), listening.address).await.unwrap().connection;
+    let (ticket, met_again) = again("here", 1, LONG).expect(Peer(2)).unwrap();
+
+    let short = Duration::from_millis(500);
+    for (wrong, job, rank) in
+        [(ticket.wrapping_add(1), "here", 2), (ticket, "here", 3), (u64::MAX, "elsewhere", 2)]
+    {
+        let refused = again(job, rank, short).call(&first, Peer(1), wrong).await.unwrap_err();
+        assert!(refused.contains("its ticket is not of this process"), "{refused}");
+    }
+    let called = again("here", 2, LONG);
+    let (second, met_again) = tokio::join!(called.call(&first, Peer(1), ticket), met_again);
+    let mut stream = second.unwrap().open_bi().await.unwrap().0;
+    stream.write_all(b"hello again").await.unwrap();
+    stream.finish().unwrap();
+    let mut stream = met_again.unwrap().accept_bi().await.unwrap().1;
+    assert_eq!(stream.read_to_end(100).await.unwrap(), b"hello again");
+
+    let used = again("here", 2, short).call(&first, Peer(1), ticket).await.unwrap_err();
+    assert!(used.contains("its ticket is not of this process"), "it was used: {used}");
+    let nobody = again("here", 1, short).expect(Peer(2)).unwrap().1.await.unwrap_err();
+    assert_eq!(nobody, "rank 2 did not connect again");
 }
 
 /// Not only rank 0 looks at who comes: so does every rank that others connect to.

@@ -48,7 +48,8 @@ fn ends() -> Ends {
     let bell = Bell::new().unwrap();
     let health = Health::new(bell.clone());
     let handle = runtime.handle().clone();
-    let link = QuicLink::new(connection, Peer(1), LONGEST, bell.clone(), health, handle);
+    let (to, from) = (connection.clone(), connection);
+    let link = QuicLink::new(to, from, Peer(1), LONGEST, bell.clone(), health, handle);
     Ends { runtime, link, bell, peer, _endpoints: endpoints }
 }
 

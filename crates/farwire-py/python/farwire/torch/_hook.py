@@ -1,0 +1,209 @@
+"""The hook for DistributedDataParallel.
+
+DDP cuts gradients into buckets, and calls the hook for each as soon as backward has filled it. The
+hook starts a bucket and returns; farwire's own threads move and code the data while backward goes
+on, without the interpreter. Only the last bucket, after which there is nothing left to compute, is
+waited for: then all have ended, and what went wrong with any of them is raised from
+`loss.backward()` as it is.
+"""
+
+import gc
+from typing import Any, Iterable, Mapping, Union
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import _native
+from .._comm import Communicator
+from .._errors import CallError
+from .._views import view
+
+#: Codecs by a pattern of parameter names, asked in order.
+Rules = Union[Mapping[str, str], Iterable[tuple[str, str]], None]
+
+
+class Gradients:
+    """Gradients by name, and what is owed for them: what all hooks have in common.
+
+    A step begins with its first bucket, and counts as a whole or not at all.
+    """
+
+    def __init__(self, comm, codec, rules, steps, phase_in, on_nan, seed):
+        if on_nan not in ("skip", "raise"):
+            raise CallError(f"on_nan is {on_nan!r}; use 'skip' or 'raise'")
+        dense, falling = phase_in if phase_in is not None else (None, None)
+        rules = list(rules.items() if hasattr(rules, "items") else rules or ())
+        self.comm = comm
+        self._native = _native.Gradients(
+            comm._comm, codec, rules, dense_steps=dense, falling_steps=falling, steps=steps,
+            raise_on_nan=on_nan == "raise", seed=seed,
+        )  # fmt: skip
+        self._layouts = {}
+        self._staging = {}
+        self._running = []
+
+    @property
+    def step(self) -> int:
+        """Steps that have ended."""
+        return self._native.step
+
+    def codec(self, name: str, shape: Iterable[int]) -> tuple[str, float]:
+        """What a parameter of this name and shape goes through in the next step, and the share of
+        its elements that is sent."""
+        shape = tuple(shape)
+        return self._native.codec(name, torch.Size(shape).numel(), shape)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is owed, and how far the phase-in is. Each rank has its own: save it on every rank,
+        and load it on the same."""
+        residuals = bytearray(self._native.residuals())
+        return {"step": self.step, "residuals": torch.frombuffer(residuals, dtype=torch.uint8)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with what `state_dict` returned."""
+        self._native.load_residuals(bytes(state["residuals"].cpu().contiguous().numpy()))
+        self._native.step = int(state["step"])
+
+    def _begin(self):
+        """Begins a step. One before it that was broken off is taken back."""
+        for operation, *_ in self._running:
+            try:
+                operation.wait()
+            except RuntimeError:
+                pass  # it was reported when it happened, or nobody wants to know
+        self._running.clear()
+        self._native.begin_step()
+
+    def _start(self, buffer, layout, key, unused=False):
+        """Starts to replace a flat tensor by its mean over all ranks."""
+        host = buffer if buffer.device.type == "cpu" else self._staged(buffer, key)
+        operation = self._native.bucket(
+            self.comm._comm, view(host), layout, buffer, unused=unused
+        )
+        self._running.append((operation, buffer, host))
+
+    def _staged(self, buffer, key):
+        """A copy of a tensor in pinned host memory, which serves every step."""
+        host = self._staging.get(key)
+        if host is None or host.numel() != buffer.numel() or host.dtype != buffer.dtype:
+            host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
+            self._staging[key] = host
+        host.copy_(buffer, non_blocking=True)
+        torch.cuda.current_stream(buffer.device).synchronize()
+        return host
+
+    def _wait(self):
+        """Waits for all that was started, and raises the first thing that went wrong."""
+        failed = None
+        for operation, buffer, host in self._running:
+            try:
+                operation.wait()
+            except RuntimeError as error:
+                failed = failed or error
+            else:
+                if host is not buffer:
+                    buffer.copy_(host, non_blocking=True)
+        self._running.clear()
+        if failed is not None:
+            raise failed
+
+    def __getstate__(self):
+        raise TypeError("a hook's state belongs to its process; save its state_dict() instead")
+
+
+class State(Gradients):
+    """How DistributedDataParallel's gradients are exchanged, and what is owed for them.
+
+    >>> comm = farwire.init()
+    >>> state = farwire.torch.State(comm, "topk:0.01", steps=10_000)
+    >>> model.register_comm_hook(state, farwire.torch.hook)
+
+    `codec` is what gradients go through; `farwire.codec_help()` lists them. Biases, norms, vectors
+    and small parameters travel as they are. `rules` give other codecs by name, the first pattern
+    that matches decides: `{"*.embedding.*": "int8", "head.*": "none"}`. `steps` is how long the
+    run is: a codec that leaves much out starts dense for an eighth of it, and its density falls
+    over the next three quarters; `phase_in=(dense, falling)` says it in steps. All ranks give the
+    same.
+
+    A NaN or an infinity in a bucket makes the result not finite on all ranks, and what is owed
+    stays as it was, so that a GradScaler skips the step; with `on_nan="raise"`, all ranks get a
+    `NotFinite`. `seed` is for codecs that choose at random. `model`, the DDP module, is found
+    without being given, unless `gc.freeze()` hides it.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        codec: str = "none",
+        *,
+        rules: Rules = None,
+        steps: int = 1000,
+        phase_in: tuple[int, int] | None = None,
+        on_nan: str = "skip",
+        seed: int = 0,
+        model: DistributedDataParallel | None = None,
+    ):
+        super().__init__(comm, codec, rules, steps, phase_in, on_nan, seed)
+        self._model = model
+        self._names = None
+        self._unused = False
+        self._futures = []
+
+    def reduce(self, bucket):
+        """Starts a bucket; the last of a step waits for all."""
+        if bucket.index() == 0:
+            self._futures.clear()
+            self._begin()
+        buffer = bucket.buffer()
+        self._start(buffer, self._layout(bucket), bucket.index(), self._unused)
+        future = torch.futures.Future(devices=None if buffer.is_cpu else [buffer.device])
+        self._futures.append((future, buffer))
+        if bucket.is_last():
+            try:
+                self._wait()
+            finally:
+                self._native.end_step()
+            for started, result in self._futures:
+                started.set_result(result)
+            self._futures.clear()
+        return future
+
+    def _layout(self, bucket):
+        """Where each parameter is in a bucket. DDP cuts its buckets anew after the first step."""
+        parameters = bucket.parameters()
+        key = (bucket.index(), tuple(map(id, parameters)))
+        layout = self._layouts.get(key)
+        if layout is None:
+            if self._names is None:
+                self._learn_names(parameters)
+            parts, start = [], 0
+            for parameter in parameters:
+                name, elements = self._names[id(parameter)], parameter.numel()
+                parts.append((name, start, elements, parameter.shape))
+                start += elements
+            layout = self._layouts[key] = _native.Parts(parts)
+        return layout
+
+    def _learn_names(self, parameters):
+        """DDP gives its hook parameters without names; the module itself has them."""
+        wanted = set(map(id, parameters))
+        for module in [self._model] if self._model is not None else gc.get_objects():
+            if not issubclass(type(module), DistributedDataParallel):
+                continue
+            names = {
+                id(parameter): name.replace("_orig_mod.", "")
+                for name, parameter in module.module.named_parameters()
+            }
+            if wanted <= names.keys():
+                self._names = names
+                self._unused = module.find_unused_parameters and not module.static_graph
+                return
+        raise CallError(
+            "the module that these gradients are of was not found; "
+            "give it as State(model=…): the DistributedDataParallel module itself"
+        )
+
+
+def hook(state, bucket):
+    """For `model.register_comm_hook(farwire.torch.State(...), farwire.torch.hook)`."""
+    return state.reduce(bucket)

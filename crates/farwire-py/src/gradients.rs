@@ -1,0 +1,489 @@
+//! The gradients of a training step, bucket by bucket, from frameworks that cut buckets themselves.
+//!
+//! What is owed is owed by parameter name, so a framework may cut its buckets anew in every step.
+//! In a bucket, parameters that travel as they are travel together: in place, if they are all of
+//! it. Each of the others goes through its codec alone.
+//!
+//! ```text
+//!  begin_step ─ bucket ─ bucket ─ … ─ all have ended ─ end_step ─┬─ all is finite: it counts
+//!                                                                └─ a NaN: nothing is paid
+//! ```
+//!
+//! A step with a NaN or an infinity in it is one that optimizers skip. So its result is not finite
+//! on any rank, and what is owed for all its buckets is as it was before the step.
+
+use std::collections::VecDeque;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use farwire::codec::collective::Floats;
+use farwire::{
+    CodecChoice, CodecPolicy, CodecSpec, Communicator, Compressor, DType, ErrorFeedback, Float,
+    Memory, Pending, ReduceOp, Savepoint, Transaction,
+};
+use farwire_train::{DENSE_BELOW, PhaseIn, Rules};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::comm::{Comm, interruptible, with_float};
+use crate::compressor::{self, choice};
+use crate::failure::Failure;
+use crate::memory::View;
+use crate::operation::{Operation, Work, poll};
+use crate::process::Mine;
+
+/// What a parameter goes through.
+#[derive(Clone)]
+struct Way {
+    policy: CodecPolicy,
+    phase_in: PhaseIn,
+    /// Whether somebody asked for it by name, rather than for all parameters.
+    named: bool,
+}
+
+/// Gradients by parameter name, and what is owed for them.
+#[pyclass(frozen, module = "farwire._native")]
+pub(crate) struct Gradients {
+    inner: Mine<Arc<Inner>>,
+}
+
+struct Inner {
+    ways: Rules<Way>,
+    /// Whether any parameter can go through a codec, so that something can be owed.
+    compresses: bool,
+    raise_on_nan: bool,
+    step: Mutex<Step>,
+}
+
+struct Step {
+    compressor: Compressor,
+    number: u64,
+    /// What was owed before the step, until it has ended.
+    before: Option<Savepoint>,
+    /// Whether a result is not finite.
+    spoilt: bool,
+}
+
+/// A parameter's place in a bucket.
+#[derive(Clone, Debug, FromPyObject)]
+pub(crate) struct Part(String, usize, usize, Vec<usize>);
+
+impl Part {
+    fn name(&self) -> &str {
+        &self.0
+    }
+
+    fn range(&self) -> Range<usize> {
+        self.1..self.1 + self.2
+    }
+}
+
+impl Inner {
+    fn step(&self) -> MutexGuard<'_, Step> {
+        self.step.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What a parameter goes through in this step: the same on all ranks.
+    fn codec(&self, part: &Part, step: u64, dtype: DType) -> CodecSpec {
+        let Part(name, _, elements, shape) = part;
+        let way = self.ways.of(name);
+        // Biases and norms are few and matter much.
+        if *elements < DENSE_BELOW || (shape.len() < 2 && !way.named) {
+            return CodecSpec::none();
+        }
+        way.phase_in.codec_at(step, way.policy.codec_for(*elements, dtype), *elements)
+    }
+
+    fn start<T: Float + Unpin>(
+        self: &Arc<Self>,
+        comm: &Communicator,
+        parts: Vec<Part>,
+        mut memory: Memory<T>,
+        unused: bool,
+    ) -> Bucket<T> {
+        let step = self.step();
+        let flags = unused.then(|| {
+            let used = |part: &Part| memory[part.range()].iter().any(|x| x.as_f64() != 0.0);
+            let used = parts.iter().map(|part| u8::from(used(part))).collect();
+            comm.all_reduce(used, ReduceOp::Max)
+        });
+        let codec = |part: &Part| self.codec(part, step.number, T::DTYPE);
+        let (dense, coded): (Vec<Part>, Vec<Part>) =
+            parts.iter().cloned().partition(|part| codec(part).is_none());
+        let mut debts = Vec::new();
+        if let Some(feedback) = step.compressor.feedback().filter(|_| self.compresses) {
+            for part in dense.iter().filter(|part| feedback.owes(part.name())) {
+                debts.extend(pay(feedback, part, &mut memory));
+            }
+        }
+        let mut bucket = Bucket {
+            inner: self.clone(),
+            parts,
+            debts,
+            flags,
+            memory: None,
+            whole: None,
+            dense: None,
+            coded: VecDeque::new(),
+            spoilt: None,
+            failed: None,
+            used: Vec::new(),
+        };
+        if coded.is_empty() {
+            bucket.whole = Some(comm.in_place().all_reduce(memory, ReduceOp::Mean));
+            return bucket;
+        }
+        if !dense.is_empty() {
+            let together = dense.iter().flat_map(|part| memory[part.range()].iter().copied());
+            let together = together.collect();
+            bucket.dense = Some((comm.all_reduce(together, ReduceOp::Mean), dense));
+        }
+        for part in coded {
+            let compressor = step.compressor.at_step(step.number).with_codec(codec(&part));
+            let compressor = compressor.shaped(&part.3);
+            let data = memory[part.range()].to_vec();
+            let pending =
+                comm.all_reduce_compressed(part.name(), data, ReduceOp::Mean, &compressor);
+            bucket.coded.push_back((pending, part));
+        }
+        bucket.memory = Some(memory);
+        bucket
+    }
+}
+
+/// Adds what is owed for a parameter to its gradient, which will travel as it is.
+fn pay<T: Float>(
+    feedback: &ErrorFeedback,
+    part: &Part,
+    memory: &mut Memory<T>,
+) -> Option<Transaction> {
+    let mut transaction = feedback.begin(part.name()).ok()?;
+    let gradient = &mut memory[part.range()];
+    let mut sums = floats(gradient);
+    if !transaction.pay(&mut sums, true) {
+        return None; // the gradient is not finite, and what is owed stays owed
+    }
+    match &sums {
+        Floats::F32(sums) => gradient.copy_from_slice(bytemuck::cast_slice(sums)),
+        Floats::F64(sums) => gradient.copy_from_slice(bytemuck::cast_slice(sums)),
+        Floats::F16(sums) => gradient.copy_from_slice(bytemuck::cast_slice(sums)),
+        Floats::Bf16(sums) => gradient.copy_from_slice(bytemuck::cast_slice(sums)),
+    }
+    Some(transaction)
+}
+
+fn floats<T: Float>(values: &[T]) -> Floats {
+    match T::DTYPE {
+        DType::F32 => Floats::F32(bytemuck::cast_slice(values).to_vec()),
+        DType::F64 => Floats::F64(bytemuck::cast_slice(values).to_vec()),
+        DType::F16 => Floats::F16(bytemuck::cast_slice(values).to_vec()),
+        DType::Bf16 => Floats::Bf16(bytemuck::cast_slice(values).to_vec()),
+        other => unreachable!("{other} is no float"),
+    }
+}
+
+/// A bucket in flight.
+struct Bucket<T: Float> {
+    inner: Arc<Inner>,
+    parts: Vec<Part>,
+    /// What is paid, once this has succeeded.
+    debts: Vec<Transaction>,
+    /// Which parts some rank has a gradient of, where it may be that none has.
+    flags: Option<Pending<Vec<u8>>>,
+    /// Where results go; absent while all of it is on its way.
+    memory: Option<Memory<T>>,
+    /// Everything as it is, in place.
+    whole: Option<Pending<Memory<T>>>,
+    /// What travels as it is, put together.
+    dense: Option<(Pending<Vec<T>>, Vec<Part>)>,
+    coded: VecDeque<(Pending<Vec<T>>, Part)>,
+    /// The first result that is not finite.
+    spoilt: Option<Failure>,
+    failed: Option<Failure>,
+    used: Vec<u8>,
+}
+
+impl<T: Float + Unpin> Bucket<T> {
+    /// Takes results, as far as they have come.
+    fn collect(&mut self, context: &mut Context<'_>) -> Poll<()> {
+        if let Some(whole) = &mut self.whole {
+            let result = std::task::ready!(poll(whole, context));
+            self.whole = None;
+            match result {
+                Ok(memory) => self.memory = Some(memory),
+                Err(error) => self.fail(error.into()),
+            }
+        }
+        if let Some((pending, _)) = &mut self.dense {
+            let result = std::task::ready!(poll(pending, context));
+            let (_, parts) = self.dense.take().expect("it was just there");
+            match (result, &mut self.memory) {
+                (Ok(means), Some(memory)) => {
+                    let mut means = &means[..];
+                    for part in &parts {
+                        let (mine, rest) = means.split_at(part.2);
+                        memory[part.range()].copy_from_slice(mine);
+                        means = rest;
+                    }
+                }
+                (Ok(_), None) => {}
+                (Err(error), _) => self.fail(error.into()),
+            }
+        }
+        while let Some((pending, _)) = self.coded.front_mut() {
+            let result = std::task::ready!(poll(pending, context));
+            let (_, part) = self.coded.pop_front().expect("it was just there");
+            match (result.map_err(Failure::from), &mut self.memory) {
+                (Ok(mean), Some(memory)) => memory[part.range()].copy_from_slice(&mean),
+                (Err(failure), Some(memory)) if failure.is_not_finite() => {
+                    memory[part.range()].fill(T::cast(f64::NAN));
+                    self.spoilt.get_or_insert(failure);
+                }
+                (Err(failure), _) => self.fail(failure),
+                (Ok(_), None) => {}
+            }
+        }
+        if let Some(flags) = &mut self.flags {
+            let result = std::task::ready!(poll(flags, context));
+            self.flags = None;
+            match result {
+                Ok(used) => self.used = used,
+                Err(error) => self.fail(error.into()),
+            }
+        }
+        Poll::Ready(())
+    }
+
+    fn fail(&mut self, failure: Failure) {
+        self.failed.get_or_insert(failure);
+    }
+
+    /// Where anything can be owed, a result that is not finite makes the step one that does not
+    /// count.
+    fn look_for_nan(&mut self) {
+        let wanted = self.inner.compresses || self.inner.raise_on_nan;
+        let Some(memory) = self.memory.as_ref().filter(|_| wanted && self.spoilt.is_none()) else {
+            return;
+        };
+        let is_bad = |part: &&Part| !memory[part.range()].iter().all(|x| T::is_finite(*x));
+        if let Some(part) = self.parts.iter().find(is_bad) {
+            self.spoilt = Some(Failure::not_finite(format!(
+                "the mean gradient of `{}` holds a NaN or an infinity; \
+                 skip this step on all ranks, or look at the loss and the learning rate",
+                part.name()
+            )));
+        }
+    }
+
+    fn conclude(&mut self) -> Result<(), Failure> {
+        let mut step = self.inner.step();
+        if let Some(failure) = self.failed.take() {
+            step.spoilt = true;
+            return Err(failure);
+        }
+        if let Some(failure) = self.spoilt.take() {
+            step.spoilt = true;
+            return if self.inner.raise_on_nan { Err(failure) } else { Ok(()) };
+        }
+        self.debts.drain(..).for_each(Transaction::commit);
+        // Nobody has a gradient, so the framework may not look at the result: nothing is delivered.
+        let memory = self.memory.as_mut();
+        if let Some(memory) = memory.filter(|_| !self.used.is_empty()) {
+            let unused = self.parts.iter().zip(&self.used).filter(|(_, used)| **used == 0);
+            for (part, _) in unused {
+                memory[part.range()].fill(T::default());
+                if let Some(before) = &step.before {
+                    before.restore(part.name());
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<T: Float + Unpin> Work for Bucket<T> {
+    fn wait_for(&self, time: Duration) -> bool {
+        let end = Instant::now() + time;
+        let left = || end.saturating_duration_since(Instant::now());
+        self.whole.iter().all(|pending| pending.wait_for(left()))
+            && self.dense.iter().all(|(pending, _)| pending.wait_for(left()))
+            && self.coded.iter().all(|(pending, _)| pending.wait_for(left()))
+            && self.flags.iter().all(|pending| pending.wait_for(left()))
+    }
+
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Failure>> {
+        self.collect(context).map(|()| {
+            self.look_for_nan();
+            let result = self.conclude();
+            self.memory = None;
+            result
+        })
+    }
+}
+
+#[pymethods]
+impl Gradients {
+    /// `rules` are pairs of a pattern and a codec, asked in order before those for all parameters.
+    /// All ranks must make it alike, and at the same time: codecs that measure do so now.
+    #[new]
+    #[pyo3(signature = (comm, codec, rules, *, dense_steps=None, falling_steps=None, steps=0,
+                        raise_on_nan=false, seed=0))]
+    #[allow(clippy::too_many_arguments, reason = "they are keywords")]
+    fn new(
+        py: Python<'_>,
+        comm: &Comm,
+        codec: &str,
+        rules: Vec<(String, String)>,
+        dense_steps: Option<u64>,
+        falling_steps: Option<u64>,
+        steps: u64,
+        raise_on_nan: bool,
+        seed: u64,
+    ) -> PyResult<Self> {
+        let comm = comm.open(py)?;
+        let way = |codec: &str, named| -> PyResult<Way> {
+            let choice = choice(codec)?;
+            let whole_run = PhaseIn::over(choice.clone(), steps);
+            let phase_in = PhaseIn {
+                dense: dense_steps.unwrap_or(whole_run.dense),
+                falling: falling_steps.unwrap_or(whole_run.falling),
+            };
+            let comm = comm.clone();
+            let policy = match choice {
+                CodecChoice::Given(codec) => codec.into(),
+                choice => interruptible(py, move || choice.settle(&comm, &comm))?
+                    .map_err(|error| Failure::from(error).raise(py))?,
+            };
+            Ok(Way { policy, phase_in, named })
+        };
+        let dense =
+            || Way { policy: CodecPolicy::default(), phase_in: PhaseIn::default(), named: false };
+        let otherwise = way(codec, false)?;
+        let mut compresses = !otherwise.policy.is_dense();
+        let mut ways = Rules::new(otherwise);
+        for (pattern, codec) in rules {
+            let way = way(&codec, true)?;
+            compresses |= !way.policy.is_dense();
+            ways = ways.on(pattern, way);
+        }
+        let ways = ways.on("*.bias", dense()).on("*norm*", dense());
+        let compressor = Compressor::new(CodecSpec::none()).seed(seed);
+        let step = Mutex::new(Step { compressor, number: 0, before: None, spoilt: false });
+        Ok(Self { inner: Mine::new(Arc::new(Inner { ways, compresses, raise_on_nan, step })) })
+    }
+
+    /// Begins a step: its buckets count as a whole or not at all. One before it that did not end is
+    /// taken back.
+    fn begin_step(&self, py: Python<'_>) -> PyResult<()> {
+        let inner = self.inner(py)?;
+        let mut step = inner.step();
+        step.before = None; // a step that did not end is taken back
+        if inner.compresses {
+            step.before = step.compressor.feedback().map(ErrorFeedback::savepoint);
+        }
+        step.spoilt = false;
+        Ok(())
+    }
+
+    /// Ends a step, all of whose buckets have ended: whether it counts.
+    fn end_step(&self, py: Python<'_>) -> PyResult<bool> {
+        let mut step = self.inner(py)?.step();
+        step.number += 1;
+        let (before, counts) = (step.before.take(), !step.spoilt);
+        drop(step);
+        if counts {
+            before.into_iter().for_each(Savepoint::release);
+        }
+        Ok(counts)
+    }
+
+    /// Starts to replace a bucket by its mean over all ranks. A part is a name, where it begins,
+    /// how many elements it has, and its dimensions.
+    #[pyo3(signature = (comm, view, parts, result, *, unused=false))]
+    fn bucket(
+        &self,
+        py: Python<'_>,
+        comm: &Comm,
+        view: View,
+        parts: &Parts,
+        result: Py<PyAny>,
+        unused: bool,
+    ) -> PyResult<Operation> {
+        let (inner, comm, parts) = (self.inner(py)?, comm.open(py)?, parts.0.clone());
+        let count = view.count()?;
+        if parts.iter().any(|part| part.1.checked_add(part.2).is_none_or(|end| end > count)) {
+            let text = format!("a parameter's place is outside the bucket of {count} elements");
+            return Err(Failure::call(text).raise(py));
+        }
+        let operation = with_float!(view.dtype()?, T => {
+            let memory = view.memory::<T>()?;
+            py.detach(|| {
+                let work = inner.start(&comm, parts, memory, unused);
+                Operation::new(Box::new(work), result).in_background()
+            })
+        });
+        Ok(operation?)
+    }
+
+    /// Steps that have ended.
+    #[getter]
+    fn step(&self, py: Python<'_>) -> PyResult<u64> {
+        Ok(self.inner(py)?.step().number)
+    }
+
+    #[setter]
+    fn set_step(&self, py: Python<'_>, number: u64) -> PyResult<()> {
+        self.inner(py)?.step().number = number;
+        Ok(())
+    }
+
+    /// What a parameter goes through in the next step, and the share of its elements that is sent.
+    fn codec(
+        &self,
+        py: Python<'_>,
+        name: &str,
+        elements: usize,
+        shape: Vec<usize>,
+    ) -> PyResult<(String, f64)> {
+        let inner = self.inner(py)?;
+        let part = Part(name.to_owned(), 0, elements, shape);
+        let number = inner.step().number;
+        let codec = inner.codec(&part, number, DType::F32);
+        Ok((codec.to_string(), codec.density(elements)))
+    }
+
+    /// All that is owed, as the bytes of a safetensors file.
+    fn residuals<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
+        let compressor = self.inner(py)?.step().compressor.clone();
+        let bytes = py.detach(|| compressor.feedback().map(ErrorFeedback::to_bytes));
+        Ok(PyBytes::new(py, &bytes.unwrap_or_default()))
+    }
+
+    /// Goes on with what `residuals` returned.
+    fn load_residuals(&self, py: Python<'_>, bytes: &[u8]) -> PyResult<()> {
+        let feedback = compressor::feedback(py, bytes)?;
+        let mut step = self.inner(py)?.step();
+        step.compressor = step.compressor.clone().with_feedback(feedback);
+        Ok(())
+    }
+}
+
+impl Gradients {
+    fn inner(&self, py: Python<'_>) -> PyResult<&Arc<Inner>> {
+        self.inner.get().map_err(|failure| failure.raise(py))
+    }
+}
+
+/// How a bucket is laid out. Made once for a bucket that comes again in every step.
+#[pyclass(frozen, module = "farwire._native")]
+pub(crate) struct Parts(Vec<Part>);
+
+#[pymethods]
+impl Parts {
+    #[new]
+    fn new(parts: Vec<Part>) -> Self {
+        Self(parts)
+    }
+}
