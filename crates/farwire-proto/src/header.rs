@@ -18,7 +18,7 @@ use crate::dtype::{DType, ReduceOp};
 use crate::engine::notice_fingerprint;
 use crate::fingerprint::Fingerprint;
 use crate::ids::{CommId, Epoch, OpSeq, Rank, Tag};
-use crate::membership::MAX_MESSAGE;
+use crate::membership::{MAX_MESSAGE, MIN_MESSAGE};
 
 /// Bytes of an encoded [`Header`]: one cache line.
 pub const HEADER_LEN: usize = 64;
@@ -158,7 +158,8 @@ impl Header {
         if frame.payload().is_some_and(|fixed| fixed != payload as usize) {
             return Err(HeaderError::Field("payload"));
         }
-        if frame == FrameKind::Members && payload as usize > MAX_MESSAGE {
+        let fits = (MIN_MESSAGE..=MAX_MESSAGE).contains(&(payload as usize));
+        if frame == FrameKind::Members && !fits {
             return Err(HeaderError::Field("payload"));
         }
         let (fingerprint, index) = decode_fingerprint(array(bytes, 32))?;
@@ -281,7 +282,9 @@ pub(crate) mod tests {
             |(frame, fingerprint, [payload, epoch, tag, index], [comm, seq])| Header {
                 frame,
                 payload: match frame {
-                    FrameKind::Members => payload % (MAX_MESSAGE as u32 + 1),
+                    FrameKind::Members => {
+                        (MIN_MESSAGE + payload as usize % (MAX_MESSAGE - MIN_MESSAGE + 1)) as u32
+                    }
                     _ => frame.payload().map_or(payload, |fixed| fixed as u32),
                 },
                 comm: CommId(comm),
@@ -375,6 +378,7 @@ pub(crate) mod tests {
             refused("frame", 3, &[7]);
             if header.frame.is_notice() {
                 refused("payload", 4, &[1, 0, 0, 0]);
+                refused("payload", 4, &(MAX_MESSAGE as u32 + 1).to_le_bytes());
             }
             let stranger =
                 Algorithm::ALL.into_iter().find(|other| !kind.algorithms().contains(other));

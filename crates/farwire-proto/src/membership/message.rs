@@ -7,6 +7,8 @@ use super::view::{MAX_MEMBERS, Member, View};
 use super::{Ballot, MAX_READY};
 use crate::ids::{Epoch, Peer};
 
+/// Bytes of the shortest message, a [`Nudge`](Message::Nudge).
+pub(crate) const MIN_MESSAGE: usize = 6;
 /// Bytes of the longest message.
 pub const MAX_MESSAGE: usize = 8 << 10;
 
@@ -326,7 +328,7 @@ mod tests {
         #[test]
         fn messages_round_trip_and_fit_a_frame(message in any_message()) {
             let bytes = message.encode();
-            prop_assert!(bytes.len() <= MAX_MESSAGE);
+            prop_assert!(bytes.len() >= MIN_MESSAGE && bytes.len() <= MAX_MESSAGE);
             prop_assert_eq!(Message::decode(&bytes), Ok(message));
         }
 

@@ -86,6 +86,7 @@ mod view;
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
+pub(crate) use message::MIN_MESSAGE;
 pub use message::{MAX_MESSAGE, Message, MessageError};
 pub use view::{MAX_MEMBERS, Member, View};
 
