@@ -18,8 +18,8 @@
 //!
 //! And at the end, when the faults are over:
 //!
-//! - If some member reaches enough others to go on, all who are in the newest view live and reach
-//!   each other; and, unless messages vanish, know it.
+//! - If some member reaches enough others to go on, all who are in the newest view live, reach
+//!   each other, and know it.
 //! - Otherwise those that want to go on have been told that they cannot.
 
 use std::cmp::Reverse;
@@ -898,11 +898,8 @@ impl<'a> World<'a> {
                 let may = 2 * unknown.len() < all || (2 * unknown.len() == all && safe);
                 (twice > all || (twice == all && tie) || alive) && may
             };
-            // Where messages vanish, the last one to a member that wants nothing may.
-            if enough
-                && self.schedule.loss == 0
-                && let Some(behind) = behind
-            {
+            // Where messages vanish, the last one to a member that wants nothing may: it has to ask.
+            if enough && let Some(behind) = behind {
                 let what = format!("process {one} went on, process {behind} was left behind");
                 return Err(self.violation(Promise::Progress, what));
             }

@@ -95,8 +95,8 @@ use crate::ids::{Epoch, Peer, Time};
 /// Processes that wait to join, as many as a promise names.
 pub const MAX_READY: usize = 16;
 
-/// How often a member that has no wish of its own asks what came of a round.
-const MAX_QUESTIONS: u32 = 12;
+/// How often, at least, a member that has no wish of its own asks what came of a round.
+const MAX_QUESTIONS: usize = 12;
 
 /// The number of a leader's attempt. Of two, the later round counts, then the higher leader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -525,17 +525,8 @@ impl Agreement {
             self.tries += 1;
             if self.wants.is_some() {
                 self.lead(now);
-            } else if self.promised != Ballot::NONE && self.questions < MAX_QUESTIONS {
-                self.questions += 1;
-                // What came of it? Whoever knows answers with the view; nobody leads for this alone.
-                let leader = Some(self.promised.leader).filter(|_| self.is_led());
-                let other = |peer: &Peer| *peer != self.me && !self.is_lost(*peer);
-                let whom = leader.or_else(|| self.view.peers().find(other));
-                if let Some(whom) = whom {
-                    let epoch = self.instance();
-                    self.send_to(whom, Message::Nudge { epoch, admitting: true });
-                    self.timer = Some(now + self.backoff());
-                }
+            } else if self.promised != Ballot::NONE {
+                self.ask_what_came_of_it(now);
             }
             return;
         };
@@ -562,6 +553,25 @@ impl Agreement {
         self.timer = Some(now + self.settings.retry);
         if late {
             self.give_up_waiting(now);
+        }
+    }
+
+    /// Asks the newest leader, and the others in turn, since that leader may have been left behind
+    /// itself. Whoever knows answers with the view; nobody leads for this alone.
+    fn ask_what_came_of_it(&mut self, now: Time) {
+        let leader = Some(self.promised.leader).filter(|_| self.is_led());
+        let other = |peer: &Peer| *peer != self.me && Some(*peer) != leader && !self.is_lost(*peer);
+        let others: Vec<_> = self.view.peers().filter(other).collect();
+        let turn = self.questions as usize;
+        if turn >= MAX_QUESTIONS.max(2 * others.len()) {
+            return;
+        }
+        self.questions += 1;
+        let other = others.get(turn % others.len().max(1)).copied();
+        let epoch = self.instance();
+        for whom in leader.into_iter().chain(other) {
+            self.send_to(whom, Message::Nudge { epoch, admitting: true });
+            self.timer = Some(now + self.backoff());
         }
     }
 

@@ -51,6 +51,40 @@ fn three_go_on_without_the_first() {
     assert_eq!(sent(&mut parts[0]), [], "it has no more say");
 }
 
+/// The newest leader may be one that the others went on without, and that cannot know more.
+#[test]
+fn a_member_that_missed_a_decision_asks_others_than_the_newest_leader() {
+    let mut parts: Vec<_> = (0..4).map(|me| part(me, 4)).collect();
+    for part in &mut parts[..2] {
+        part.handle_lost(NOW, Peer(2));
+        part.shrink(NOW);
+    }
+    // Ranks 0, 1 and 3 decide on a view without rank 2, and rank 3 does not hear the end of it.
+    while let Some(from) = [0, 1, 3].into_iter().find(|who| !parts[*who].transmits.is_empty()) {
+        for (to, message) in sent(&mut parts[from]) {
+            if to != 2 && (to != 3 || !matches!(message, Message::Decided { .. })) {
+                parts[to as usize].handle_message(NOW, Peer(from as u32), message);
+            }
+        }
+    }
+    assert_eq!((parts[0].view().epoch(), parts[3].view().epoch()), (Epoch(1), Epoch(0)));
+    // Then rank 2, which reaches nobody else, leads in vain.
+    parts[2].handle_lost(NOW, Peer(0));
+    parts[2].handle_lost(NOW, Peer(1));
+    for round in 0..3 {
+        parts[2].shrink(NOW);
+        carry(&mut parts, &[2, 3]);
+        assert!(matches!(parts[2].poll_event(), Some(Event::NoQuorum { .. })), "round {round}");
+    }
+    let mut now = NOW;
+    while let Some(due) = parts[3].poll_timeout() {
+        now = now.max(due);
+        parts[3].handle_timeout(now);
+        carry(&mut parts, &[0, 1, 2, 3]);
+    }
+    assert_eq!(peers(parts[3].view()), [0, 1, 3]);
+}
+
 #[test]
 fn one_of_two_needs_a_proof_that_tells_all() {
     let alone = |me: u32, other: u32, know: fn(&mut Agreement, Peer)| {
