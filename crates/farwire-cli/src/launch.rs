@@ -71,15 +71,15 @@ pub(crate) struct Args {
     /// machines.
     #[arg(long, value_name = "NAME", value_parser = job_name)]
     job: Option<String>,
-    /// Go on when ranks die, and start others in their place: they get FARWIRE_JOIN, the address of
-    /// one that lives, and join there. The program must do that (`farwire train --elastic` does, and
-    /// what uses `farwire::Elastic` can). When this launcher dies, only its own ranks end.
+    /// Go on when ranks die, and start others in their place (--restarts): they get FARWIRE_JOIN, the
+    /// address of one that lives, and join there. The program must do that (`farwire train --elastic`
+    /// does, and what uses `farwire::Elastic` can). When this launcher dies, only its own ranks end.
     #[arg(long)]
     elastic: bool,
     /// With fewer ranks than this on this machine, and none left to start, the job ends.
     #[arg(long, default_value = "1", requires = "elastic")]
     min: u32,
-    /// How many ranks are started in place of others, in all.
+    /// How many ranks are started in place of others, in all. On several machines none are.
     #[arg(long, default_value = "16", requires = "elastic")]
     restarts: u32,
     /// The command and its arguments.
@@ -292,9 +292,9 @@ impl Job {
         // A rank that has ended is reaped only when all have: until then its process id is not used
         // again, and signals go where they should.
         let (mut children, mut pids, mut said) = (Vec::new(), Vec::new(), Errors::default());
-        let mut ports: Vec<u16> = Vec::new();
+        let mut ports = Vec::new();
         // Starts a rank, which may join those that live.
-        let launch = |rank: u32, port: Option<u16>, join: Option<u16>| {
+        let launch = |rank: u32, port: &OwnPort, join: Option<u16>| {
             let local_rank = rank - self.first_rank;
             let place = RankPlace { rank, local_rank, port, join };
             let (mut child, error) = self.start(&place, records.as_deref()).map_err(|source| {
@@ -327,8 +327,9 @@ impl Job {
             Ok::<_, LaunchError>((pid, child, error, end))
         };
         for rank in self.first_rank..self.first_rank + self.ranks {
-            let port = self.port_of(rank);
-            let (pid, child, error, end) = match launch(rank, port, None) {
+            let started =
+                self.port_of(rank).and_then(|port| Ok((launch(rank, &port, None)?, port)));
+            let ((pid, child, error, end), port) = match started {
                 Ok(started) => started,
                 Err(error) => {
                     tell(&pids, Signal::TERM);
@@ -337,16 +338,16 @@ impl Job {
             };
             pids.push(pid);
             children.push(child);
-            ports.push(port.unwrap_or(0));
+            ports.push(port);
             said.sockets.extend(error.map(|error| (rank, error)));
             running.spawn(end);
         }
         let mut alive: BTreeSet<u32> = (self.first_rank..self.first_rank + self.ranks).collect();
-        let mut restarts = self.elastic.map_or(0, |elastic| elastic.restarts);
+        let mut restarts = self.restarts();
         // In the order in which they failed, with their last lines.
         let mut failed: Vec<(u32, LastLines)> = Vec::new();
         let mut stopped = BTreeSet::new();
-        let mut asked_to_end = false;
+        let (mut asked_to_end, mut is_ending) = (false, false);
         let mut next: Option<(Instant, Signal)> = None;
         loop {
             let due = next.map_or_else(Instant::now, |(due, _)| due);
@@ -374,6 +375,10 @@ impl Job {
             let status = status.map_err(system("could not wait for a rank"))?;
             alive.remove(&rank);
             let died = status.exit_status() != Some(0);
+            if !died {
+                restarts = 0; // the job comes to its end, and lets nobody in any more
+                is_ending = true;
+            }
             if let Some(ElasticJob { min, .. }) = self.elastic.filter(|_| died && !asked_to_end)
                 && let Some(first) = alive.first()
             {
@@ -385,22 +390,29 @@ impl Job {
                 if restarts > 0 {
                     restarts -= 1;
                     let new = self.first_rank + pids.len() as u32;
-                    let contact = ports[(first - self.first_rank) as usize];
-                    let port = free_udp_port();
-                    let (pid, child, error, end) = launch(new, port, Some(contact))?;
-                    pids.push(pid);
-                    children.push(child);
-                    ports.push(port.unwrap_or(0));
-                    said.sockets.extend(error.map(|error| (new, error)));
-                    running.spawn(end);
-                    alive.insert(new);
-                    continue;
+                    let contact = self.number_of(&ports[(first - self.first_rank) as usize]);
+                    let started =
+                        OwnPort::held().and_then(|port| Ok((launch(new, &port, contact)?, port)));
+                    match started {
+                        Ok(((pid, child, error, end), port)) => {
+                            pids.push(pid);
+                            children.push(child);
+                            ports.push(port);
+                            said.sockets.extend(error.map(|error| (new, error)));
+                            running.spawn(end);
+                            alive.insert(new);
+                            continue;
+                        }
+                        Err(error) => eprintln!("farwire: started no other in its place: {error}"),
+                    }
                 }
                 if alive.len() >= min as usize {
                     continue;
                 }
             }
-            if died {
+            // One that was to take the place of another may come too late, and say so.
+            let came_late = is_ending && rank >= self.first_rank + self.ranks;
+            if died && !came_late {
                 failed.push((rank, last));
                 next = next.or(Some((Instant::now() + FIND_OUT, Signal::TERM)));
             }
@@ -446,14 +458,29 @@ impl Job {
         Ok(ExitCode::from(code(status)))
     }
 
-    /// Where a rank of an elastic job listens, so that this launcher can tell others.
-    fn port_of(&self, rank: u32) -> Option<u16> {
-        self.elastic?;
-        match &self.master {
-            Master::Held(held) if rank == 0 => Some(held.port()),
-            Master::Given(_, port) if rank == 0 => Some(*port),
-            _ => free_udp_port(),
+    /// Where a rank listens. In an elastic job this launcher has to know, to tell others.
+    fn port_of(&self, rank: u32) -> Result<OwnPort, LaunchError> {
+        match self.elastic {
+            _ if rank == 0 => Ok(OwnPort::Master),
+            None => Ok(OwnPort::Any),
+            Some(_) => OwnPort::held(),
         }
+    }
+
+    /// The port by which others find a rank.
+    fn number_of(&self, port: &OwnPort) -> Option<u16> {
+        match (port, &self.master) {
+            (OwnPort::Any, _) => None,
+            (OwnPort::Held(held), _) | (OwnPort::Master, Master::Held(held)) => Some(held.port()),
+            (OwnPort::Master, Master::Given(_, port)) => Some(*port),
+        }
+    }
+
+    /// How many ranks may be started in place of others. On several machines none: this launcher
+    /// does not know by which address the others reach this machine.
+    fn restarts(&self) -> u32 {
+        let elastic = self.elastic.filter(|_| self.ranks == self.world);
+        elastic.map_or(0, |elastic| elastic.restarts)
     }
 
     /// The ranks that have been stopped by a signal and not ended.
@@ -470,10 +497,14 @@ impl Job {
     /// Starts a rank; and where its output is its own, what its error comes by.
     fn start(
         &self,
-        place: &RankPlace,
+        place: &RankPlace<'_>,
         records: Option<&Path>,
     ) -> io::Result<(Child, Option<UnixStream>)> {
         let &RankPlace { rank, local_rank, port: own_port, join } = place;
+        let own_port = match own_port {
+            OwnPort::Held(held) => Some(held),
+            OwnPort::Any | OwnPort::Master => None,
+        };
         let (host, port, held) = match &self.master {
             Master::Given(host, port) => (&host[..], *port, None),
             Master::Held(held) => ("127.0.0.1", held.port(), Some(held.variable())),
@@ -502,8 +533,9 @@ impl Job {
             .env("MASTER_PORT", port.to_string())
             .envs(self.variables.iter().map(|(name, value)| (name, value)))
             .envs(self.elastic.map(|_| ("FARWIRE_ELASTIC", "1")))
-            .envs(own_port.map(|port| ("FARWIRE_PORT", port.to_string())))
-            .envs(join.map(|port| ("FARWIRE_JOIN", format!("127.0.0.1:{port}"))))
+            .envs(own_port.map(|held| ("FARWIRE_PORT", held.port().to_string())))
+            .envs(own_port.map(HeldPort::variable))
+            .envs(join.map(|port| ("FARWIRE_JOIN", address(host, port))))
             .stdout(stdio())
             .stderr(stdio())
             // A group of its own, so that signals reach what it starts, too.
@@ -526,19 +558,40 @@ impl Job {
 }
 
 /// What one process of a job is told apart from the others.
-struct RankPlace {
+struct RankPlace<'a> {
     rank: u32,
     local_rank: u32,
-    /// Where it listens, if this launcher says so.
-    port: Option<u16>,
+    port: &'a OwnPort,
     /// The port of one that it is to join.
     join: Option<u16>,
 }
 
-/// A UDP port that nobody uses right now.
-fn free_udp_port() -> Option<u16> {
-    let socket = std::net::UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
-    socket.ok().map(|address| address.port())
+/// A host and a port as one reads them.
+fn address(host: &str, port: u16) -> String {
+    if host.contains(':') && !host.starts_with('[') {
+        format!("[{host}]:{port}")
+    } else {
+        format!("{host}:{port}")
+    }
+}
+
+/// Where a rank listens.
+#[derive(Debug)]
+enum OwnPort {
+    /// At any port that it gets.
+    Any,
+    /// Where all look for rank 0.
+    Master,
+    /// At a port that is kept free for it.
+    Held(HeldPort),
+}
+
+impl OwnPort {
+    fn held() -> Result<Self, LaunchError> {
+        HeldPort::any()
+            .map(Self::Held)
+            .map_err(|source| LaunchError::System { what: "could not find a free port", source })
+    }
 }
 
 /// The code to exit with: the rank's own, or 128 and the signal that ended it, as shells do.

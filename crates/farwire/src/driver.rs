@@ -386,6 +386,7 @@ impl Driver {
             }
             link.ring();
         }
+        self.close_lobby();
     }
 
     fn now(&self) -> Time {

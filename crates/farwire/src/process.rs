@@ -244,11 +244,14 @@ impl Settings {
         let (token, epoch) = (self.token_for(contact)?, self.config.epoch);
         let identity = Arc::new(Identity::new(&token, JOINER, epoch, &self.job)?);
         let terms = self.terms(contact, Some(lobby));
-        let deadline = tokio::time::Instant::now() + self.join_timeout;
+        let started = tokio::time::Instant::now();
+        let deadline = started + self.join_timeout;
         let joiner = Joiner::new(&terms, identity, Transport { congestion: self.congestion })?;
         let mut waiting: BTreeMap<Peer, Waiting> = BTreeMap::new();
         let (mut early, mut last) = (Vec::new(), "nobody has answered".to_owned());
+        let mut met_somebody = false;
         loop {
+            let mut answered = false;
             // Whoever answers first: the one that this process was told of may be gone.
             let known: Vec<_> = waiting.values().map(|peer| peer.address).collect();
             for address in known.into_iter().chain([contact]) {
@@ -256,10 +259,17 @@ impl Settings {
                     Ok(Called { book, known }) => {
                         known.connection.close(0u32.into(), b"seen");
                         self.call_all(&joiner, &book, bell, &mut waiting, &mut last).await;
+                        answered = true;
                         break;
                     }
                     Err(reason) => last = reason,
                 }
+            }
+            met_somebody |= !waiting.is_empty();
+            if met_somebody && waiting.is_empty() && !answered {
+                let last = "all its ranks have left or are lost".to_owned();
+                let waited = started.elapsed();
+                return Err(JoinError::NotAdmitted { address: contact, waited, last });
             }
             let listened = tokio::time::Instant::now() + LISTEN;
             while tokio::time::Instant::now() < listened {

@@ -6,8 +6,8 @@ use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use farwire_proto::Config;
 use farwire_proto::membership::{self, TieRule};
+use farwire_proto::{Config, Peer};
 
 use crate::error::Error;
 use crate::join::env::{self, EnvError, Place};
@@ -233,8 +233,9 @@ impl Builder {
         let held_port: Option<u16> =
             variables.or(None, held_port::VARIABLE, what, |text| text.parse().ok())?;
         let path = |set: Option<PathBuf>, name| set.or_else(|| lookup(name).map(PathBuf::from));
+        let own_port = if place.rank == Peer(0) { Some(place.master_port) } else { port };
         Ok(Settings {
-            port_is_held: held_port == Some(place.master_port),
+            port_is_held: held_port.is_some() && held_port == own_port,
             place,
             job,
             token,
@@ -310,7 +311,7 @@ pub(crate) struct Settings {
     pub(crate) congestion: Congestion,
     /// This rank's UDP port; 0 for any.
     pub(crate) port: u16,
-    /// Whether the launcher keeps rank 0's port free for it.
+    /// Whether a launcher keeps this process's port free for it.
     pub(crate) port_is_held: bool,
     pub(crate) join_timeout: Duration,
     pub(crate) config: Config,

@@ -245,6 +245,15 @@ impl Driver {
         }
     }
 
+    /// Says goodbye to those that wait to join: they will not, by way of this process.
+    pub(super) fn close_lobby(&mut self) {
+        let lobby = self.members.iter_mut().flat_map(|members| members.lobby.values_mut());
+        lobby.for_each(|link| {
+            link.close();
+            link.ring();
+        });
+    }
+
     /// Hands messages to links, in order, and then does what was agreed on. `true` if anything
     /// happened.
     pub(super) fn settle_members(&mut self) -> bool {

@@ -155,10 +155,10 @@ pub(crate) struct Terms<'a> {
     pub(crate) epoch: Epoch,
     /// Where rank 0 listens.
     pub(crate) master: SocketAddr,
-    /// Whether the launcher keeps that port free for rank 0.
-    pub(crate) port_is_held: bool,
     /// Where any other rank listens; 0 for any port.
     pub(crate) port: u16,
+    /// Whether a launcher keeps this process's port free for it.
+    pub(crate) port_is_held: bool,
     /// How long it may take.
     pub(crate) timeout: Duration,
     /// Where those are sent that want to join later, if they may.
@@ -411,7 +411,7 @@ pub(super) fn listen(
     let mut server = identity.server_config()?;
     door::limit_incoming(&mut server);
     let listen = || {
-        let socket = held_port::bind(address, first && terms.port_is_held)?;
+        let socket = held_port::bind(address, terms.port_is_held)?;
         widen(&socket);
         let runtime = Arc::new(quinn::TokioRuntime);
         Endpoint::new(Transport::endpoint(), Some(server.clone()), socket, runtime)
