@@ -105,7 +105,7 @@ impl Elastic {
         &self.comm
     }
 
-    /// How the group has changed since this was last asked; the first says how it began.
+    /// How the group has changed since this was last asked.
     pub fn take_changes(&mut self) -> Vec<Change> {
         std::mem::take(&mut self.changes)
     }

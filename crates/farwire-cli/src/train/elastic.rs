@@ -7,7 +7,7 @@
 use std::process::ExitCode;
 use std::sync::atomic::Ordering;
 
-use farwire::{Change, Communicator, Elastic, GroupFault};
+use farwire::{Change, Communicator, Elastic, GroupFault, ReduceOp};
 use farwire_train::gpt::Writer;
 use farwire_train::{TrainError, Trainer, embedded};
 
@@ -28,8 +28,9 @@ pub(super) fn run(
         (None, true) => Some(embedded()),
         (_, false) => text(args, &comm, &stop)?,
     };
-    let interrupted = || ExitCode::from(128 + stop.load(Ordering::Relaxed) as u8);
-    let Some(text) = text else { return Ok(interrupted()) };
+    let Some(text) = text else {
+        return Ok(ExitCode::from(128 + stop.load(Ordering::Relaxed) as u8));
+    };
     let alone = farwire::local(1)?.remove(0);
     let mut trainer = Trainer::new(LIBRARY, &alone, args.settings(1, args.codec.clone())?, &text)?;
     trainer.set_elastic()?;
@@ -89,11 +90,14 @@ pub(super) fn run(
         shown = view.summary(&runs, report, None);
         run = runs.into_iter().next().expect("it was just put there");
     }
-    // So that nobody is taken for lost while rank 0 still writes.
-    let _maybe_lost = elastic.comm().barrier().wait();
+    // The signal, which not all need to have got. It also keeps all here while rank 0 still writes,
+    // so that nobody is taken for lost.
+    let mine = stop.load(Ordering::Relaxed);
+    let signals = elastic.comm().all_reduce(vec![mine], ReduceOp::Max).wait();
+    let signal = signals.map_or(mine, |signals| signals[0]);
     shown?;
     written.map_err(|source| TrainCommandError::Report { path: args.report.clone(), source })?;
-    Ok(if run.stopped { interrupted() } else { ExitCode::SUCCESS })
+    Ok(if run.stopped { ExitCode::from(128 + signal as u8) } else { ExitCode::SUCCESS })
 }
 
 /// A change of the group in a sentence.
