@@ -4,6 +4,7 @@
 
 mod common;
 
+use std::process::{Child, Command, Stdio};
 use std::time::Instant;
 
 use common::{assert_succeeds, start_processes, start_processes_with};
@@ -145,19 +146,7 @@ fn processes_join_a_running_group_that_has_lost_rank_0() {
         if children.is_empty() {
             continue;
         }
-        let join = || {
-            std::process::Command::new(std::env::current_exe().unwrap())
-                .args([TEST, "--exact", "--nocapture"])
-                .env(JOIN, format!("127.0.0.1:{port}"))
-                .env("FARWIRE_TOKEN", token.reveal())
-                .env("FARWIRE_LINK", link)
-                .env("FARWIRE_FLIGHT_DIR", "")
-                .stdin(std::process::Stdio::piped())
-                .stdout(std::process::Stdio::piped())
-                .stderr(std::process::Stdio::piped())
-                .spawn()
-                .unwrap()
-        };
+        let join = || start_joiner(TEST, JOIN, port, &token, link);
         children.extend([join(), join()]);
         let mut dead = children.remove(0);
         for (index, child) in children.into_iter().enumerate() {
@@ -170,13 +159,62 @@ fn processes_join_a_running_group_that_has_lost_rank_0() {
     }
 }
 
+/// One that waits to join, and is not let in before the job ends, is told so: it does not wait for
+/// as long as it may.
+#[test]
+fn one_that_waits_hears_that_the_job_has_ended() {
+    const TEST: &str = "one_that_waits_hears_that_the_job_has_ended";
+    const JOIN: &str = "FARWIRE_TEST_JOIN";
+    if let Ok(address) = std::env::var(JOIN) {
+        common::end_after(common::CHILD_LIMIT);
+        let error = Communicator::builder().join_running(&address).unwrap_err().to_string();
+        assert!(error.contains("all its ranks have left or are lost"), "{error}");
+        return;
+    }
+    for link in ["shm", "quic"] {
+        let token = Token::generate();
+        let port = common::free_port();
+        let settings = [("FARWIRE_ELASTIC", "1")];
+        let mut children =
+            common::start_processes_at(TEST, &[port; 2], &token, link, &settings, |comm| {
+                let all_know = |waiting| comm.all_reduce(vec![waiting], ReduceOp::Min).wait();
+                while all_know(comm.waiting() as u32).unwrap() == [0] {}
+                comm.shutdown().unwrap();
+            });
+        if children.is_empty() {
+            continue;
+        }
+        children.push(start_joiner(TEST, JOIN, port, &token, link));
+        for (index, child) in children.into_iter().enumerate() {
+            assert_succeeds(child, &format!("process {index} over {link}"));
+        }
+    }
+}
+
+/// Starts a process that joins the job of a test.
+fn start_joiner(test: &str, mark: &str, port: u16, token: &Token, link: &str) -> Child {
+    Command::new(std::env::current_exe().unwrap())
+        .args([test, "--exact", "--nocapture"])
+        .env(mark, format!("127.0.0.1:{port}"))
+        .env("FARWIRE_TOKEN", token.reveal())
+        .env("FARWIRE_LINK", link)
+        .env("FARWIRE_FLIGHT_DIR", "")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap()
+}
+
 /// Works and lets others in until the group has one member more than `wanted`; the victim then kills
 /// itself, and the rest makes one more step.
 fn work_until(mut comm: Communicator, wanted: usize, victim: Option<usize>) {
     let mut complete = false;
     loop {
+        // Also where the step fails: the victim may have its result, and end before all others do.
+        complete |= comm.size() > wanted;
         let step = || {
-            let mine = vec![1u32, u32::from(complete || comm.size() > wanted)];
+            let mine = vec![1u32, u32::from(complete)];
             let sum = comm.all_reduce(mine, ReduceOp::Sum).wait()?;
             assert_eq!(sum[0] as usize, comm.size());
             let all = comm.all_gather(vec![comm.rank() as u32]).wait()?;

@@ -119,3 +119,23 @@ pub(crate) fn hold(dir: &Path) -> Result<Option<Held>, TrainCommandError> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
+
+    use super::*;
+
+    #[test]
+    fn ranks_that_look_for_the_same_report_at_once_do_not_fail_each_other() {
+        let name = format!("farwire-report-{}.html", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        std::thread::scope(|scope| {
+            let look = || (0..2000).for_each(|_| check_report(&path).unwrap());
+            for _ in 0..4 {
+                scope.spawn(look);
+            }
+        });
+        assert!(!path.exists(), "nothing is left behind");
+    }
+}
