@@ -31,8 +31,8 @@ pub trait ElasticState {
 /// **A step counts on all ranks or on none.** A step must change the state, and its revision, only
 /// after its last call on the communicator. When a rank is lost, some may have come that far and
 /// others not. The newest revision among those that are left counts, and whoever does not have it
-/// gets it; if nobody that is left has it, the step is made again. As long as nobody is lost this
-/// costs nothing.
+/// gets it; if nobody that is left has it, the step is made again. As long as nobody is lost or
+/// waits, all of this costs an all-reduce of one number in a step.
 ///
 /// ```no_run
 /// use farwire::{Communicator, Elastic, ElasticState, Error, ReduceOp};
