@@ -49,7 +49,7 @@ Examples:
   farwire sim broadcast --size 1GB --loss 0.1%  where packets get lost
   farwire sim all_reduce --crash 2@40           kill rank 2 at its step 40
   farwire sim all_reduce --ranks 64 --json      one object, for scripts
-  farwire sim chaos --schedules 100000          who is in the group, under faults")]
+  farwire sim chaos --schedules 100000          who is in a group, under faults")]
 pub(crate) struct Args {
     /// What to run.
     #[arg(value_name = "OP", required = true, value_parser = named::<Kind, _>(Kind::ALL.map(Kind::name)))]

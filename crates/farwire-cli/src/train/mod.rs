@@ -54,7 +54,7 @@ Examples:
   farwire train --data book.txt --steps 2000 --checkpoint runs/book --resume
   farwire launch -n 4 -- farwire train --json   as ranks of a launcher's job
   farwire launch --elastic -n 4 -- farwire train --elastic
-                                                ranks that die are started again, and rejoin")]
+                                        others replace ranks that die")]
 pub(crate) struct Args {
     /// Ranks to start here; 4 if there is no launcher.
     #[arg(short = 'n', long, value_parser = clap::value_parser!(u32).range(1..=256))]
