@@ -586,9 +586,13 @@ fn judge(
     let hello: Hello =
         serde_json::from_slice(text).map_err(|error| format!("its hello is not one: {error}"))?;
     let there = Peer(hello.member.rank);
+    let who = match there {
+        JOINER => "a process that wants to join".to_owned(),
+        there => there.to_string(),
+    };
     if hello.job != mine.job {
         return Err(format!(
-            "{there} belongs to {}, {here} to {}; give all ranks of a job the same FARWIRE_JOB, and every \
+            "{who} belongs to {}, {here} to {}; give all ranks of a job the same FARWIRE_JOB, and every \
              job a MASTER_PORT of its own",
             hello.job, mine.job
         ));
@@ -608,10 +612,10 @@ fn judge(
         return Err(format!("{there} is not below the world size, {}", mine.world));
     }
     if hello.epoch != mine.epoch {
-        return Err(format!("{there} is of generation {}, {here} of {}", hello.epoch, mine.epoch));
+        return Err(format!("{who} is of generation {}, {here} of {}", hello.epoch, mine.epoch));
     }
     if !identity.is_certified(connection, there) {
-        return Err(format!("its certificate is not for {there}"));
+        return Err(format!("its certificate is not for {who}"));
     }
     if !identity.is_of_this_job(connection, there) {
         return Err("its certificate is not for this job".to_owned());
