@@ -71,6 +71,17 @@ pub(crate) struct Args {
     /// machines.
     #[arg(long, value_name = "NAME", value_parser = job_name)]
     job: Option<String>,
+    /// Go on when ranks die, and start others in their place (--restarts): they get FARWIRE_JOIN, the
+    /// address of one that lives, and join there. The program must do that (`farwire train --elastic`
+    /// does, and what uses `farwire::Elastic` can). When this launcher dies, only its own ranks end.
+    #[arg(long)]
+    elastic: bool,
+    /// With fewer ranks than this on this machine, and none left to start, the job ends.
+    #[arg(long, default_value = "1", requires = "elastic")]
+    min: u32,
+    /// How many ranks are started in place of others, in all. On several machines none are.
+    #[arg(long, default_value = "16", requires = "elastic")]
+    restarts: u32,
     /// The command and its arguments.
     #[arg(last = true, required = true, value_name = "COMMAND")]
     command: Vec<OsString>,
@@ -137,6 +148,17 @@ pub(crate) struct Job {
     pub(crate) grace: Duration,
     /// The network namespace of each rank, which is then a host of its own; none is this one's.
     pub(crate) namespaces: Vec<PathBuf>,
+    /// Whether the job goes on when ranks die.
+    pub(crate) elastic: Option<ElasticJob>,
+}
+
+/// How a job goes on when ranks die.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct ElasticJob {
+    /// With fewer ranks than this on this machine, it does not.
+    pub(crate) min: u32,
+    /// Ranks that are started in place of others, in all.
+    pub(crate) restarts: u32,
 }
 
 /// What becomes of what ranks print.
@@ -180,6 +202,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, LaunchError> {
         output: JobOutput::Marked,
         grace: GRACE,
         namespaces: Vec::new(),
+        elastic: args.elastic.then_some(ElasticJob { min: args.min, restarts: args.restarts }),
     }
     .run()
 }
@@ -269,15 +292,14 @@ impl Job {
         // A rank that has ended is reaped only when all have: until then its process id is not used
         // again, and signals go where they should.
         let (mut children, mut pids, mut said) = (Vec::new(), Vec::new(), Errors::default());
-        for local_rank in 0..self.ranks {
-            let rank = self.first_rank + local_rank;
-            let (mut child, error) = match self.start(rank, local_rank, records.as_deref()) {
-                Ok(started) => started,
-                Err(source) => {
-                    tell(&pids, Signal::TERM);
-                    return Err(LaunchError::Start { command: self.command[0].clone(), source });
-                }
-            };
+        let mut ports = Vec::new();
+        // Starts a rank, which may join those that live.
+        let launch = |rank: u32, port: &OwnPort, join: Option<u16>| {
+            let local_rank = rank - self.first_rank;
+            let place = RankPlace { rank, local_rank, port, join };
+            let (mut child, error) = self.start(&place, records.as_deref()).map_err(|source| {
+                LaunchError::Start { command: self.command[0].clone(), source }
+            })?;
             let pid = child
                 .id()
                 .and_then(|id| Pid::from_raw(id as i32))
@@ -293,10 +315,7 @@ impl Job {
             ));
             let complained =
                 tokio::spawn(pass_on(child.stderr.take(), errors.clone(), prefix, last.clone()));
-            pids.push(pid);
-            children.push(child);
-            said.sockets.extend(error.map(|error| (rank, error)));
-            running.spawn(async move {
+            let end = async move {
                 let status = ended(pid).await;
                 // Its output is read to the end; but something that it started may hold that open
                 // for ever.
@@ -304,12 +323,31 @@ impl Job {
                     tokio::time::timeout(LAST_WORDS, async { (printed.await, complained.await) })
                         .await;
                 (rank, status, last)
-            });
+            };
+            Ok::<_, LaunchError>((pid, child, error, end))
+        };
+        for rank in self.first_rank..self.first_rank + self.ranks {
+            let started =
+                self.port_of(rank).and_then(|port| Ok((launch(rank, &port, None)?, port)));
+            let ((pid, child, error, end), port) = match started {
+                Ok(started) => started,
+                Err(error) => {
+                    tell(&pids, Signal::TERM);
+                    return Err(error);
+                }
+            };
+            pids.push(pid);
+            children.push(child);
+            ports.push(port);
+            said.sockets.extend(error.map(|error| (rank, error)));
+            running.spawn(end);
         }
+        let mut alive: BTreeSet<u32> = (self.first_rank..self.first_rank + self.ranks).collect();
+        let mut restarts = self.restarts();
         // In the order in which they failed, with their last lines.
         let mut failed: Vec<(u32, LastLines)> = Vec::new();
         let mut stopped = BTreeSet::new();
-        let mut asked_to_end = false;
+        let (mut asked_to_end, mut is_ending) = (false, false);
         let mut next: Option<(Instant, Signal)> = None;
         loop {
             let due = next.map_or_else(Instant::now, |(due, _)| due);
@@ -335,7 +373,46 @@ impl Job {
             let Some(ended) = ended else { break };
             let Ok((rank, status, last)) = ended else { continue };
             let status = status.map_err(system("could not wait for a rank"))?;
-            if status.exit_status() != Some(0) {
+            alive.remove(&rank);
+            let died = status.exit_status() != Some(0);
+            if !died {
+                restarts = 0; // the job comes to its end, and lets nobody in any more
+                is_ending = true;
+            }
+            if let Some(ElasticJob { min, .. }) = self.elastic.filter(|_| died && !asked_to_end)
+                && let Some(first) = alive.first()
+            {
+                let how = status.terminating_signal().map_or_else(
+                    || format!("exit status {}", status.exit_status().unwrap_or(-1)),
+                    |signal| format!("signal {signal}"),
+                );
+                eprintln!("farwire: rank {rank} has ended ({how}); {} go on", alive.len());
+                if restarts > 0 {
+                    restarts -= 1;
+                    let new = self.first_rank + pids.len() as u32;
+                    let contact = self.number_of(&ports[(first - self.first_rank) as usize]);
+                    let started =
+                        OwnPort::held().and_then(|port| Ok((launch(new, &port, contact)?, port)));
+                    match started {
+                        Ok(((pid, child, error, end), port)) => {
+                            pids.push(pid);
+                            children.push(child);
+                            ports.push(port);
+                            said.sockets.extend(error.map(|error| (new, error)));
+                            running.spawn(end);
+                            alive.insert(new);
+                            continue;
+                        }
+                        Err(error) => eprintln!("farwire: started no other in its place: {error}"),
+                    }
+                }
+                if alive.len() >= min as usize {
+                    continue;
+                }
+            }
+            // One that was to take the place of another may come too late, and say so.
+            let came_late = is_ending && rank >= self.first_rank + self.ranks;
+            if died && !came_late {
                 failed.push((rank, last));
                 next = next.or(Some((Instant::now() + FIND_OUT, Signal::TERM)));
             }
@@ -381,6 +458,31 @@ impl Job {
         Ok(ExitCode::from(code(status)))
     }
 
+    /// Where a rank listens. In an elastic job this launcher has to know, to tell others.
+    fn port_of(&self, rank: u32) -> Result<OwnPort, LaunchError> {
+        match self.elastic {
+            _ if rank == 0 => Ok(OwnPort::Master),
+            None => Ok(OwnPort::Any),
+            Some(_) => OwnPort::held(),
+        }
+    }
+
+    /// The port by which others find a rank.
+    fn number_of(&self, port: &OwnPort) -> Option<u16> {
+        match (port, &self.master) {
+            (OwnPort::Any, _) => None,
+            (OwnPort::Held(held), _) | (OwnPort::Master, Master::Held(held)) => Some(held.port()),
+            (OwnPort::Master, Master::Given(_, port)) => Some(*port),
+        }
+    }
+
+    /// How many ranks may be started in place of others. On several machines none: this launcher
+    /// does not know by which address the others reach this machine.
+    fn restarts(&self) -> u32 {
+        let elastic = self.elastic.filter(|_| self.ranks == self.world);
+        elastic.map_or(0, |elastic| elastic.restarts)
+    }
+
     /// The ranks that have been stopped by a signal and not ended.
     fn stopped(&self, pids: &[Pid]) -> Vec<u32> {
         let is_stopped = |pid: &Pid| {
@@ -395,10 +497,14 @@ impl Job {
     /// Starts a rank; and where its output is its own, what its error comes by.
     fn start(
         &self,
-        rank: u32,
-        local_rank: u32,
+        place: &RankPlace<'_>,
         records: Option<&Path>,
     ) -> io::Result<(Child, Option<UnixStream>)> {
+        let &RankPlace { rank, local_rank, port: own_port, join } = place;
+        let own_port = match own_port {
+            OwnPort::Held(held) => Some(held),
+            OwnPort::Any | OwnPort::Master => None,
+        };
         let (host, port, held) = match &self.master {
             Master::Given(host, port) => (&host[..], *port, None),
             Master::Held(held) => ("127.0.0.1", held.port(), Some(held.variable())),
@@ -426,6 +532,10 @@ impl Job {
             .env("MASTER_ADDR", host)
             .env("MASTER_PORT", port.to_string())
             .envs(self.variables.iter().map(|(name, value)| (name, value)))
+            .envs(self.elastic.map(|_| ("FARWIRE_ELASTIC", "1")))
+            .envs(own_port.map(|held| ("FARWIRE_PORT", held.port().to_string())))
+            .envs(own_port.map(HeldPort::variable))
+            .envs(join.map(|port| ("FARWIRE_JOIN", address(host, port))))
             .stdout(stdio())
             .stderr(stdio())
             // A group of its own, so that signals reach what it starts, too.
@@ -444,6 +554,43 @@ impl Job {
             command.stdin(Stdio::null()).env_remove(TELL_PARENT);
         }
         Ok((command.spawn()?, error))
+    }
+}
+
+/// What one process of a job is told apart from the others.
+struct RankPlace<'a> {
+    rank: u32,
+    local_rank: u32,
+    port: &'a OwnPort,
+    /// The port of one that it is to join.
+    join: Option<u16>,
+}
+
+/// A host and a port as one reads them.
+fn address(host: &str, port: u16) -> String {
+    if host.contains(':') && !host.starts_with('[') {
+        format!("[{host}]:{port}")
+    } else {
+        format!("{host}:{port}")
+    }
+}
+
+/// Where a rank listens.
+#[derive(Debug)]
+enum OwnPort {
+    /// At any port that it gets.
+    Any,
+    /// Where all look for rank 0.
+    Master,
+    /// At a port that is kept free for it.
+    Held(HeldPort),
+}
+
+impl OwnPort {
+    fn held() -> Result<Self, LaunchError> {
+        HeldPort::any()
+            .map(Self::Held)
+            .map_err(|source| LaunchError::System { what: "could not find a free port", source })
     }
 }
 

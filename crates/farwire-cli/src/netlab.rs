@@ -153,6 +153,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, NetlabError> {
         output: JobOutput::Marked,
         grace: GRACE,
         namespaces: (0..args.hosts as usize).map(|host| lab.namespace_path(host)).collect(),
+        elastic: None,
     }
     .run()?;
     for (host, tally) in lab.close().into_iter().enumerate() {

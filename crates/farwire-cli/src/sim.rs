@@ -1,5 +1,7 @@
 //! `farwire sim`: one operation on a simulated network.
 
+mod chaos;
+
 use std::fmt::{self, Write as _};
 use std::io::{IsTerminal, Write as _};
 use std::num::NonZeroUsize;
@@ -38,6 +40,7 @@ const DRAWN_WIDTH: u32 = 60;
 /// The protocol is the real one; the network is a model in which every rank has one full-duplex
 /// interface. The same flags and seed give the same run on any machine.
 #[derive(Debug, clap::Args)]
+#[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 #[command(after_help = "\
 Examples:
   farwire sim all_reduce --ranks 8
@@ -45,11 +48,14 @@ Examples:
   farwire sim all_reduce --algorithm ring       not two-phase, the default
   farwire sim broadcast --size 1GB --loss 0.1%  where packets get lost
   farwire sim all_reduce --crash 2@40           kill rank 2 at its step 40
-  farwire sim all_reduce --ranks 64 --json      one object, for scripts")]
+  farwire sim all_reduce --ranks 64 --json      one object, for scripts
+  farwire sim chaos --schedules 100000          who is in a group, under faults")]
 pub(crate) struct Args {
     /// What to run.
-    #[arg(value_name = "OP", value_parser = named::<Kind, _>(Kind::ALL.map(Kind::name)))]
-    op: Kind,
+    #[arg(value_name = "OP", required = true, value_parser = named::<Kind, _>(Kind::ALL.map(Kind::name)))]
+    op: Option<Kind>,
+    #[command(subcommand)]
+    other: Option<Other>,
     /// How many ranks.
     #[arg(short = 'n', long, default_value = "8", value_parser = clap::value_parser!(u32).range(1..=1024))]
     ranks: u32,
@@ -102,6 +108,18 @@ pub(crate) struct Args {
     json: bool,
 }
 
+/// What else can be simulated.
+#[derive(Debug, clap::Subcommand)]
+enum Other {
+    Chaos(chaos::ChaosArgs),
+}
+
+impl Args {
+    fn op(&self) -> Kind {
+        self.op.expect("it is required where there is no subcommand")
+    }
+}
+
 /// Why there is nothing to show.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum SimError {
@@ -125,6 +143,8 @@ pub(crate) enum SimError {
     Wrong { op: Kind, rank: Rank, seed: u64 },
     #[error("this is a bug, please report it with the command line: {rank}: {error} (seed {seed})")]
     Failed { rank: Rank, error: String, seed: u64 },
+    #[error("this is a bug, please report it: the schedule of seed {seed} breaks a promise {what}")]
+    Chaos { seed: u64, what: String },
     #[error("could not write the result: {0}")]
     Output(#[from] std::io::Error),
 }
@@ -147,6 +167,9 @@ struct Json {
 
 /// Runs the command.
 pub(crate) fn run(args: &Args) -> Result<(), SimError> {
+    if let Some(Other::Chaos(chaos)) = &args.other {
+        return chaos::run(chaos);
+    }
     let started = Instant::now();
     let task = Task::new(args)?;
     let count = args.size / args.dtype.size();
@@ -253,8 +276,8 @@ impl<'a> Task<'a> {
         if !size.is_multiple_of(dtype.size()) {
             return Err(SimError::Fraction { size, dtype });
         }
-        if args.op == Kind::Message && ranks < 2 {
-            return Err(SimError::TooFew(ranks, args.op));
+        if args.op() == Kind::Message && ranks < 2 {
+            return Err(SimError::TooFew(ranks, args.op()));
         }
         if let Some((rank, _)) = args.crash.iter().find(|(rank, _)| *rank >= ranks) {
             return Err(SimError::NoSuchRank { rank: *rank, ranks });
@@ -300,7 +323,7 @@ impl<'a> Task<'a> {
     }
 
     fn calls(&self, rank: Rank, count: usize) -> Vec<Call> {
-        self.shape(count).row(self.args.op, rank).calls
+        self.shape(count).row(self.args.op(), rank).calls
     }
 
     fn plan(&self, rank: Rank, call: &Call) -> Result<Plan, CallError> {
@@ -354,7 +377,8 @@ impl<'a> Task<'a> {
     }
 
     fn json(&self, run: &Run) -> Json {
-        let &Args { op, ranks, size, seed, .. } = self.args;
+        let &Args { ranks, size, seed, .. } = self.args;
+        let op = self.args.op();
         Json {
             op: op.name(),
             ranks,
@@ -378,7 +402,8 @@ impl<'a> Task<'a> {
         took: Duration,
     ) -> Result<String, fmt::Error> {
         let mut out = String::new();
-        let &Args { op, ranks, size, bandwidth, latency, dtype, reduce, .. } = self.args;
+        let op = self.args.op();
+        let &Args { ranks, size, bandwidth, latency, dtype, reduce, .. } = self.args;
         let what = match op {
             _ if !op.has_elements() => String::new(),
             _ if op.reduces() => format!(" ({reduce} of {dtype}) of {}", show_bytes(size as f64)),
@@ -483,7 +508,7 @@ impl Run {
 
     /// Compares every result that was returned with the oracle's.
     fn check(&self, task: &Task<'_>) -> Result<(), SimError> {
-        let (op, seed) = (task.args.op, task.args.seed);
+        let (op, seed) = (task.args.op(), task.args.seed);
         let expected = oracle::results(op, &self.shape, task.algorithm, &self.inputs);
         for ((jobs, expected), rank) in self.jobs.iter().zip(expected).zip((0..).map(Rank)) {
             let job = jobs.last().expect("every rank makes a call");

@@ -29,6 +29,11 @@ pub enum Fault {
         /// For how many more besides.
         others: u32,
     },
+    /// The group has changed, and another communicator takes the place of this one.
+    Replaced {
+        /// Where the communicator was used after that.
+        by: Peer,
+    },
     /// A peer sent a frame that its own header says it should not have sent: a bug or a hostile
     /// peer.
     BadFrame(Peer),
@@ -51,6 +56,7 @@ impl Fault {
             Self::PeerLost(peer) | Self::BadFrame(peer) => peer,
             Self::Desync(_, theirs) => theirs.peer,
             Self::TimedOut { waiting_for, .. } => waiting_for,
+            Self::Replaced { by } => by,
         }
     }
 
@@ -76,6 +82,10 @@ impl Fault {
                 put(4, by.0);
                 put(8, waiting_for.0);
                 put(12, *others);
+            }
+            Self::Replaced { by } => {
+                put(0, 5);
+                put(4, by.0);
             }
             Self::BadFrame(peer) => {
                 put(0, 4);
@@ -105,6 +115,7 @@ impl Fault {
             2 => Self::Desync(called(4, 12)?, called(8, 12 + FINGERPRINT_LEN)?),
             3 => Self::TimedOut { by: Peer(word(4)), waiting_for: Peer(word(8)), others: word(12) },
             4 => Self::BadFrame(Peer(word(4))),
+            5 => Self::Replaced { by: Peer(word(4)) },
             _ => return Err(HeaderError::Field("fault")),
         };
         // Bytes that do not apply must be zero, so that a fault has one encoding.
@@ -147,6 +158,12 @@ impl Fault {
                     "; look there for a rank that skipped this call or is slow, or set a longer deadline"
                 )
             }
+            Self::Replaced { by } => write!(
+                f,
+                "the group has changed since {} got this communicator; use the one that `shrink` or \
+                 `admit` returned",
+                name(by)
+            ),
             Self::BadFrame(peer) => write!(
                 f,
                 "{} sent a frame that does not fit the operation; \
@@ -238,6 +255,7 @@ mod tests {
                 others
             }),
             any::<u32>().prop_map(|peer| Fault::BadFrame(Peer(peer))),
+            any::<u32>().prop_map(|by| Fault::Replaced { by: Peer(by) }),
         ]
     }
 

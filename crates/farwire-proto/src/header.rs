@@ -15,13 +15,15 @@
 use crate::call::Algorithm;
 use crate::collective::Kind;
 use crate::dtype::{DType, ReduceOp};
+use crate::engine::notice_fingerprint;
 use crate::fingerprint::Fingerprint;
 use crate::ids::{CommId, Epoch, OpSeq, Rank, Tag};
+use crate::membership::{MAX_MESSAGE, MIN_MESSAGE};
 
 /// Bytes of an encoded [`Header`]: one cache line.
 pub const HEADER_LEN: usize = 64;
 /// The wire version this build speaks. Peers of another version are refused.
-pub const VERSION: u8 = 3;
+pub const VERSION: u8 = 4;
 
 pub(crate) const FINGERPRINT_LEN: usize = 32;
 
@@ -44,11 +46,15 @@ pub enum FrameKind {
     Called = 4,
     /// The sender has given this message up; what has come of it is to be thrown away. No payload.
     Void = 5,
+    /// About who is in the group: a [`Message`](crate::membership::Message). It belongs to no
+    /// communicator.
+    Members = 6,
 }
 
 impl FrameKind {
     /// Every kind.
-    pub const ALL: [Self; 5] = [Self::Data, Self::Abort, Self::Ask, Self::Called, Self::Void];
+    pub const ALL: [Self; 6] =
+        [Self::Data, Self::Abort, Self::Ask, Self::Called, Self::Void, Self::Members];
 
     /// Whether it belongs to no lane and is read as soon as it arrives: everything but data.
     pub fn is_notice(self) -> bool {
@@ -58,7 +64,7 @@ impl FrameKind {
     /// Bytes of the payload, where they are always as many.
     fn payload(self) -> Option<usize> {
         match self {
-            Self::Data => None,
+            Self::Data | Self::Members => None,
             Self::Abort => Some(FAULT_LEN),
             Self::Ask | Self::Called | Self::Void => Some(0),
         }
@@ -104,6 +110,19 @@ pub enum HeaderError {
 }
 
 impl Header {
+    /// The header of a message about members.
+    pub fn of_members(payload: usize) -> Self {
+        Self {
+            frame: FrameKind::Members,
+            payload: payload as u32,
+            comm: CommId::WORLD,
+            epoch: Epoch::default(),
+            seq: OpSeq::Collective(0),
+            index: 0,
+            fingerprint: notice_fingerprint(Kind::Barrier),
+        }
+    }
+
     /// The header as it goes on the wire.
     pub fn encode(&self) -> [u8; HEADER_LEN] {
         let mut bytes = [0; HEADER_LEN];
@@ -137,6 +156,10 @@ impl Header {
         let frame = frame.ok_or(HeaderError::Field("frame"))?;
         let payload = u32_at(bytes, 4);
         if frame.payload().is_some_and(|fixed| fixed != payload as usize) {
+            return Err(HeaderError::Field("payload"));
+        }
+        let fits = (MIN_MESSAGE..=MAX_MESSAGE).contains(&(payload as usize));
+        if frame == FrameKind::Members && !fits {
             return Err(HeaderError::Field("payload"));
         }
         let (fingerprint, index) = decode_fingerprint(array(bytes, 32))?;
@@ -258,7 +281,12 @@ pub(crate) mod tests {
         (frames, any_fingerprint(), any::<[u32; 4]>(), any::<[u64; 2]>()).prop_map(
             |(frame, fingerprint, [payload, epoch, tag, index], [comm, seq])| Header {
                 frame,
-                payload: frame.payload().map_or(payload, |fixed| fixed as u32),
+                payload: match frame {
+                    FrameKind::Members => {
+                        (MIN_MESSAGE + payload as usize % (MAX_MESSAGE - MIN_MESSAGE + 1)) as u32
+                    }
+                    _ => frame.payload().map_or(payload, |fixed| fixed as u32),
+                },
                 comm: CommId(comm),
                 epoch: Epoch(epoch),
                 seq: match fingerprint.kind {
@@ -347,9 +375,10 @@ pub(crate) mod tests {
                 refused("tag", 20, &[1, 0, 0, 0]);
             }
             refused("kind", 60, &[0]);
-            refused("frame", 3, &[6]);
+            refused("frame", 3, &[7]);
             if header.frame.is_notice() {
                 refused("payload", 4, &[1, 0, 0, 0]);
+                refused("payload", 4, &(MAX_MESSAGE as u32 + 1).to_le_bytes());
             }
             let stranger =
                 Algorithm::ALL.into_iter().find(|other| !kind.algorithms().contains(other));

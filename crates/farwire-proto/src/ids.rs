@@ -115,6 +115,12 @@ impl CommId {
     /// The communicator of all processes.
     pub const WORLD: Self = Self(0);
 
+    /// The communicator of all members of an epoch: the world's for the first.
+    pub fn of_epoch(epoch: Epoch) -> Self {
+        // No communicator is split that often.
+        if epoch.0 == 0 { Self::WORLD } else { Self::WORLD.child(u32::MAX, epoch.0) }
+    }
+
     /// The id of the `split`-th communicator split off this one with `color`: the same on every
     /// member, and, by 64 bits of mixing, different from every other.
     pub fn child(self, split: u32, color: u32) -> Self {

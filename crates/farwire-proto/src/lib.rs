@@ -102,6 +102,7 @@ mod fingerprint;
 mod header;
 mod ids;
 mod machine;
+pub mod membership;
 mod parcels;
 mod partition;
 mod plan;

@@ -30,6 +30,7 @@
 #![forbid(unsafe_code)]
 
 mod bound;
+pub mod chaos;
 pub mod kinds;
 mod network;
 mod node;

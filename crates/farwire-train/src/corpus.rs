@@ -88,11 +88,16 @@ impl Batches {
         self.sha256.get_or_init(|| sha256(&self.text))
     }
 
-    /// Some of the sequences of a step's batch.
+    /// Some of the sequences of a step's batch, if every step's has the same length.
     pub fn at(&self, step: usize, sequences: Range<usize>) -> Batch {
+        self.after((step * self.batch) as u64, sequences)
+    }
+
+    /// Some of the sequences that come after so many others.
+    pub fn after(&self, seen: u64, sequences: Range<usize>) -> Batch {
         let places = (self.text.len() - self.context) as u64;
         let start = |sequence: usize| {
-            let turn = (step * self.batch + sequence) as u64;
+            let turn = seen + sequence as u64;
             (mix(mix(self.seed).wrapping_add(turn)) % places) as usize
         };
         let tokens = |shift: usize| {

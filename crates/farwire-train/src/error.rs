@@ -91,3 +91,26 @@ impl From<LibraryError> for TrainError {
         error.downcast().map_or_else(Self::Library, |own| *own)
     }
 }
+
+impl TrainError {
+    /// The error of a call between ranks, if that is what it was.
+    fn of_group(&self) -> Option<&farwire::Error> {
+        match self {
+            Self::Farwire(error)
+            | Self::Mesh(MeshError::Split { source: error })
+            | Self::ParameterList(ParameterListError::Compare { source: error })
+            | Self::Exchange(ExchangeError::Reduce { error, .. }) => Some(error),
+            _ => None,
+        }
+    }
+}
+
+impl farwire::GroupFault for TrainError {
+    fn is_group_fault(&self) -> bool {
+        self.of_group().is_some_and(farwire::GroupFault::is_group_fault)
+    }
+
+    fn describe(&self) -> String {
+        self.to_string()
+    }
+}

@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use farwire::{CodecPolicy, Communicator, ErrorFeedback, ReduceOp};
+use farwire::{CodecPolicy, Communicator, ElasticState, ErrorFeedback, ReduceOp};
 
 use crate::adamw::{AdamW, Gradient, Moments};
 use crate::carry;
@@ -58,6 +58,19 @@ pub struct Trainer {
     adam: AdamW,
     batches: Batches,
     step: usize,
+    /// Sequences learned from so far, those of steps that were left out included.
+    seen: u64,
+    /// Sequences per step that were asked for; there may be fewer where they have to be shared
+    /// evenly.
+    asked_batch: usize,
+    /// Whether ranks come and go.
+    elastic: bool,
+    /// The gradients of a step are exchanged, and it is not known yet whether it counts.
+    undecided: bool,
+    /// What error feedback owed on all ranks after the last step that counted: the sum of squares.
+    owed: f64,
+    /// The norm of what was owed by ranks that were lost.
+    lost: f64,
     /// Steps left out so far, and without one in between that counted.
     skipped: usize,
     skipped_in_a_row: usize,
@@ -129,6 +142,7 @@ impl Trainer {
             Rules::new(settings.decay).on("*.bias", 0.0).on("*norm*", 0.0).on("embedding.*", 0.0);
         let batches = Batches::new(text, settings.seed, settings.model.context, settings.batch)?;
         let adam = AdamW::new(decay);
+        let asked_batch = settings.batch;
         let (step, skipped, skipped_in_a_row, uncounted, trace) = (0, 0, 0, 0, Vec::new());
         Ok(Self {
             settings,
@@ -143,6 +157,12 @@ impl Trainer {
             adam,
             batches,
             step,
+            seen: 0,
+            asked_batch,
+            elastic: false,
+            undecided: false,
+            owed: 0.0,
+            lost: 0.0,
             skipped,
             skipped_in_a_row,
             uncounted,
@@ -178,6 +198,41 @@ impl Trainer {
 
     pub(crate) fn damaged_mut(&mut self) -> &mut Vec<PathBuf> {
         &mut self.damaged
+    }
+
+    /// Lets ranks come and go from now on: see [`Elastic`](farwire::Elastic), whose state this is.
+    ///
+    /// Fails if that cannot be with these settings.
+    pub fn set_elastic(&mut self) -> Result<(), TrainError> {
+        let Settings { tp, pp, shard_optimizer, .. } = self.settings;
+        let wrong = |text: &str| Err(TrainError::Settings(text.to_owned()));
+        if tp > 1 || pp > 1 {
+            return wrong(
+                "an elastic run cannot have layers or stages that ranks share (tp, pp): a rank that \
+                 is lost would take the only copy of its share with it; use data parallelism alone",
+            );
+        }
+        if shard_optimizer {
+            return wrong(
+                "an elastic run cannot shard its optimizer: a rank that is lost would take the only \
+                 copy of its share of the moments with it; leave --shard-optimizer out",
+            );
+        }
+        self.elastic = true;
+        Ok(())
+    }
+
+    /// The sum of squares of what error feedback owes on this rank.
+    fn owed_here(&self) -> f64 {
+        let Some(feedback) = self.exchange.reducer().feedback() else { return 0.0 };
+        let norms = feedback.names().into_iter().filter_map(|name| feedback.norms(&name));
+        norms.map(|norms| norms.worker.powi(2) + norms.owner.powi(2)).sum()
+    }
+
+    /// The norm of what error feedback owed on ranks that were lost in the last change of the
+    /// group. It will never be sent; what is owed by those that are left will.
+    pub fn lost_residual(&self) -> f64 {
+        self.lost
     }
 
     /// What is learned from.
@@ -232,13 +287,16 @@ impl Trainer {
         let tensor_before = self.tensor.spent();
         let sent_before = self.mesh.world().traffic().bytes;
         let (flow, summary) = self.gradients()?;
+        self.undecided = true;
         let in_layers = (self.tensor.spent() - tensor_before).as_secs_f64();
 
         let update = Instant::now();
         let norm = self.norm()?;
         let agreed = self.agree(&flow, norm, wish, sent_before)?;
+        self.undecided = false;
         let skipped = if agreed.is_finite {
             self.exchange.commit();
+            self.owed = agreed.owed;
             self.update(norm)?;
             self.skipped_in_a_row = 0;
             None
@@ -276,6 +334,7 @@ impl Trainer {
             stop: agreed.stop,
         };
         self.step += 1;
+        self.seen += self.settings.batch as u64;
         Ok(report)
     }
 
@@ -295,7 +354,8 @@ impl Trainer {
         let loss = flow.losses.iter().map(|loss| f64::from(*loss)).sum::<f64>() / shares as f64;
         let is_bad = !(norm.is_finite() && self.exchange.is_finite());
         let flag = |is: bool| f64::from(u8::from(is));
-        let mine = vec![loss, bytes as f64, flag(wish), flag(is_bad)];
+        let owed = if self.elastic { self.owed_here() } else { 0.0 };
+        let mine = vec![loss, bytes as f64, flag(wish), flag(is_bad), owed];
         let all = world.all_reduce(mine, ReduceOp::Sum).wait()?;
         let is_finite = all[0].is_finite() && all[3] == 0.0;
         Ok(Agreed {
@@ -304,6 +364,7 @@ impl Trainer {
             counted: sent,
             stop: all[2] > 0.0,
             is_finite,
+            owed: all[4],
         })
     }
 
@@ -362,7 +423,7 @@ impl Trainer {
             start..start + sequences
         };
         let batches: Vec<_> =
-            (0..micro_batches).map(|micro| self.batches.at(self.step, part(micro))).collect();
+            (0..micro_batches).map(|micro| self.batches.after(self.seen, part(micro))).collect();
         let exchange = &mut self.exchange;
         exchange.reducer_mut().at_step(self.step as u64);
         exchange.begin(micro_batches);
@@ -631,6 +692,110 @@ impl Trainer {
         }
         self.adam.restore(step.saturating_sub(skipped) as u32, moments);
         (self.step, self.skipped, self.skipped_in_a_row) = (step, skipped, 0);
+        self.seen = (step * self.asked_batch) as u64;
+        Ok(())
+    }
+}
+
+/// Ranks come and go: data parallelism alone.
+///
+/// The batch stays as long as was asked for, or as near to it as can be shared evenly, and so does
+/// the learning rate. Data follow each other as they would without changes: how many sequences have
+/// been learned from is part of the state.
+impl ElasticState for Trainer {
+    type Error = TrainError;
+
+    fn revision(&self) -> u64 {
+        self.step as u64
+    }
+
+    fn save(&self) -> Vec<(String, Vec<u8>)> {
+        let bytes = |floats: &[f32]| {
+            floats.iter().flat_map(|float| float.to_le_bytes()).collect::<Vec<u8>>()
+        };
+        let counters = [
+            self.skipped as u64,
+            self.skipped_in_a_row as u64,
+            self.seen,
+            self.adam.steps().into(),
+            self.owed.to_bits(),
+        ];
+        // Whoever has another model, other data or another plan must not take part: the names differ.
+        let (plan, data) = (self.plan.hash(), self.batches.sha256());
+        let model = format!("{:?} seed {}", self.settings.model, self.settings.seed);
+        let about = format!("model {model}, parameters {plan:016x}, data {data}");
+        let counters = counters.iter().flat_map(|counter| counter.to_le_bytes()).collect();
+        let mut saved = vec![(about, counters)];
+        for (name, Place { param, chunk }) in &self.params {
+            let weights = self.pipeline.chunks()[*chunk].weights(name).unwrap_or_default();
+            saved.push((name.clone(), bytes(&weights)));
+            let zeros =
+                Moments { first: vec![0.0; param.elements()], second: vec![0.0; param.elements()] };
+            let Moments { first, second } = self.adam.moments(name).unwrap_or(&zeros);
+            saved.push((format!("first.{name}"), bytes(first)));
+            saved.push((format!("second.{name}"), bytes(second)));
+        }
+        saved
+    }
+
+    fn load(&mut self, revision: u64, saved: Vec<(String, Vec<u8>)>) -> Result<(), TrainError> {
+        let mut saved = saved.into_iter().map(|(_, bytes)| bytes);
+        let floats = |bytes: Vec<u8>| -> Vec<f32> {
+            bytes.as_chunks().0.iter().map(|chunk| f32::from_le_bytes(*chunk)).collect()
+        };
+        let counters = saved.next().unwrap_or_default();
+        let mut counters = counters.as_chunks().0.iter().map(|chunk| u64::from_le_bytes(*chunk));
+        let mut counter = || counters.next().unwrap_or(0);
+        let skipped = counter() as usize;
+        // A step that this rank did not see the end of counted elsewhere. All had its gradients then,
+        // so what is owed after it is known here, too; unless it was left out.
+        if self.undecided && revision == self.step as u64 + 1 && skipped == self.skipped {
+            self.exchange.commit();
+        }
+        self.undecided = false;
+        (self.skipped, self.skipped_in_a_row) = (skipped, counter() as usize);
+        self.seen = counter();
+        let updates = counter() as u32;
+        self.owed = f64::from_bits(counter());
+        self.step = revision as usize;
+        let names: Vec<String> = self.params.keys().cloned().collect();
+        let mut moments = Vec::new();
+        for name in names {
+            let mut next = || floats(saved.next().unwrap_or_default());
+            self.set_weights(&name, &next())?;
+            moments.push((name, Moments { first: next(), second: next() }));
+        }
+        self.adam.restore(updates, moments);
+        Ok(())
+    }
+
+    fn regroup(&mut self, world: &Communicator) -> Result<(), TrainError> {
+        // A step that counts nowhere is taken back.
+        self.undecided = false;
+        self.exchange.roll_back();
+        let replicas = world.size();
+        let parts = replicas * self.settings.micro_batches;
+        self.settings.dp = replicas;
+        self.settings.batch = (self.asked_batch / parts * parts).max(parts);
+        self.settings.check()?;
+        self.mesh = Mesh::new(world, [("pp", 1), ("dp", replicas), ("tp", 1)])?;
+        let feedback = match self.exchange.reducer().feedback() {
+            Some(feedback) => {
+                feedback.reshard().map_err(farwire::Error::from)?;
+                let copy = ErrorFeedback::from_bytes(&feedback.to_bytes());
+                Some(copy.map_err(farwire::Error::from)?)
+            }
+            None => None,
+        };
+        self.exchange = exchange(&self.settings, &self.mesh, &self.plan, &self.codec);
+        if let Some(feedback) = feedback {
+            self.exchange.reducer_mut().restore(feedback);
+        }
+        let left = world.all_reduce(vec![self.owed_here()], ReduceOp::Sum).wait()?[0];
+        // Sums of squares of the same numbers, in another order.
+        let lost = self.owed - left;
+        self.lost = if lost > 1e-9 * self.owed { lost.sqrt() } else { 0.0 };
+        self.owed = left;
         Ok(())
     }
 }
@@ -644,6 +809,8 @@ struct Agreed {
     counted: u64,
     stop: bool,
     is_finite: bool,
+    /// What will be owed on all ranks if the step counts: the sum of squares.
+    owed: f64,
 }
 
 /// An exchange over dp.

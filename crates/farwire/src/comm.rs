@@ -4,15 +4,16 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use farwire_proto::{
-    Call, CommId, Counts, Element, OpenError, Options, Peer, Rank, ReduceOp, Tag, WorldSize,
+    Call, CommId, Counts, Element, Epoch, OpenError, Options, Peer, Rank, ReduceOp, Tag, WorldSize,
 };
 
 use crate::calls::{Calls, Handler};
 use crate::completion::Completion;
 use crate::driver::Traffic;
+use crate::driver::members::{Change, MembershipError};
 use crate::error::{Error, SubgroupError};
 use crate::in_place::InPlace;
 use crate::memory::{self, Buffer, Memory};
@@ -37,6 +38,8 @@ struct Group {
     calls: OnceLock<Calls>,
     node: Arc<Membership>,
     id: CommId,
+    /// Of the group of all members, which may change.
+    epoch: Option<Epoch>,
     rank: Rank,
     members: Arc<[Peer]>,
     splits: AtomicU32,
@@ -47,7 +50,8 @@ struct Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        if self.id != CommId::WORLD {
+        // The driver closes the communicators of all members when they are replaced.
+        if self.epoch.is_none() {
             self.node.driver().close_comm(self.id);
         }
     }
@@ -58,11 +62,23 @@ impl Communicator {
     pub(crate) fn of_world(node: Arc<Membership>) -> Result<Self, Error> {
         let (rank, world) = node.driver().place(CommId::WORLD)?;
         let members = (0..world.get()).map(Peer).collect();
-        Ok(Self::new(node, CommId::WORLD, rank, members, Options::default()))
+        Ok(Self::new(node, Some(Epoch(0)), CommId::WORLD, rank, members, Options::default()))
+    }
+
+    /// The communicator of all members of the newest view that this process knows.
+    pub(crate) fn of_newest(node: Arc<Membership>, options: Options) -> Result<Self, Error> {
+        let (view, me) = {
+            let driver = node.driver();
+            (driver.view().ok_or(MembershipError::TooLarge)?.clone(), driver.me())
+        };
+        let rank = view.rank_of(me).ok_or(OpenError::NotAMember)?;
+        let members = view.peers().collect();
+        Ok(Self::new(node, Some(view.epoch()), view.comm(), rank, members, options))
     }
 
     fn new(
         node: Arc<Membership>,
+        epoch: Option<Epoch>,
         id: CommId,
         rank: Rank,
         members: Vec<Peer>,
@@ -71,6 +87,7 @@ impl Communicator {
         let splits = AtomicU32::new(0);
         let group = Arc::new(Group {
             node: node.clone(),
+            epoch,
             id,
             rank,
             members: members.into(),
@@ -331,7 +348,7 @@ impl Communicator {
         let split = self.group.splits.fetch_add(1, Ordering::Relaxed);
         let id = self.group.id.child(split, color);
         self.node.driver().open(id, &members)?;
-        Ok(Self::new(self.node.clone(), id, Rank(place as u32), members, self.options))
+        Ok(Self::new(self.node.clone(), None, id, Rank(place as u32), members, self.options))
     }
 
     /// A group of some of this group's ranks, which alone call this: the others need not know of
@@ -378,7 +395,80 @@ impl Communicator {
         let id = self.group.id.subgroup(name, &peers, nth);
         let members: Vec<_> = ranks.iter().map(|rank| self.group.members[*rank]).collect();
         self.node.driver().open(id, &members)?;
-        Ok(Self::new(self.node.clone(), id, Rank(place as u32), members, self.options))
+        Ok(Self::new(self.node.clone(), None, id, Rank(place as u32), members, self.options))
+    }
+
+    /// The group's epoch, which grows each time its members change.
+    pub fn epoch(&self) -> Option<u32> {
+        self.group.epoch.map(|epoch| epoch.0)
+    }
+
+    /// The group without the ranks that are lost: every survivor gets the same one, of the same
+    /// members in the same order, with ranks that have no gaps; or an error.
+    ///
+    /// Call it on the communicator of all ranks, on every rank that is left, when a call has failed.
+    /// It needs nobody in particular: any rank may be lost, also more while this runs, and it need
+    /// not be known who. This communicator and what was split off it are of no more use; late
+    /// frames of it are dropped. If nobody is lost (a deadline passed, or ranks were out of step),
+    /// all are in the new group.
+    ///
+    /// When a network is cut in two, the side with the majority goes on, and the other side gets
+    /// [`MembershipError::NoQuorum`]; of two halves, the one that [`Builder::ties`] says. A rank
+    /// whose process is known to have ended does not count, so all but one may be killed.
+    /// [`farwire_proto::membership`] says exactly what is enough, and why.
+    ///
+    /// ```no_run
+    /// # use farwire::{Communicator, Error, ReduceOp};
+    /// # fn step(mut comm: Communicator, gradient: Vec<f32>) -> Result<Vec<f32>, Error> {
+    /// loop {
+    ///     match comm.all_reduce(gradient.clone(), ReduceOp::Mean).wait() {
+    ///         Ok(mean) => return Ok(mean),
+    ///         Err(_lost) => comm = comm.shrink()?,
+    ///     }
+    /// }
+    /// # }
+    /// ```
+    ///
+    /// [`Builder::ties`]: crate::Builder::ties
+    pub fn shrink(&self) -> Result<Self, Error> {
+        self.change(Change::Shrink)
+    }
+
+    /// Lets in one process that waits to join, if there is one: all ranks call this at the same
+    /// point, between two steps, and get the same group. If nobody waits, that is this one.
+    ///
+    /// The newcomer's rank is the last. It has none of the others' data; see to it before the next
+    /// step. If a rank is lost meanwhile, the new group may be without it and without the newcomer,
+    /// the same on all; or this fails, and [`shrink`](Self::shrink) is the way on.
+    pub fn admit(&self) -> Result<Self, Error> {
+        if self.group.epoch.is_none() {
+            return Err(MembershipError::Part.into());
+        }
+        let waiting = self.node.driver().waiting() as u32;
+        // Who waits has a link to all; one that is stuck half-way costs nothing.
+        let least = self.all_reduce(vec![waiting], ReduceOp::Min).wait()?;
+        if least == [0] { Ok(self.clone()) } else { self.change(Change::Admit) }
+    }
+
+    /// How many processes wait to join, as far as this rank knows.
+    pub fn waiting(&self) -> usize {
+        self.node.driver().waiting()
+    }
+
+    fn change(&self, change: Change) -> Result<Self, Error> {
+        let epoch = self.group.epoch.ok_or(MembershipError::Part)?;
+        let after = {
+            let mut driver = self.node.driver();
+            driver.ask_for(change, epoch)?;
+            self.options.deadline.unwrap_or(driver.deadline())
+        };
+        let begin = Instant::now();
+        self.node.drive_until_true(|| {
+            self.node.driver().answer(epoch).is_some() || begin.elapsed() > after
+        });
+        let answer = self.node.driver().answer(epoch);
+        answer.unwrap_or(Err(MembershipError::TimedOut { after }))?;
+        Self::of_newest(self.node.clone(), self.options)
     }
 
     /// Whether all ranks hold the same data: the same bits everywhere.
@@ -531,7 +621,7 @@ fn nothing<T: Element>(_: Buffer) -> Option<Vec<T>> {
 }
 
 /// 64 bits that differ if the data do, but for bad luck (FNV-1a, eight bytes at a time).
-fn digest(bytes: &[u8]) -> u64 {
+pub(crate) fn digest(bytes: &[u8]) -> u64 {
     let step =
         |hash: u64, word: u64| (hash ^ word).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(29);
     let (words, rest) = bytes.as_chunks::<8>();

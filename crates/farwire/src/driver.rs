@@ -1,5 +1,7 @@
 //! Runs a [`Machine`] over links: it carries frames, and tells those who wait.
 
+pub(crate) mod members;
+
 use std::collections::VecDeque;
 use std::num::NonZeroUsize;
 use std::ops::{Deref, DerefMut};
@@ -11,19 +13,20 @@ use std::time::{Duration, Instant};
 use bytes::Bytes;
 use farwire_codec::collective::CodedCollective;
 use farwire_proto::{
-    Buffers, Call, Coding, CommId, DType, Engine, HEADER_LEN, Header, Input, Lane, Machine,
-    MachineEvent, Nonsense, OpId, OpenError, Options, Peer, Plan, Rank, Refusal, Refused, Time,
-    Transmit, Verdict, WorldSize,
+    Buffers, Call, Coding, CommId, DType, Engine, Fault, FrameKind, HEADER_LEN, Header, Input,
+    Lane, Machine, MachineEvent, Nonsense, OpId, OpenError, Options, Peer, Plan, Rank, Refusal,
+    Refused, Time, Transmit, Verdict, WorldSize,
 };
 use rustc_hash::FxHashSet as HashSet;
 
 use crate::buffer::Pool;
 use crate::completion::Completion;
 use crate::error::Error;
-use crate::link::{Arrival, Link};
+use crate::link::{Arrival, Link, Loss};
 use crate::memory::Buffer;
 use crate::observe::Observer;
 use crate::observe::flight::{Flight, Ticket};
+use members::Members;
 
 /// Bytes of the widest element.
 const WIDEST: usize = 8;
@@ -49,6 +52,8 @@ pub(crate) struct Driver {
     queued: usize,
     /// Operations that want coding, and are too short to be worth waking that thread.
     short: VecDeque<OpId>,
+    /// Who is in the group, unless it is too large to change.
+    members: Option<Members>,
     /// When time zero was.
     origin: Instant,
 }
@@ -149,8 +154,10 @@ impl Driver {
         links: Vec<Option<Box<dyn Link>>>,
         longest: usize,
         observer: Observer,
+        members: Option<Members>,
     ) -> Self {
         Self {
+            members,
             machine: Machine::new(engine, Pool::default()),
             longest,
             sent: vec![Traffic::default(); links.len()],
@@ -177,6 +184,16 @@ impl Driver {
     pub(crate) fn close_comm(&mut self, comm: CommId) {
         self.machine.close(comm);
         self.settle();
+    }
+
+    /// This process.
+    pub(crate) fn me(&self) -> Peer {
+        self.machine.engine().me()
+    }
+
+    /// How long an operation may take, unless its options say otherwise.
+    pub(crate) fn deadline(&self) -> Duration {
+        self.machine.engine().deadline()
     }
 
     /// The number of the next collective on a communicator.
@@ -227,7 +244,7 @@ impl Driver {
 
     /// Whether there is anything to wait for.
     pub(crate) fn is_idle(&self) -> bool {
-        self.machine.is_idle()
+        self.machine.is_idle() && self.members.as_ref().is_none_or(Members::is_idle)
     }
 
     /// Starts an operation and sends what can be sent.
@@ -329,6 +346,7 @@ impl Driver {
             self.machine.handle_timeout(now);
             moved = true;
         }
+        moved |= self.turn_members();
         if moved || self.machine.has_held_notices() {
             self.settle();
         }
@@ -341,7 +359,7 @@ impl Driver {
             return false;
         };
         self.closed.remove(&peer);
-        self.lose(peer);
+        self.lose(peer, true);
         self.settle();
         true
     }
@@ -349,16 +367,26 @@ impl Driver {
     /// How long nothing needs to be done unless a frame arrives.
     pub(crate) fn patience(&self) -> Duration {
         let due = self.machine.engine().poll_timeout().unwrap_or(Time::MAX);
+        let members = self.members.as_ref().and_then(Members::poll_timeout);
+        let due = due.min(members.unwrap_or(Time::MAX));
         due.0.saturating_sub(self.now().0)
     }
 
     /// Says goodbye to all peers.
     pub(crate) fn close(&mut self) {
         self.observer.flush();
-        for link in self.links.iter_mut().flatten() {
-            link.close();
+        for (index, link) in self.links.iter_mut().enumerate() {
+            let Some(link) = link else { continue };
+            // A goodbye says that nothing was held back.
+            let owes = |members: &Members| members.owes(Peer(index as u32));
+            if self.members.as_ref().is_some_and(owes) {
+                link.give_up()
+            } else {
+                link.close()
+            }
             link.ring();
         }
+        self.close_lobby();
     }
 
     fn now(&self) -> Time {
@@ -371,14 +399,10 @@ impl Driver {
             let Some(link) = &mut self.links[peer.index()] else { return moved };
             match link.poll_arrived() {
                 Ok(None) => break,
-                Ok(Some(Arrival::Frame(lane))) => self.offer(lane),
-                Ok(Some(Arrival::Notice(header, payload))) => self.notice(peer, &header, &payload),
-                Ok(Some(Arrival::Closed)) => {
-                    self.closed.insert(peer);
-                }
+                Ok(Some(arrival)) => self.arrived(peer, arrival),
                 Err(broken) => {
                     tracing::error!(%peer, %broken, "dropping a link");
-                    self.lose(peer);
+                    self.lose(peer, false);
                 }
             }
             moved = true;
@@ -396,21 +420,44 @@ impl Driver {
                 }
                 Err(broken) => {
                     tracing::error!(%peer, %broken, "dropping a link");
-                    self.lose(peer);
+                    self.lose(peer, false);
                 }
             }
             moved = true;
         }
     }
 
-    fn lose(&mut self, peer: Peer) {
+    fn arrived(&mut self, peer: Peer, arrival: Arrival) {
+        match arrival {
+            Arrival::Frame(lane) => self.offer(lane),
+            Arrival::Notice(header, payload) => self.notice(peer, &header, &payload),
+            Arrival::Closed => {
+                self.closed.insert(peer);
+                self.member_lost(peer, Loss::Complete, None);
+            }
+        }
+    }
+
+    /// Gives a peer up, unless it has said goodbye and is answered.
+    fn lose(&mut self, peer: Peer, said_goodbye: bool) {
         if let Some(mut link) = self.links[peer.index()].take() {
-            link.close();
+            if said_goodbye {
+                link.close();
+            } else {
+                let (loss, liveness) = (link.loss(), link.liveness());
+                // Before anything is done without it: it must not take this process for one that
+                // was with it to the end.
+                link.give_up();
+                self.member_lost(peer, loss, liveness);
+            }
         }
         self.machine.handle_peer_lost(peer);
     }
 
     fn notice(&mut self, from: Peer, header: &Header, payload: &[u8]) {
+        if header.frame == FrameKind::Members {
+            return self.member_says(from, payload);
+        }
         if let Err(error) = self.machine.handle_notice(from, header, payload) {
             tracing::warn!(%from, %error, "ignoring a notice that makes no sense");
         }
@@ -487,6 +534,8 @@ impl Driver {
 
     fn happened(&mut self, event: MachineEvent<Buffer, CodedCollective, Job>) {
         match event {
+            // Nothing has failed.
+            MachineEvent::CommFailed { fault: Fault::Replaced { .. }, .. } => {}
             MachineEvent::CommFailed { comm, fault, reporter } => {
                 tracing::warn!(?comm, %fault, %reporter, "a communicator has failed");
                 self.observer.failed(fault);

@@ -8,9 +8,11 @@ use farwire_codec::FeedbackError;
 use farwire_codec::collective::{CodingError, OrderError};
 use farwire_proto::{CallError, Element, Fault, OpError, OpenError, Peer};
 
+use crate::driver::members::MembershipError;
 use crate::join::env::EnvError;
 use crate::join::rendezvous::JoinError;
 use crate::memory::{Buffer, Memory};
+use crate::sync::StateError;
 use crate::token::TokenError;
 
 /// Why an operation has no result.
@@ -95,6 +97,20 @@ pub enum Error {
         /// Why.
         #[from]
         source: JoinError,
+    },
+    /// The group does not change as asked.
+    #[error(transparent)]
+    Membership {
+        /// Why not.
+        #[from]
+        source: MembershipError,
+    },
+    /// This rank could not get the state that the others have.
+    #[error(transparent)]
+    State {
+        /// Why not.
+        #[from]
+        source: StateError,
     },
     /// The handler of a call, on the other rank, could not do it.
     #[error("rank {rank} could not answer the call `{name}`: {message}")]

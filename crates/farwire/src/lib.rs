@@ -37,10 +37,12 @@ mod completion;
 mod compressed;
 pub mod doctor;
 mod driver;
+mod elastic;
 mod error;
 mod in_place;
 mod join;
 mod link;
+mod lobby;
 mod local;
 mod memory;
 mod metrics;
@@ -52,11 +54,14 @@ mod process;
 mod quic;
 mod settings;
 mod shm;
+mod sync;
 mod token;
 
 pub use comm::Communicator;
 pub use compressed::{Compressor, Float};
 pub use driver::Traffic;
+pub use driver::members::MembershipError;
+pub use elastic::{Change, Elastic, ElasticState, GroupFault};
 pub use error::{Error, SubgroupError};
 pub use farwire_codec as codec;
 pub use farwire_codec::collective::{CodingError, OrderError};
@@ -64,6 +69,7 @@ pub use farwire_codec::{
     Codec, CodecSpec, CodedPlace, Context, DecodeError, ErrorFeedback, FeedbackError, Norms, Owed,
     Savepoint, SpecError, Transaction, VectorCodec,
 };
+pub use farwire_proto::membership::TieRule;
 pub use farwire_proto::{
     Algorithm, Call, CallError, Called, CommId, Config, Counts, DType, Element, Epoch, Fault,
     Fingerprint, Kind, OpError, OpSeq, OpenError, Options, Peer, Rank, ReduceOp, Tag, Tuning,
@@ -80,4 +86,5 @@ pub use observe::flight;
 pub use pending::Pending;
 pub use policy::{ChoiceError, CodecChoice, CodecPolicy, PolicyError};
 pub use settings::{Builder, Preset};
+pub use sync::{StateError, StateSync};
 pub use token::{Token, TokenError};

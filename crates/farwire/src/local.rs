@@ -1,9 +1,11 @@
 //! Ranks as threads of one process.
 
+use farwire_proto::membership::Settings;
 use farwire_proto::{Config, Engine, Peer, WorldSize};
 
 use crate::comm::Communicator;
 use crate::driver::Driver;
+use crate::driver::members::Members;
 use crate::error::Error;
 use crate::link::Link;
 use crate::node::Node;
@@ -74,7 +76,9 @@ pub fn local_with(ranks: usize, config: Config) -> Result<Vec<Communicator>, Err
             let engine = Engine::new(Peer(rank), world, config);
             let node = {
                 let observer = Observer::quiet(Peer(rank), world, config.epoch);
-                Node::start(Driver::new(engine, links, payload, observer), bell, ranks, None)
+                let members = Members::founding(Peer(rank), world, Settings::default());
+                let driver = Driver::new(engine, links, payload, observer, members);
+                Node::start(driver, bell, ranks, None)
             }
             .map_err(|error| Error::System { what: "could not start a thread", error })?;
             Communicator::of_world(node)

@@ -183,10 +183,16 @@ impl Node {
 
     /// Moves data until the result is there, or until a time that is up to a [`NAP`] late.
     pub(crate) fn drive_until(&self, completion: &Completion, end: Option<Instant>) {
-        if completion.is_done() {
+        self.drive_until_true(|| {
+            completion.is_done() || end.is_some_and(|end| Instant::now() >= end)
+        });
+    }
+
+    /// Moves data until something is so. (If that depends on the time, up to a [`NAP`] longer.)
+    pub(crate) fn drive_until_true(&self, done: impl Fn() -> bool) {
+        if done() {
             return;
         }
-        let done = || completion.is_done() || end.is_some_and(|end| Instant::now() >= end);
         let _waiting = Waiting::new(self);
         let mut taken = self.role();
         while !done() {

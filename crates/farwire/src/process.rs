@@ -1,20 +1,30 @@
 //! Ranks as processes: joining a job, and leaving it.
 
+use std::collections::{BTreeMap, HashMap};
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use farwire_proto::{Config, Engine, FAULT_LEN, Peer};
+use farwire_proto::membership::{MAX_MESSAGE, Message, View};
+use farwire_proto::{Config, Engine, FrameKind, Options, Peer, WorldSize};
 use tokio::runtime::Runtime;
+use tokio::sync::mpsc;
 
 use crate::comm::Communicator;
 use crate::driver::Driver;
+use crate::driver::members::Members;
 use crate::error::Error;
-use crate::join::again::Met;
+use crate::join::again::{Again, Met};
+use crate::join::env::Place;
+use crate::join::gathering::Newcomer;
 use crate::join::identity::Identity;
-use crate::join::rendezvous::{self, Acquaintance, Group, JoinError, Member, Terms};
+use crate::join::rendezvous::{
+    self, Acquaintance, Group, JOINER, JoinError, Member, Purpose, Terms,
+};
+use crate::join::running::{Called, Joiner};
 use crate::link::negotiation::{self, Linked};
-use crate::link::{Link, LinkChoice, Pair};
+use crate::link::{Arrival, Link, LinkChoice, Pair};
+use crate::lobby::{Addresses, Lobby, MAX_NEWCOMERS};
 use crate::metrics;
 use crate::node::{self, Node};
 use crate::observe::Observer;
@@ -54,39 +64,104 @@ impl Builder {
         let (trace, records) = (settings.trace.as_deref(), settings.records.clone());
         let observer = Observer::new(rank, world, settings.config.epoch, trace, records)?;
         let metrics = settings.metrics.map(|address| metrics::listen(address, world));
-        let what = "could not serve metrics (FARWIRE_METRICS or Builder::metrics)";
-        let metrics = metrics.transpose().map_err(system(what))?;
+        let metrics = metrics.transpose().map_err(system(NO_METRICS))?;
         let bell = Bell::new().map_err(system("could not get shared memory"))?;
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(1)
-            .thread_name("farwire-net")
-            .enable_all()
-            .build()
-            .map_err(system("could not start the network thread"))?;
-        // On a thread of its own, because the caller may be inside a runtime of its own.
-        let joined = std::thread::scope(|scope| {
-            let join = scope.spawn(|| runtime.block_on(settings.join(&bell)));
-            join.join().expect("joining does not panic")
-        });
-        let Joined { links, threads, endpoint, healths } = match joined {
+        let runtime = network_thread()?;
+        let (lobby, newcomers) = mpsc::channel(MAX_NEWCOMERS);
+        let lobby = settings.elastic.then_some(lobby);
+        let joined = match apart(&runtime, settings.join(&bell, lobby)) {
             Ok(joined) => joined,
             Err(error) => {
                 runtime.shutdown_background();
                 return Err(error.into());
             }
         };
+        let Joined { links, threads, endpoint, healths, addresses, again } = joined;
         let engine = Engine::new(rank, world, settings.config);
         let handle = runtime.handle().clone();
-        let network = Box::new(Network { runtime: Some(runtime), endpoint, healths });
-        let driver = Driver::new(engine, links, longest_payload(&settings.config), observer);
-        let node = Node::start(driver, bell, threads, Some(network));
+        let network = Network { runtime: Some(runtime), endpoint, healths };
+        let healths = network.healths.clone();
+        let members = Members::founding(rank, world, settings.membership());
+        let payload = longest_payload(&settings.config);
+        let driver = Driver::new(engine, links, payload, observer, members);
+        let node = Node::start(driver, bell.clone(), threads, Some(Box::new(network)));
         let node = node.map_err(system("could not start a thread"))?;
         if let Some(listener) = metrics {
             handle.spawn(metrics::serve(listener, rank.0, node.downgrade()));
         }
+        if let Some(again) = again.filter(|_| settings.elastic) {
+            let lobby = settings.lobby(node.downgrade(), addresses, again, healths, bell);
+            handle.spawn(lobby.keep(newcomers));
+        }
         Communicator::of_world(node)
     }
+
+    /// Joins a job that runs, and that others may join ([`elastic`](Self::elastic)): calls any of
+    /// its members at `address`, a host and a port, and blocks until the members
+    /// [admit](Communicator::admit) this process. Its rank is then the last.
+    ///
+    /// Every member can be called, not only rank 0, and none is needed by the others.
+    pub fn join_running(mut self, address: &str) -> Result<Communicator, Error> {
+        let system = |what| move |error| Error::System { what, error };
+        self = self.place(Place::to_join(address)?).elastic(true);
+        let settings = self.settings(&|name| std::env::var_os(name))?;
+        let bell = Bell::new().map_err(system("could not get shared memory"))?;
+        let runtime = network_thread()?;
+        let (lobby, newcomers) = mpsc::channel(MAX_NEWCOMERS);
+        let admitted = match apart(&runtime, settings.wait_to_join(&bell, lobby)) {
+            Ok(admitted) => admitted,
+            Err(error) => {
+                runtime.shutdown_background();
+                return Err(error.into());
+            }
+        };
+        let Admitted { me, view, links, early, endpoint, healths, addresses, again } = admitted;
+        let world = WorldSize::new(view.next_peer()).expect("this process is in it");
+        let (trace, records) = (settings.trace.as_deref(), settings.records.clone());
+        let observer = Observer::new(me, world, settings.config.epoch, trace, records)?;
+        let metrics = settings.metrics.map(|address| metrics::listen(address, world));
+        let metrics = metrics.transpose().map_err(system(NO_METRICS))?;
+        let threads = 2 * links.iter().flatten().count();
+        let engine = Engine::new(me, world, settings.config);
+        let handle = runtime.handle().clone();
+        let network = Network { runtime: Some(runtime), endpoint: Some(endpoint), healths };
+        let healths = network.healths.clone();
+        let members = Members::new(me, view, settings.membership());
+        let payload = longest_payload(&settings.config);
+        let mut driver = Driver::new(engine, links, payload, observer, Some(members));
+        driver.enter(early);
+        let node = Node::start(driver, bell.clone(), threads, Some(Box::new(network)));
+        let node = node.map_err(system("could not start a thread"))?;
+        if let Some(listener) = metrics {
+            handle.spawn(metrics::serve(listener, me.0, node.downgrade()));
+        }
+        let lobby = settings.lobby(node.downgrade(), addresses, again, healths, bell);
+        handle.spawn(lobby.keep(newcomers));
+        Communicator::of_newest(node, Options::default())
+    }
 }
+
+const NO_METRICS: &str = "could not serve metrics (FARWIRE_METRICS or Builder::metrics)";
+
+fn network_thread() -> Result<Runtime, Error> {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .thread_name("farwire-net")
+        .enable_all()
+        .build()
+        .map_err(|error| Error::System { what: "could not start the network thread", error })
+}
+
+/// Runs on a thread of its own, because the caller may be inside a runtime of its own.
+fn apart<T: Send>(runtime: &Runtime, task: impl Future<Output = T> + Send) -> T {
+    std::thread::scope(|scope| {
+        let join = scope.spawn(|| runtime.block_on(task));
+        join.join().expect("joining does not panic")
+    })
+}
+
+/// What is known of all peers, to say goodbye to them.
+pub(crate) type Healths = Arc<Mutex<Vec<Arc<Health>>>>;
 
 /// What a process has once it is part of a job.
 #[derive(Debug)]
@@ -96,46 +171,216 @@ struct Joined {
     /// Threads of all ranks on this host that want a core while they wait.
     threads: usize,
     endpoint: Option<quinn::Endpoint>,
-    healths: Vec<Arc<Health>>,
+    healths: Healths,
+    addresses: Addresses,
+    /// Nothing for a process that nobody can call.
+    again: Option<Arc<Again>>,
 }
 
+/// What a process has once it was let into a job that runs.
+#[derive(Debug)]
+struct Admitted {
+    me: Peer,
+    view: View,
+    links: Vec<Option<Box<dyn Link>>>,
+    /// What has come on them.
+    early: Vec<(Peer, Arrival)>,
+    endpoint: quinn::Endpoint,
+    healths: Healths,
+    addresses: Addresses,
+    again: Arc<Again>,
+}
+
+/// A link of a process that waits to be let in.
+#[derive(Debug)]
+struct Waiting {
+    linked: Linked,
+    /// What calls itself so, at the other end.
+    process: u64,
+    member: Member,
+    address: SocketAddr,
+}
+
+/// How long it may take to set up a link with a member.
+const LINK_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long to listen before looking again who is in the job.
+const LISTEN: Duration = Duration::from_millis(300);
+
 impl Settings {
-    async fn join(&self, bell: &Bell) -> Result<Joined, JoinError> {
-        if self.place.world.get() == 1 {
+    /// What receives those that want to join later.
+    fn lobby(
+        &self,
+        node: std::sync::Weak<Node>,
+        addresses: Addresses,
+        again: Arc<Again>,
+        healths: Healths,
+        bell: Bell,
+    ) -> Lobby {
+        let (link, payload) = (self.link, longest_payload(&self.config));
+        let beats = self.preset.beats();
+        Lobby { node, addresses, again, healths, link, payload, bell, beats }
+    }
+
+    fn terms(&self, master: SocketAddr, lobby: Option<mpsc::Sender<Newcomer>>) -> Terms<'_> {
+        Terms {
+            place: &self.place,
+            job: &self.job,
+            epoch: self.config.epoch,
+            master,
+            port_is_held: self.port_is_held,
+            port: self.port,
+            timeout: self.join_timeout,
+            lobby,
+        }
+    }
+
+    /// Calls all members of a job that runs, and waits until they let this process in.
+    async fn wait_to_join(
+        &self,
+        bell: &Bell,
+        lobby: mpsc::Sender<Newcomer>,
+    ) -> Result<Admitted, JoinError> {
+        let contact = rendezvous::resolve(&self.place).await?;
+        let (token, epoch) = (self.token_for(contact)?, self.config.epoch);
+        let identity = Arc::new(Identity::new(&token, JOINER, epoch, &self.job)?);
+        let terms = self.terms(contact, Some(lobby));
+        let started = tokio::time::Instant::now();
+        let deadline = started + self.join_timeout;
+        let joiner = Joiner::new(&terms, identity, Transport { congestion: self.congestion })?;
+        let mut waiting: BTreeMap<Peer, Waiting> = BTreeMap::new();
+        let (mut early, mut last) = (Vec::new(), "nobody has answered".to_owned());
+        let mut met_somebody = false;
+        loop {
+            let mut answered = false;
+            // Whoever answers first: the one that this process was told of may be gone.
+            let known: Vec<_> = waiting.values().map(|peer| peer.address).collect();
+            for address in known.into_iter().chain([contact]) {
+                match joiner.call(address, Purpose::Look).await {
+                    Ok(Called { book, known }) => {
+                        known.connection.close(0u32.into(), b"seen");
+                        self.call_all(&joiner, &book, bell, &mut waiting, &mut last).await;
+                        answered = true;
+                        break;
+                    }
+                    Err(reason) => last = reason,
+                }
+            }
+            met_somebody |= !waiting.is_empty();
+            if met_somebody && waiting.is_empty() && !answered {
+                let last = "all its ranks have left or are lost".to_owned();
+                let waited = started.elapsed();
+                return Err(JoinError::NotAdmitted { address: contact, waited, last });
+            }
+            let listened = tokio::time::Instant::now() + LISTEN;
+            while tokio::time::Instant::now() < listened {
+                if let Some(view) = listen(&mut waiting, joiner.process(), &mut early) {
+                    return Ok(admitted(view, &joiner, waiting, early));
+                }
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+            if tokio::time::Instant::now() > deadline {
+                if !waiting.is_empty() {
+                    last = "all members know that it waits, and none has said more".to_owned();
+                }
+                let waited = self.join_timeout;
+                return Err(JoinError::NotAdmitted { address: contact, waited, last });
+            }
+        }
+    }
+
+    /// Sets up links to the members in a book that this process has none to.
+    async fn call_all(
+        &self,
+        joiner: &Joiner,
+        book: &rendezvous::Book,
+        bell: &Bell,
+        waiting: &mut BTreeMap<Peer, Waiting>,
+        last: &mut String,
+    ) {
+        let members: Vec<_> = book.entries.iter().map(|entry| entry.member.clone()).collect();
+        for entry in &book.entries {
+            let (peer, Some(address)) = (Peer(entry.number), entry.address) else { continue };
+            if waiting.contains_key(&peer) {
+                continue;
+            }
+            let known = match joiner.call(address, Purpose::Join).await {
+                Ok(called) if called.book.here == entry.number => called.known,
+                Ok(_) => continue, // another process has its address by now
+                Err(reason) => {
+                    *last = reason;
+                    continue;
+                }
+            };
+            let same_host = rendezvous::is_this_host(&entry.member);
+            let mut beats = self.preset.beats();
+            beats.lost_after *= crowd(&entry.member, same_host, &members);
+            let pair = Pair {
+                me: JOINER,
+                peer,
+                same_host,
+                payload: longest_payload(&self.config),
+                bell: bell.clone(),
+                met: Some(Met {
+                    connection: known.connection.clone(),
+                    peer: Peer(known.member.rank),
+                    again: Arc::new(joiner.again.within(LINK_TIMEOUT)),
+                }),
+            };
+            let linked =
+                tokio::time::timeout(LINK_TIMEOUT, acquaint(pair, known, self.link, beats));
+            match linked.await.unwrap_or_else(|_| Err(took_too_long(peer))) {
+                Ok(linked) => {
+                    let (process, member) = (entry.process, entry.member.clone());
+                    waiting.insert(peer, Waiting { linked, process, member, address });
+                }
+                Err(error) => *last = error.to_string(),
+            }
+        }
+    }
+
+    async fn join(
+        &self,
+        bell: &Bell,
+        lobby: Option<mpsc::Sender<Newcomer>>,
+    ) -> Result<Joined, JoinError> {
+        if self.place.world.get() == 1 && !self.elastic {
             return Ok(Joined {
                 links: vec![None],
                 threads: 1,
                 endpoint: None,
-                healths: Vec::new(),
+                healths: Healths::default(),
+                addresses: Addresses::default(),
+                again: None,
             });
         }
         let (me, epoch) = (self.place.rank, self.config.epoch);
         let master = rendezvous::resolve(&self.place).await?;
         let identity = Arc::new(Identity::new(&self.token_for(master)?, me, epoch, &self.job)?);
-        let terms = Terms {
-            place: &self.place,
-            job: &self.job,
-            epoch,
-            master,
-            port_is_held: self.port_is_held,
-            port: self.port,
-            timeout: self.join_timeout,
-        };
+        let terms = self.terms(master, lobby);
         let transport = Transport { congestion: self.congestion };
-        let Group { endpoint, peers, again } =
+        let Group { endpoint, peers, again, member } =
             rendezvous::join(&terms, identity, transport).await?;
+        let mut addresses = HashMap::from([(u64::from(me.0), (member, None))]);
+        for known in peers.iter().flatten() {
+            let ip = known.connection.remote_address().ip();
+            let address = SocketAddr::new(ip, known.member.port);
+            let process = u64::from(known.member.rank);
+            addresses.insert(process, (known.member.clone(), Some(address)));
+        }
+        let addresses = Arc::new(Mutex::new(addresses));
 
         let members: Vec<_> = peers.iter().flatten().map(|peer| peer.member.clone()).collect();
         let payload = longest_payload(&self.config);
         let pair = |(known, index): (Option<Acquaintance>, u32)| {
-            let known = known?;
+            let (known, peer) = (known?, Peer(index));
+            let met = Met { connection: known.connection.clone(), peer, again: again.clone() };
             let pair = Pair {
                 me,
-                peer: Peer(index),
+                peer,
                 same_host: rendezvous::is_this_host(&known.member),
                 payload,
                 bell: bell.clone(),
-                met: Some(Met { connection: known.connection.clone(), again: again.clone() }),
+                met: Some(met),
             };
             Some((pair, known))
         };
@@ -169,7 +414,9 @@ impl Settings {
             links.push(Some(link));
             healths.push(health);
         }
-        Ok(Joined { links, threads: ranks_here * threads_each, endpoint: Some(endpoint), healths })
+        let (threads, endpoint) = (ranks_here * threads_each, Some(endpoint));
+        let healths = Arc::new(Mutex::new(healths));
+        Ok(Joined { links, threads, endpoint, healths, addresses, again: Some(again) })
     }
 
     /// The token that was given, or on loopback this user's.
@@ -190,6 +437,72 @@ impl Settings {
     }
 }
 
+fn took_too_long(peer: Peer) -> JoinError {
+    JoinError::Lost { peer, reason: format!("it set up no link within {LINK_TIMEOUT:?}") }
+}
+
+/// What has come from members, until one says that this process is one of them.
+fn listen(
+    waiting: &mut BTreeMap<Peer, Waiting>,
+    process: u64,
+    early: &mut Vec<(Peer, Arrival)>,
+) -> Option<View> {
+    let mut view = None;
+    waiting.retain(|peer, Waiting { linked, .. }| {
+        loop {
+            match linked.link.poll_arrived() {
+                Ok(None) => return true,
+                Ok(Some(arrival)) => {
+                    if let Arrival::Notice(header, payload) = &arrival
+                        && header.frame == FrameKind::Members
+                        && let Ok(message) = Message::decode(payload)
+                        && let Some(decided) = message.decided()
+                        && decided.find(process).is_some()
+                    {
+                        view = Some(decided.clone());
+                    }
+                    let gone = matches!(arrival, Arrival::Closed);
+                    early.push((*peer, arrival));
+                    if gone || view.is_some() {
+                        return !gone;
+                    }
+                }
+                Err(_lost) => {
+                    linked.link.give_up();
+                    return false;
+                }
+            }
+        }
+    });
+    view
+}
+
+/// What a process that was let in needs. Members that it has no link to are lost to it.
+fn admitted(
+    view: View,
+    joiner: &Joiner,
+    waiting: BTreeMap<Peer, Waiting>,
+    mut early: Vec<(Peer, Arrival)>,
+) -> Admitted {
+    let me = view.find(joiner.process()).expect("it is in the view").peer;
+    let mut links: Vec<Option<Box<dyn Link>>> = (0..view.next_peer()).map(|_| None).collect();
+    let mut healths = Vec::new();
+    let mut addresses = HashMap::from([(joiner.process(), (joiner.member().clone(), None))]);
+    for (peer, mut there) in waiting {
+        if view.contains(peer) {
+            healths.push(there.linked.health);
+            addresses.insert(there.process, (there.member, Some(there.address)));
+            links[peer.index()] = Some(there.linked.link);
+        } else {
+            there.linked.link.give_up();
+        }
+    }
+    early.retain(|(peer, _)| links.get(peer.index()).is_some_and(Option::is_some));
+    let (healths, addresses) = (Arc::new(Mutex::new(healths)), Arc::new(Mutex::new(addresses)));
+    let (endpoint, again) = (joiner.endpoint().clone(), joiner.again.clone());
+    Admitted { me, view, links, early, endpoint, healths, addresses, again }
+}
+
 /// By how much a crowded host stretches the time that a peer has to answer: a thread that has to
 /// wait for eight others to have their turn is not lost. `members` are all but this process.
 fn crowd(member: &Member, same_host: bool, members: &[Member]) -> u32 {
@@ -199,15 +512,15 @@ fn crowd(member: &Member, same_host: bool, members: &[Member]) -> u32 {
     (threads as u32).div_ceil(8 * member.cores.max(1)).max(1)
 }
 
-/// The longest payload of a frame: partial results of 16-bit types travel in 32 bits, and news of a
-/// failure must fit, too.
+/// The longest payload of a frame: partial results of 16-bit types travel in 32 bits, and what is
+/// said about members must fit, too.
 pub(crate) fn longest_payload(config: &Config) -> usize {
-    (2 * config.tuning.segment_bytes.get()).max(FAULT_LEN)
+    (2 * config.tuning.segment_bytes.get()).max(MAX_MESSAGE)
 }
 
 /// Agrees with a peer on how data will travel, and begins to ask whether it lives: at once, because
 /// the peer does the same.
-async fn acquaint(
+pub(crate) async fn acquaint(
     pair: Pair,
     mut known: Acquaintance,
     choice: LinkChoice,
@@ -230,7 +543,7 @@ async fn acquaint(
 pub(crate) struct Network {
     runtime: Option<Runtime>,
     endpoint: Option<quinn::Endpoint>,
-    healths: Vec<Arc<Health>>,
+    healths: Healths,
 }
 
 impl node::Network for Network {}
@@ -242,10 +555,11 @@ impl Network {
     /// Waits until peers have all that was sent, and lets go.
     fn leave(&mut self) {
         let (Some(runtime), endpoint, healths) =
-            (self.runtime.take(), self.endpoint.take(), std::mem::take(&mut self.healths))
+            (self.runtime.take(), self.endpoint.take(), self.healths.clone())
         else {
             return;
         };
+        let healths = std::mem::take(&mut *healths.lock().unwrap_or_else(PoisonError::into_inner));
         // On a thread of its own, because the last handle may be dropped inside a runtime.
         let farewell = std::thread::spawn(move || {
             runtime.block_on(async {

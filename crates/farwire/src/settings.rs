@@ -6,7 +6,8 @@ use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use farwire_proto::Config;
+use farwire_proto::membership::{self, TieRule};
+use farwire_proto::{Config, Peer};
 
 use crate::error::Error;
 use crate::join::env::{self, EnvError, Place};
@@ -74,6 +75,7 @@ const CREDIT: NonZeroU32 = NonZeroU32::new(4).expect("it is not zero");
 /// | [`deadline`](Self::deadline), else [`config`](Self::config) | `FARWIRE_DEADLINE` | 600 s |
 /// | [`metrics`](Self::metrics) | `FARWIRE_METRICS` | none are served |
 /// | [`trace`](Self::trace) | `FARWIRE_TRACE` | none is written |
+/// | [`elastic`](Self::elastic) | `FARWIRE_ELASTIC` | 0: nobody joins later |
 /// | [`flight_dir`](Self::flight_dir) | `FARWIRE_FLIGHT_DIR` | a folder of the user's ([`flight`](crate::flight)) |
 ///
 /// Times in variables are written `90s`, `500ms`, `10m` or `2h`; a bare number counts seconds.
@@ -91,6 +93,8 @@ pub struct Builder {
     metrics: Option<SocketAddr>,
     trace: Option<PathBuf>,
     flight_dir: Option<PathBuf>,
+    ties: TieRule,
+    elastic: Option<bool>,
 }
 
 impl Builder {
@@ -158,6 +162,19 @@ impl Builder {
         Self { flight_dir: Some(path.into()), ..self }
     }
 
+    /// Whether other processes may join while the job runs ([`Communicator::admit`], and
+    /// [`join_running`](Self::join_running) there). The same on all ranks.
+    ///
+    /// [`Communicator::admit`]: crate::Communicator::admit
+    pub fn elastic(self, elastic: bool) -> Self {
+        Self { elastic: Some(elastic), ..self }
+    }
+
+    /// Which side goes on when the group is cut into halves. The same on all ranks.
+    pub fn ties(self, ties: TieRule) -> Self {
+        Self { ties, ..self }
+    }
+
     /// What is not set by the builder comes from an environment.
     pub(crate) fn settings(
         self,
@@ -206,12 +223,19 @@ impl Builder {
         let metrics = variables.or(self.metrics.map(Some), "FARWIRE_METRICS", what, |text| {
             if text.is_empty() { Some(None) } else { text.parse().ok().map(Some) }
         })?;
+        let elastic =
+            variables.or(self.elastic, "FARWIRE_ELASTIC", "0 or 1", |text| match text {
+                "0" => Some(false),
+                "1" => Some(true),
+                _ => None,
+            })?;
         let what = "a port, which launchers set";
         let held_port: Option<u16> =
             variables.or(None, held_port::VARIABLE, what, |text| text.parse().ok())?;
         let path = |set: Option<PathBuf>, name| set.or_else(|| lookup(name).map(PathBuf::from));
+        let own_port = if place.rank == Peer(0) { Some(place.master_port) } else { port };
         Ok(Settings {
-            port_is_held: held_port == Some(place.master_port),
+            port_is_held: held_port.is_some() && held_port == own_port,
             place,
             job,
             token,
@@ -223,6 +247,8 @@ impl Builder {
             config,
             metrics: metrics.flatten(),
             trace: path(self.trace, "FARWIRE_TRACE").filter(|path| !path.as_os_str().is_empty()),
+            ties: self.ties,
+            elastic: elastic.unwrap_or(false),
             records: Records::from_setting(path(self.flight_dir, "FARWIRE_FLIGHT_DIR")),
         })
     }
@@ -285,13 +311,28 @@ pub(crate) struct Settings {
     pub(crate) congestion: Congestion,
     /// This rank's UDP port; 0 for any.
     pub(crate) port: u16,
-    /// Whether the launcher keeps rank 0's port free for it.
+    /// Whether a launcher keeps this process's port free for it.
     pub(crate) port_is_held: bool,
     pub(crate) join_timeout: Duration,
     pub(crate) config: Config,
     pub(crate) metrics: Option<SocketAddr>,
     pub(crate) trace: Option<PathBuf>,
     pub(crate) records: Records,
+    pub(crate) ties: TieRule,
+    pub(crate) elastic: bool,
+}
+
+impl Settings {
+    /// How the group agrees on who is in it. A member that computes answers all the same, so who
+    /// does not answer for long is in trouble.
+    pub(crate) fn membership(&self) -> membership::Settings {
+        let retry = match self.preset {
+            Preset::Lan => MILLISECOND * 50,
+            Preset::Wan => MILLISECOND * 500,
+        };
+        let patience = Duration::from_secs(60);
+        membership::Settings { ties: self.ties, retry, patience }
+    }
 }
 
 #[cfg(test)]

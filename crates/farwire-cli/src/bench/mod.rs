@@ -259,6 +259,7 @@ fn on_processes(args: &Args, ranks: u32) -> Result<ExitCode, BenchError> {
         output: JobOutput::Plain,
         grace: GRACE,
         namespaces: Vec::new(),
+        elastic: None,
     };
     Ok(job.run()?)
 }

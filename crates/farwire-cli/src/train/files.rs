@@ -59,15 +59,26 @@ fn too_long(path: &Path) -> TrainCommandError {
     TrainCommandError::DataTooLong { path: path.to_owned(), limit: LONGEST_DATA >> 30 }
 }
 
-/// Whether a report can be written here. One that is there is not touched.
+/// Whether a report can be written here. One that is there is not touched. Several ranks may look
+/// at once: what another has made or removed meanwhile shows that it can be.
 pub(crate) fn check_report(path: &Path) -> Result<(), TrainCommandError> {
+    let unless = |kind, done: io::Result<()>| match done {
+        Err(error) if error.kind() == kind => Ok(()),
+        done => done,
+    };
     let check = || match fs::metadata(path) {
         // What is no file may wait for a reader, or do something.
         Ok(about) if !about.is_file() && !about.is_dir() => Ok(()),
-        Ok(_) => OpenOptions::new().append(true).open(path).map(drop),
+        Ok(_) => {
+            let opened = OpenOptions::new().append(true).open(path).map(drop);
+            unless(io::ErrorKind::NotFound, opened)
+        }
         // A link to what is not there yet.
         Err(_) if fs::symlink_metadata(path).is_ok() => Ok(()),
-        Err(_) => File::create_new(path).and_then(|_| fs::remove_file(path)),
+        Err(_) => {
+            let made = File::create_new(path).and_then(|_| fs::remove_file(path));
+            unless(io::ErrorKind::AlreadyExists, made)
+        }
     };
     check().map_err(|source| TrainCommandError::ReportPlace { path: path.to_owned(), source })
 }
@@ -106,5 +117,25 @@ pub(crate) fn hold(dir: &Path) -> Result<Option<Held>, TrainCommandError> {
         if inode(fs::metadata(&path)) == inode(file.metadata()) {
             return Ok(Some(Held { path, _file: file }));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
+
+    use super::*;
+
+    #[test]
+    fn ranks_that_look_for_the_same_report_at_once_do_not_fail_each_other() {
+        let name = format!("farwire-report-{}.html", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        std::thread::scope(|scope| {
+            let look = || (0..2000).for_each(|_| check_report(&path).unwrap());
+            for _ in 0..4 {
+                scope.spawn(look);
+            }
+        });
+        assert!(!path.exists(), "nothing is left behind");
     }
 }

@@ -3,6 +3,7 @@
 //! Without a launcher it starts its own ranks, as processes of this very command. Rank 0 shows how
 //! it goes ([`view`]) and writes the report ([`report`]).
 
+mod elastic;
 mod files;
 mod report;
 mod view;
@@ -19,7 +20,7 @@ use farwire_train::{
     Library, OnNan, PhaseIn, Schedule, Settings, StepReport, TrainError, Trainer, embedded, tell,
 };
 
-use crate::launch::{Job, JobOutput, LaunchError, Wishes, hold_port, random_name};
+use crate::launch::{ElasticJob, Job, JobOutput, LaunchError, Wishes, hold_port, random_name};
 use crate::named::codec_help;
 use crate::units;
 use files::Held;
@@ -51,7 +52,9 @@ Examples:
   farwire train --ranks 8 --dp 2 --tp 2 --pp 2 --micro-batches 4
   farwire train --data book.txt --steps 2000 --checkpoint runs/book
   farwire train --data book.txt --steps 2000 --checkpoint runs/book --resume
-  farwire launch -n 4 -- farwire train --json   as ranks of a launcher's job")]
+  farwire launch -n 4 -- farwire train --json   as ranks of a launcher's job
+  farwire launch --elastic -n 4 -- farwire train --elastic
+                                        others replace ranks that die")]
 pub(crate) struct Args {
     /// Ranks to start here; 4 if there is no launcher.
     #[arg(short = 'n', long, value_parser = clap::value_parser!(u32).range(1..=256))]
@@ -137,6 +140,14 @@ pub(crate) struct Args {
     /// Go on from the newest checkpoint that is whole, with the same data, seed and settings.
     #[arg(long, requires = "checkpoint")]
     resume: bool,
+    /// Go on when ranks are lost, and let others join (--join). The batch stays as it is, or as near
+    /// to it as the ranks can share evenly, and so does the learning rate. For data parallelism.
+    #[arg(long, conflicts_with_all = ["compare", "checkpoint", "init", "shard_optimizer"])]
+    elastic: bool,
+    /// Join a run that was started with --elastic: the address of any of its ranks. Give the same
+    /// model, data and steps. What `farwire launch --elastic` sets as FARWIRE_JOIN counts the same.
+    #[arg(long, value_name = "HOST:PORT", conflicts_with_all = ["compare", "checkpoint", "init", "ranks"])]
+    join: Option<String>,
     /// Where the report goes.
     #[arg(long, value_name = "FILE", default_value = "report.html")]
     report: PathBuf,
@@ -177,6 +188,16 @@ pub(crate) enum TrainCommandError {
         "--dp {dp} × --tp {tp} × --pp {pp} is not {ranks} ranks; change one of them, or leave --dp out"
     )]
     Product { ranks: u32, dp: u32, tp: u32, pp: u32 },
+    #[error(
+        "--elastic is for data parallelism: a lost rank would take the only copy of its share of a \
+         layer or a stage with it; leave --dp, --tp and --pp out"
+    )]
+    ElasticLayout,
+    #[error(
+        "--elastic needs a codec by its name: what `auto` measures depends on who is there; choose \
+         one with --codec"
+    )]
+    ElasticCodec,
     #[error("could not read {path}: {source}")]
     Data { path: PathBuf, source: std::io::Error },
     #[error("{path} is {what}, not a regular file; copy its content to a file first")]
@@ -214,6 +235,14 @@ pub(crate) enum TrainCommandError {
 
 /// Runs the command.
 pub(crate) fn run(args: &Args) -> Result<ExitCode, TrainCommandError> {
+    let join = args.join.clone().or_else(|| std::env::var("FARWIRE_JOIN").ok());
+    if args.elastic || join.is_some() {
+        args.check_elastic()?;
+    }
+    if let Some(address) = join {
+        let comm = Communicator::builder().join_running(&address)?;
+        return elastic::run(args, comm, true);
+    }
     match Place::from_env() {
         Ok(place) => {
             let world = place.world.get();
@@ -221,6 +250,10 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, TrainCommandError> {
                 return Err(TrainCommandError::Ranks { world, ranks });
             }
             let here = std::env::var("LOCAL_WORLD_SIZE").ok().and_then(|ranks| ranks.parse().ok());
+            if args.elastic {
+                let comm = Communicator::builder().elastic(true).join()?;
+                return elastic::run(args, comm, false);
+            }
             args.check(world, here.unwrap_or(1))?;
             be_a_rank(args, &Communicator::from_env()?)
         }
@@ -242,6 +275,17 @@ impl Args {
             }),
             _ => Ok(()),
         }
+    }
+
+    /// Fails if a run with these flags cannot have ranks that come and go.
+    fn check_elastic(&self) -> Result<(), TrainCommandError> {
+        if self.tp > 1 || self.pp > 1 || self.dp.is_some() {
+            return Err(TrainCommandError::ElasticLayout);
+        }
+        if !matches!(self.codec, CodecChoice::Given(_)) {
+            return Err(TrainCommandError::ElasticCodec);
+        }
+        Ok(())
     }
 
     fn settings(&self, ranks: u32, codec: CodecChoice) -> Result<Settings, TrainCommandError> {
@@ -288,7 +332,9 @@ impl Args {
 /// Starts this very command again, as each of the ranks.
 fn start_ranks(args: &Args, ranks: u32) -> Result<ExitCode, TrainCommandError> {
     // Before any rank is started.
-    args.check(ranks, ranks)?;
+    if !args.elastic {
+        args.check(ranks, ranks)?;
+    }
     if let Some(path) = &args.data {
         files::open_data(path)?;
     }
@@ -313,6 +359,7 @@ fn start_ranks(args: &Args, ranks: u32) -> Result<ExitCode, TrainCommandError> {
         output: JobOutput::Theirs,
         grace: GRACE,
         namespaces: Vec::new(),
+        elastic: args.elastic.then_some(ElasticJob { min: 1, restarts: 0 }),
     };
     Ok(job.run()?)
 }

@@ -61,6 +61,14 @@ pub(crate) fn html(runs: &[Run]) -> String {
         "What all ranks sent in a step, on average; the outline is a dense exchange of the gradients.",
         &volumes(runs),
     );
+    for run in runs.iter().filter(|run| !run.changes.is_empty()) {
+        let lines: Vec<_> = run.changes.iter().map(|change| escape(change)).collect();
+        let _ = writeln!(
+            page,
+            "<section><h2>Changes of the group</h2><pre>{}</pre></section>",
+            lines.join("\n")
+        );
+    }
     if let Some(run) = runs.iter().find(|run| !run.trace.is_empty()) {
         page += &figure(
             "The last step on rank 0",

@@ -5,7 +5,7 @@ use std::io::{IsTerminal, Write};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use farwire::CodecChoice;
+use farwire::{Change, CodecChoice};
 use farwire_train::{Settings, Span, StepReport, Trainer};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
@@ -30,6 +30,8 @@ pub(crate) struct Run {
     pub(crate) trace: Vec<Span>,
     pub(crate) sample: String,
     pub(crate) stopped: bool,
+    /// How the group changed on the way, in words.
+    pub(crate) changes: Vec<String>,
 }
 
 /// What a run came to.
@@ -76,6 +78,7 @@ impl Run {
             trace: Vec::new(),
             sample: String::new(),
             stopped: false,
+            changes: Vec::new(),
         }
     }
 
@@ -139,6 +142,33 @@ pub(crate) struct View {
 impl View {
     pub(crate) fn new(shown: bool, json: bool) -> Self {
         Self { shown, json, bar: None, last_line: None }
+    }
+
+    pub(crate) fn is_shown(&self) -> bool {
+        self.shown
+    }
+
+    /// The group has changed.
+    pub(crate) fn change(&mut self, change: &Change, what: &str) -> std::io::Result<()> {
+        if !self.shown {
+            return Ok(());
+        }
+        if self.json {
+            let line = serde_json::json!({
+                "event": "change",
+                "step": change.revision,
+                "epoch": change.epoch,
+                "before": change.ranks.0,
+                "ranks": change.ranks.1,
+                "text": what,
+            });
+            return writeln!(std::io::stdout(), "{line}");
+        }
+        match &self.bar {
+            Some(bar) => bar.println(what),
+            None => writeln!(std::io::stdout(), "{what}")?,
+        }
+        Ok(())
     }
 
     pub(crate) fn begin(&mut self, run: &Run, trainer: &Trainer) -> std::io::Result<()> {
@@ -223,6 +253,7 @@ impl View {
                 line["event"] = "summary".into();
                 line["stopped"] = run.stopped.into();
                 line["sample"] = run.sample.clone().into();
+                line["changes"] = run.changes.clone().into();
                 line["report"] = report.map(|path| path.display().to_string()).into();
                 writeln!(out, "{line}")?;
             }
@@ -267,6 +298,9 @@ impl View {
                     "  rank 0 waited for other stages {bubble} of the time; the schedule's bubble is {formula}"
                 )?;
             }
+        }
+        for change in runs.iter().flat_map(|run| &run.changes) {
+            writeln!(out, "  {change}")?;
         }
         for run in runs.iter().filter(|run| !run.sample.is_empty()) {
             writeln!(out, "\nwhat it writes ({}):", run.name())?;

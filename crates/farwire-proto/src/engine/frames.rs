@@ -47,7 +47,7 @@ impl Transmit {
         match self.header.frame {
             FrameKind::Abort => Some((self.header.comm, None)),
             FrameKind::Void => Some((self.header.comm, Some(self.header.seq))),
-            FrameKind::Data | FrameKind::Ask | FrameKind::Called => None,
+            FrameKind::Data | FrameKind::Ask | FrameKind::Called | FrameKind::Members => None,
         }
     }
 }

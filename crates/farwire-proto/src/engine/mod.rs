@@ -25,7 +25,8 @@ use ahead::{Ahead, Channel, Leave};
 use comm::Comm;
 pub use frames::{Effect, Event, Lane, OpenError, Payload, Take, Transmit, Verdict, Wait};
 use inbox::Inbox;
-use notices::{notice, notice_fingerprint};
+use notices::notice;
+pub(crate) use notices::notice_fingerprint;
 use op::{Breach, Moving, Op};
 
 /// Communicators whose failure is remembered before they are opened here, per peer that tells. Far
@@ -176,9 +177,36 @@ impl Engine {
         engine
     }
 
+    /// Makes room for more processes: from now on there are so many, or as many as there were.
+    pub fn grow(&mut self, world: WorldSize) {
+        self.world = self.world.max(world);
+        let all = self.world.len();
+        self.early_lanes.resize(all, 0);
+        while self.ahead.len() < all {
+            self.ahead.push(Ahead::new(self.config.allowance));
+        }
+    }
+
+    /// A communicator is replaced by another: what is pending on it fails here, and so do later
+    /// calls. Other members replace it themselves.
+    pub fn retire(&mut self, id: CommId) {
+        let before = self.queues.notices.len();
+        if self.comms.contains_key(&id) {
+            self.fail_comm(id, Fault::Replaced { by: self.me }, self.me);
+        }
+        let mut fresh = self.queues.notices.split_off(before);
+        fresh.retain(|(_, header, _)| header.frame != FrameKind::Abort || header.comm != id);
+        self.queues.notices.append(&mut fresh);
+    }
+
     /// This process.
     pub fn me(&self) -> Peer {
         self.me
+    }
+
+    /// How long an operation may take, unless its options say otherwise.
+    pub fn deadline(&self) -> Duration {
+        self.config.deadline
     }
 
     /// This process's rank in a communicator, and the communicator's size.

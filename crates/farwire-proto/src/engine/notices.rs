@@ -49,7 +49,7 @@ impl Engine {
             (FrameKind::Ask, _) => self.handle_ask(from, channel, number),
             (FrameKind::Called, _) => self.peer_called(from, channel, number.saturating_add(1)),
             (FrameKind::Void, _) => self.handle_void(from, channel, number),
-            (FrameKind::Abort | FrameKind::Data, _) => {}
+            (FrameKind::Abort | FrameKind::Data | FrameKind::Members, _) => {}
         }
         Ok(())
     }
@@ -103,7 +103,7 @@ pub(super) fn notice(
 }
 
 /// What a notice's header says was called: nothing in particular.
-pub(super) fn notice_fingerprint(kind: Kind) -> Fingerprint {
+pub(crate) fn notice_fingerprint(kind: Kind) -> Fingerprint {
     Fingerprint {
         kind,
         algorithm: Algorithm::Direct,

@@ -21,7 +21,7 @@ use crate::dtype::DType;
 use crate::engine::{Effect, Engine, Event, Lane, OpenError, Payload, Take, Transmit, Verdict};
 use crate::fault::{Fault, OpError};
 use crate::header::{Header, HeaderError};
-use crate::ids::{CommId, OpId, OpSeq, Peer, Time};
+use crate::ids::{CommId, OpId, OpSeq, Peer, Time, WorldSize};
 use crate::plan::{Plan, Way};
 use crate::schedule::{Action, Outcome, Source};
 use crate::workspace::Workspace;
@@ -374,6 +374,16 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         self.held.retain(|(to, _), _| *to != peer);
         self.held_notices.retain(|notice| notice.to != peer);
         self.engine.handle_peer_lost(peer);
+    }
+
+    /// As [`Engine::grow`].
+    pub fn grow(&mut self, world: WorldSize) {
+        self.engine.grow(world);
+    }
+
+    /// As [`Engine::retire`].
+    pub fn retire(&mut self, comm: CommId) {
+        self.engine.retire(comm);
     }
 
     /// As [`Engine::handle_timeout`].

@@ -11,7 +11,7 @@ use farwire_proto::Peer;
 use quinn::Connection;
 use serde::{Deserialize, Serialize};
 use tokio::sync::oneshot;
-use tokio::time::{sleep, timeout_at};
+use tokio::time::{Instant, sleep, timeout_at};
 
 use super::calling::Caller;
 use super::rendezvous::{Answer, read, write};
@@ -20,6 +20,9 @@ use super::rendezvous::{Answer, read, write};
 #[derive(Clone, Debug)]
 pub(crate) struct Met {
     pub(crate) connection: Connection,
+    /// The other, as its certificate has it. Its number may have changed since, or it may have none
+    /// yet.
+    pub(crate) peer: Peer,
     pub(crate) again: Arc<Again>,
 }
 
@@ -28,6 +31,8 @@ pub(crate) struct Met {
 pub(crate) struct Again {
     caller: Arc<Caller>,
     expected: Arc<Expected>,
+    /// When to give up.
+    deadline: Instant,
 }
 
 /// Whom this process has given a ticket.
@@ -54,7 +59,14 @@ const RETRY: Duration = Duration::from_millis(100);
 
 impl Again {
     pub(super) fn new(caller: Arc<Caller>, expected: Arc<Expected>) -> Self {
-        Self { caller, expected }
+        let deadline = caller.deadline;
+        Self { caller, expected, deadline }
+    }
+
+    /// The same, for a meeting that may take this long from now.
+    pub(crate) fn within(&self, patience: Duration) -> Self {
+        let (caller, expected) = (self.caller.clone(), self.expected.clone());
+        Self { caller, expected, deadline: Instant::now() + patience }
     }
 
     /// A ticket for a peer, and the connection that it will be shown on.
@@ -67,7 +79,7 @@ impl Again {
         let ticket = u64::from_le_bytes(random);
         let (waiting, shown) = oneshot::channel();
         self.expected.holders().insert(ticket, Holder { peer, waiting });
-        let (expected, deadline) = (self.expected.clone(), self.caller.deadline);
+        let (expected, deadline) = (self.expected.clone(), self.deadline);
         let connection = async move {
             let shown = timeout_at(deadline, shown).await;
             expected.holders().remove(&ticket);
@@ -83,8 +95,7 @@ impl Again {
         peer: Peer,
         ticket: u64,
     ) -> Result<Connection, String> {
-        let caller = &self.caller;
-        let ticket = Ticket { ticket, rank: caller.rank().0 };
+        let ticket = Ticket { ticket, rank: self.caller.rank().0 };
         let mut last = "no answer".to_owned();
         let calls = async {
             loop {
@@ -95,7 +106,7 @@ impl Again {
                 sleep(RETRY).await;
             }
         };
-        let called = timeout_at(caller.deadline, calls).await;
+        let called = timeout_at(self.deadline, calls).await;
         called.map_err(|_| format!("could not connect to {peer} again: {last}"))
     }
 
@@ -105,7 +116,8 @@ impl Again {
         peer: Peer,
         ticket: &Ticket,
     ) -> Result<Connection, String> {
-        let connection = self.caller.dial(peer, first.remote_address()).await?;
+        let connection =
+            self.caller.dial(&self.caller.identity.name_of(peer), first.remote_address()).await?;
         let (mut to, mut from) = connection.open_bi().await.map_err(|error| error.to_string())?;
         write(&mut to, ticket).await?;
         match read(&mut from).await? {

@@ -38,11 +38,11 @@ impl Caller {
         Peer(self.hello.member.rank)
     }
 
-    /// A connection to a peer, which may not let this process in yet.
-    pub(super) async fn dial(&self, peer: Peer, address: SocketAddr) -> Result<Connection, String> {
+    /// A connection to a process whose certificate has this name. It may not let this one in yet.
+    pub(super) async fn dial(&self, name: &str, address: SocketAddr) -> Result<Connection, String> {
         let mut client = self.client.clone();
         client.transport_config(self.transport.to(address));
-        let connecting = self.endpoint.connect_with(client, address, &self.identity.name_of(peer));
+        let connecting = self.endpoint.connect_with(client, address, name);
         let connecting = connecting.map_err(|error| error.to_string())?;
         connecting.await.map_err(|error| error.to_string())
     }
@@ -57,7 +57,9 @@ impl Caller {
         let mut last = "no answer".to_owned();
         let mut patience = FIRST_RETRY;
         while Instant::now() < self.deadline {
-            match timeout_at(self.deadline, self.say_hello(peer, address, patience)).await {
+            let name = self.identity.name_of(peer);
+            let hello = self.say_hello(&self.hello, &name, address, patience);
+            match timeout_at(self.deadline, hello).await {
                 Ok(Ok((there, Answer::Heard))) => {
                     if self.identity.is_of_this_job(&there.connection, peer) {
                         return Ok(there);
@@ -80,16 +82,18 @@ impl Caller {
         Err(JoinError::Unreachable { here, peer, address, waited: self.patience, last })
     }
 
-    async fn say_hello(
+    /// Connects, says hello, and waits for the answer.
+    pub(super) async fn say_hello(
         &self,
-        peer: Peer,
+        hello: &Hello,
+        name: &str,
         address: SocketAddr,
         patience: Duration,
     ) -> Result<(Acquaintance, Answer), String> {
-        let connection = timeout(patience, self.dial(peer, address)).await;
+        let connection = timeout(patience, self.dial(name, address)).await;
         let connection = connection.map_err(|_| "no answer".to_owned())??;
         let (mut to, mut from) = connection.open_bi().await.map_err(|error| error.to_string())?;
-        write(&mut to, &self.hello).await?;
+        write(&mut to, hello).await?;
         // Only now is it known that the peer has let this process in: it may have had no place for
         // it, or found its certificate wrong.
         let answer = read(&mut from).await?;

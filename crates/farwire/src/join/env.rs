@@ -22,6 +22,31 @@ pub struct Place {
     pub source: &'static str,
 }
 
+impl Place {
+    /// The place of a process that joins a job that runs, at one of its members' addresses.
+    pub(crate) fn to_join(address: &str) -> Result<Self, EnvError> {
+        let wrong = || EnvError::Value {
+            name: "the address to join",
+            value: address.to_owned(),
+            what: "a host and a port, like 10.0.0.1:29500 or [::1]:29500",
+        };
+        let (host, port) = address.rsplit_once(':').ok_or_else(wrong)?;
+        let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+        let master_port = port.parse().ok().filter(|port| *port != 0).ok_or_else(wrong)?;
+        if host.is_empty() {
+            return Err(wrong());
+        }
+        Ok(Self {
+            rank: Peer(u32::MAX),
+            world: WorldSize::new(1).expect("one is not zero"),
+            master_host: host.to_owned(),
+            master_port,
+            job: None,
+            source: "the address to join",
+        })
+    }
+}
+
 /// Why the environment does not say.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EnvError {

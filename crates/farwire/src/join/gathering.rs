@@ -9,7 +9,7 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, timeout_at};
 
 use super::refusals::Refusals;
-use super::rendezvous::{Acquaintance, Answer, turn_away, write};
+use super::rendezvous::{Acquaintance, Answer, Purpose, turn_away, write};
 use crate::quic::transport::KEEP_ALIVE;
 
 /// A process that is alive is heard of in this time, since its connection is kept alive.
@@ -17,10 +17,12 @@ const SIGN_OF_LIFE: Duration = Duration::from_millis(KEEP_ALIVE.as_millis() as u
 /// How often to look who has answered the roll call.
 const LOOK: Duration = Duration::from_millis(2);
 
-/// A rank of this job.
-pub(super) struct Newcomer {
-    pub(super) process: u64,
-    pub(super) known: Box<Acquaintance>,
+/// A process of this job.
+#[derive(Debug)]
+pub(crate) struct Newcomer {
+    pub(crate) process: u64,
+    pub(crate) purpose: Purpose,
+    pub(crate) known: Box<Acquaintance>,
     /// If another process has come as this rank before: packets of that one, up to when this one came.
     pub(super) heard_before: Option<u64>,
 }
@@ -102,7 +104,7 @@ impl Gathering {
     }
 
     fn take(&mut self, newcomer: Newcomer) {
-        let Newcomer { process, known, heard_before } = newcomer;
+        let Newcomer { process, purpose, known, heard_before } = newcomer;
         let (rank, me) = (known.member.rank, self.me);
         // Ranks that are not below the size of the world were refused before.
         if rank <= me.0 {
@@ -124,7 +126,8 @@ impl Gathering {
                     let door = self.door.clone();
                     tokio::spawn(async move {
                         sleep(SIGN_OF_LIFE).await;
-                        let contest = Newcomer { process, known, heard_before: Some(heard) };
+                        let heard_before = Some(heard);
+                        let contest = Newcomer { process, purpose, known, heard_before };
                         let _ = door.send(contest).await;
                     });
                     return;

@@ -1,6 +1,7 @@
-//! A UDP port that a launcher keeps free for rank 0.
+//! A UDP port that a launcher keeps free for a rank: for rank 0, and in an elastic job for each.
 //!
-//! A launcher has to name rank 0's port before rank 0 runs. If it only looked for a free one,
+//! A launcher has to name rank 0's port before rank 0 runs, and to those that join later a port of
+//! one that lives. If it only looked for a free one,
 //! another process (a sibling rank that asks for any port, say) could take it in between. So it
 //! holds the port: it binds a socket with `SO_REUSEADDR`, which keeps the port from everyone who
 //! binds without it. Rank 0 is told in [`VARIABLE`], binds with it, and switches it off again at
@@ -15,7 +16,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 /// Set to the held port by a launcher that holds one.
 pub(crate) const VARIABLE: &str = "FARWIRE_HELD_PORT";
 
-/// A port of loopback that is kept free for rank 0 until this is dropped.
+/// A port of loopback that is kept free for one rank until this is dropped.
 #[derive(Debug)]
 pub struct HeldPort {
     port: u16,
@@ -31,12 +32,12 @@ impl HeldPort {
         Ok(Self { port: address.port(), _socket: socket })
     }
 
-    /// Its number, for MASTER_PORT.
+    /// Its number, for MASTER_PORT or FARWIRE_PORT.
     pub fn port(&self) -> u16 {
         self.port
     }
 
-    /// The variable that tells rank 0 of it, and its value.
+    /// The variable that tells that rank of it, and its value.
     pub fn variable(&self) -> (&'static str, String) {
         (VARIABLE, self.port.to_string())
     }

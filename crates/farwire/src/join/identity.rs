@@ -1,13 +1,15 @@
 //! Certificates from the token.
 //!
 //! From the token every process derives the same certificate authority. It then makes a key pair
-//! and a short-lived certificate of its own, in memory, for two names:
+//! and a certificate of its own, in memory, for the names
 //! `r<rank>.e<epoch>.<cluster>.farwire` and `r<rank>.e<epoch>.<job>.<cluster>.farwire`. Both ends
 //! of every connection check that the other's certificate is from this authority, for the rank it
 //! claims, and of the same job. A process that does not know the token cannot make one.
 //!
 //! A connection is made to the first name, so that a process of another job gets as far as being
-//! told what is wrong; the second is checked before anything it says is acted on.
+//! told what is wrong; the second is checked before anything it says is acted on. A process that
+//! joins a running job does not know whose address it was given, so there is a third name that all
+//! have, `member.<cluster>.farwire`.
 
 use std::sync::Arc;
 
@@ -27,9 +29,9 @@ use crate::token::Token;
 
 /// What the two sides agree to speak.
 const ALPN: &[u8] = b"farwire/1";
-/// How long a certificate is good for. It is looked at when a connection is made, and a process
-/// makes all of its own at the start.
-const VALID: Duration = Duration::days(7);
+/// How long a certificate is good for. It is looked at when a connection is made, and a process may
+/// be called as long as it runs: by one that joins, weeks later. The key never leaves the process.
+const VALID: Duration = Duration::days(10 * 365);
 /// How far clocks may differ.
 const SKEW: Duration = Duration::days(1);
 
@@ -86,7 +88,11 @@ impl Identity {
         let issuer = Issuer::new(params, authority_key);
 
         let key = KeyPair::generate().map_err(IdentityError::new)?;
-        let names = vec![name(&cluster, peer, epoch), name_in_job(&cluster, &job, peer, epoch)];
+        let names = vec![
+            name(&cluster, peer, epoch),
+            name_in_job(&cluster, &job, peer, epoch),
+            name_of_any(&cluster),
+        ];
         let mut params = CertificateParams::new(names).map_err(IdentityError::new)?;
         params.distinguished_name.push(DnType::CommonName, format!("farwire rank {}", peer.0));
         params.not_before = now - SKEW;
@@ -102,6 +108,11 @@ impl Identity {
     /// The name that a peer's certificate must be for.
     pub(crate) fn name_of(&self, peer: Peer) -> String {
         name(&self.cluster, peer, self.epoch)
+    }
+
+    /// A name that every certificate of the cluster is for.
+    pub(crate) fn name_of_any(&self) -> String {
+        name_of_any(&self.cluster)
     }
 
     /// Whether the certificate that a peer showed, which is from the cluster's authority, is for
@@ -157,6 +168,10 @@ impl Identity {
 
 fn name(cluster: &str, peer: Peer, epoch: Epoch) -> String {
     format!("r{}.e{}.{cluster}.farwire", peer.0, epoch.0)
+}
+
+fn name_of_any(cluster: &str) -> String {
+    format!("member.{cluster}.farwire")
 }
 
 fn name_in_job(cluster: &str, job: &str, peer: Peer, epoch: Epoch) -> String {

@@ -81,16 +81,51 @@ pub(super) struct Hello {
     world: u32,
     epoch: u32,
     /// Random: tells a process that comes again from another that claims the same rank.
-    process: u64,
+    pub(super) process: u64,
+    pub(super) purpose: Purpose,
     pub(super) member: Member,
+}
+
+/// Why a process says hello.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) enum Purpose {
+    /// It is one of those that the job starts with.
+    #[default]
+    Start,
+    /// It wants to join a job that runs.
+    Join,
+    /// It wants to know who is in that job.
+    Look,
+}
+
+/// The rank of a process that joins a running job, in its certificate and until it has one.
+pub(crate) const JOINER: Peer = Peer(u32::MAX);
+
+/// Who is in a job that runs, and where, as one of them knows it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Book {
+    pub(crate) epoch: u32,
+    /// The number of the process that says so.
+    pub(crate) here: u32,
+    pub(crate) entries: Vec<Entry>,
+}
+
+/// A member, in a [`Book`].
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Entry {
+    pub(crate) number: u32,
+    pub(crate) process: u64,
+    pub(crate) member: Member,
+    /// Nothing for the one that says so: it is where the connection is.
+    pub(crate) address: Option<SocketAddr>,
 }
 
 /// What the others need to know of a process.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Member {
-    pub(super) rank: u32,
+    pub(crate) rank: u32,
     /// The UDP port it listens on.
-    port: u16,
+    pub(crate) port: u16,
     /// Differs between hosts. (Equal ones are only a reason to try shared memory.)
     pub(crate) host: String,
     /// Processors of that host that it may use.
@@ -108,6 +143,8 @@ pub(super) enum Answer {
     Member(Member),
     /// And why.
     Refused(String),
+    /// Who is in the job, for one that wants to join.
+    Book(Book),
 }
 
 /// Where and how a process joins.
@@ -118,12 +155,14 @@ pub(crate) struct Terms<'a> {
     pub(crate) epoch: Epoch,
     /// Where rank 0 listens.
     pub(crate) master: SocketAddr,
-    /// Whether the launcher keeps that port free for rank 0.
-    pub(crate) port_is_held: bool,
     /// Where any other rank listens; 0 for any port.
     pub(crate) port: u16,
+    /// Whether a launcher keeps this process's port free for it.
+    pub(crate) port_is_held: bool,
     /// How long it may take.
     pub(crate) timeout: Duration,
+    /// Where those are sent that want to join later, if they may.
+    pub(crate) lobby: Option<mpsc::Sender<Newcomer>>,
 }
 
 /// Why a process could not join.
@@ -188,6 +227,19 @@ pub enum JoinError {
         /// Why.
         reason: String,
     },
+    /// A job that runs did not let this process in.
+    #[error(
+        "was not let in at {address} within {waited:?}: {last}; check that the job runs, lets others \
+         join (FARWIRE_ELASTIC or `--elastic`), and has the same token and job name"
+    )]
+    NotAdmitted {
+        /// Where it asked.
+        address: SocketAddr,
+        /// For how long it waited.
+        waited: Duration,
+        /// What happened last.
+        last: String,
+    },
     /// A connection failed in the middle.
     #[error("lost {peer} while joining: {reason}")]
     Lost {
@@ -227,6 +279,8 @@ pub(crate) struct Group {
     /// A connection to every other rank, by rank.
     pub(crate) peers: Vec<Option<Acquaintance>>,
     pub(crate) again: Arc<Again>,
+    /// What the others know of this process.
+    pub(crate) member: Member,
 }
 
 /// Joins the group.
@@ -241,35 +295,19 @@ pub(crate) async fn join(
     let (endpoint, server) = listen(terms, &identity)?;
     let port =
         endpoint.local_addr().map_err(|error| JoinError::Listen { address: master, error })?.port();
-    let mut random = [0; 8];
-    aws_lc_rs::rand::fill(&mut random)
-        .map_err(|_| JoinError::Identity("no randomness".to_owned()))?;
-    let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
-    let hello = Hello {
-        version: VERSION,
-        job: terms.job.clone(),
-        world: world.get(),
-        epoch: terms.epoch.0,
-        process: u64::from_le_bytes(random),
-        member: Member { rank: me.0, port, host: host_id(), cores },
-    };
-
+    let hello = Hello::new(terms, port, Purpose::Start)?;
     let (door, mut newcomers) = mpsc::channel(world.len());
     let refusals = Arc::new(Refusals::default());
     let expected = Arc::new(Expected::default());
-    let listener = Arc::new(Listener {
+    let listener = Listener {
         identity: identity.clone(),
         hello: hello.clone(),
         refusals: refusals.clone(),
         expected: expected.clone(),
         door: door.clone(),
-    });
-    let pass = move |connection| {
-        tokio::spawn(listener.clone().hear(connection));
+        lobby: terms.lobby.clone(),
     };
-    let strangers = refusals.clone();
-    let tell = move |from| strangers.add_stranger(from, OTHER_TOKEN);
-    tokio::spawn(door::keep(endpoint.clone(), server, transport, pass, tell));
+    listener.keep(endpoint.clone(), server, transport);
     let mut peers: Vec<Option<Acquaintance>> = (0..world.get()).map(|_| None).collect();
 
     let caller = Caller {
@@ -333,11 +371,35 @@ pub(crate) async fn join(
         refuse_all(&mut peers, &error.to_string()).await;
         return Err(error);
     }
-    Ok(Group { endpoint, peers, again: Arc::new(Again::new(caller, expected)) })
+    let (again, member) = (Arc::new(Again::new(caller, expected)), hello.member);
+    Ok(Group { endpoint, peers, again, member })
+}
+
+impl Hello {
+    /// What a process that listens on `port` says.
+    pub(super) fn new(terms: &Terms<'_>, port: u16, purpose: Purpose) -> Result<Self, JoinError> {
+        let mut random = [0; 8];
+        aws_lc_rs::rand::fill(&mut random)
+            .map_err(|_| JoinError::Identity("no randomness".to_owned()))?;
+        let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
+        Ok(Self {
+            version: VERSION,
+            job: terms.job.clone(),
+            world: terms.place.world.get(),
+            epoch: terms.epoch.0,
+            // Those that a job starts with are named by their ranks later, so this is never one.
+            process: u64::from_le_bytes(random) | 1 << 63,
+            purpose,
+            member: Member { rank: terms.place.rank.0, port, host: host_id(), cores },
+        })
+    }
 }
 
 /// This process's socket, rank 0's where all look for it; and how it answers those that connect.
-fn listen(terms: &Terms<'_>, identity: &Identity) -> Result<(Endpoint, ServerConfig), JoinError> {
+pub(super) fn listen(
+    terms: &Terms<'_>,
+    identity: &Identity,
+) -> Result<(Endpoint, ServerConfig), JoinError> {
     let master = terms.master;
     let any = match (master.ip().is_loopback(), master.is_ipv6()) {
         (true, _) => master.ip(),
@@ -349,7 +411,7 @@ fn listen(terms: &Terms<'_>, identity: &Identity) -> Result<(Endpoint, ServerCon
     let mut server = identity.server_config()?;
     door::limit_incoming(&mut server);
     let listen = || {
-        let socket = held_port::bind(address, first && terms.port_is_held)?;
+        let socket = held_port::bind(address, terms.port_is_held)?;
         widen(&socket);
         let runtime = Arc::new(quinn::TokioRuntime);
         Endpoint::new(Transport::endpoint(), Some(server.clone()), socket, runtime)
@@ -409,32 +471,61 @@ pub(super) fn turn_away(known: Box<Acquaintance>, reason: String, refusals: &Ref
     tokio::spawn(async move { refuse(*known, &reason).await });
 }
 
-pub(super) const NONSENSE: &str = "it answered something unexpected";
+pub(crate) const NONSENSE: &str = "it answered something unexpected";
 const OTHER_TOKEN: &str = "it has another token; give all ranks the same FARWIRE_TOKEN";
 const COMPLETE: &str = "the group is complete and running";
+const CLOSED: &str = "the job lets nobody join (start its ranks with FARWIRE_ELASTIC=1, or \
+                      `farwire launch --elastic`)";
+const CROWDED: &str = "too many wait to join; try again later";
+const LEAVING: &str = "it is leaving the job; call another member";
 
-/// What hears those that connect.
-struct Listener {
-    identity: Arc<Identity>,
+/// What hears those that connect. Those of the start go through the door, as long as somebody
+/// listens there, and those that join later to the lobby, if there is one.
+pub(super) struct Listener {
+    pub(super) identity: Arc<Identity>,
     /// What this process says of itself.
-    hello: Hello,
-    refusals: Arc<Refusals>,
-    expected: Arc<Expected>,
+    pub(super) hello: Hello,
+    pub(super) refusals: Arc<Refusals>,
+    pub(super) expected: Arc<Expected>,
     /// Once nobody listens at its other end, the group is complete.
-    door: mpsc::Sender<Newcomer>,
+    pub(super) door: mpsc::Sender<Newcomer>,
+    pub(super) lobby: Option<mpsc::Sender<Newcomer>>,
 }
 
 impl Listener {
+    /// Answers all that connect, for as long as the endpoint lives.
+    pub(super) fn keep(self, endpoint: Endpoint, server: ServerConfig, transport: Transport) {
+        let strangers = self.refusals.clone();
+        let tell = move |from| strangers.add_stranger(from, OTHER_TOKEN);
+        let listener = Arc::new(self);
+        let pass = move |connection| {
+            tokio::spawn(listener.clone().hear(connection));
+        };
+        tokio::spawn(door::keep(endpoint, server, transport, pass, tell));
+    }
+
     /// Hears what a process of the cluster has to say.
     async fn hear(self: Arc<Self>, connection: Connection) {
         let from = connection.remote_address();
         match timeout(HELLO_TIMEOUT, self.receive(connection)).await {
             Ok(Ok(None)) => {}
-            Ok(Ok(Some(newcomer))) => {
+            Ok(Ok(Some(newcomer))) if newcomer.purpose == Purpose::Start => {
                 let sent = self.door.send(newcomer).await;
                 if let Err(mpsc::error::SendError(Newcomer { known, .. })) = sent {
                     turn_away(known, COMPLETE.to_owned(), &self.refusals);
                 }
+            }
+            Ok(Ok(Some(newcomer))) => {
+                use mpsc::error::TrySendError::{Closed, Full};
+                let (known, reason) = match &self.lobby {
+                    None => (newcomer.known, CLOSED),
+                    Some(lobby) => match lobby.try_send(newcomer) {
+                        Ok(()) => return,
+                        Err(Full(newcomer)) => (newcomer.known, CROWDED),
+                        Err(Closed(newcomer)) => (newcomer.known, LEAVING),
+                    },
+                };
+                turn_away(known, reason.to_owned(), &self.refusals);
             }
             Ok(Err(reason)) => self.refusals.add(from, &reason),
             Err(_) => self.refusals.add(from, "it said nothing"),
@@ -458,10 +549,10 @@ impl Listener {
             Err(_) => judge(&text, &connection, &self.identity, &self.hello),
         };
         match judgement {
-            Ok(Hello { process, member, .. }) => {
+            Ok(Hello { process, purpose, member, .. }) => {
                 write(&mut to, &Answer::Heard).await?;
                 let known = Box::new(Acquaintance { connection, to, from, member });
-                Ok(Some(Newcomer { process, known, heard_before: None }))
+                Ok(Some(Newcomer { process, purpose, known, heard_before: None }))
             }
             Err(reason) => {
                 let member = self.hello.member.clone(); // it is not known who it is
@@ -495,28 +586,36 @@ fn judge(
     let hello: Hello =
         serde_json::from_slice(text).map_err(|error| format!("its hello is not one: {error}"))?;
     let there = Peer(hello.member.rank);
+    let who = match there {
+        JOINER => "a process that wants to join".to_owned(),
+        there => there.to_string(),
+    };
     if hello.job != mine.job {
         return Err(format!(
-            "{there} belongs to {}, {here} to {}; give all ranks of a job the same FARWIRE_JOB, and every \
+            "{who} belongs to {}, {here} to {}; give all ranks of a job the same FARWIRE_JOB, and every \
              job a MASTER_PORT of its own",
             hello.job, mine.job
         ));
     }
-    if hello.world != mine.world {
+    if hello.purpose != Purpose::Start && there != JOINER {
+        return Err(format!("{there} has a rank; only a process without one can join"));
+    }
+    let starts = hello.purpose == Purpose::Start;
+    if starts && hello.world != mine.world {
         return Err(format!(
             "{there} was started for {} ranks, {here} for {}; give all ranks of a job the same world size, \
              and every job a name (FARWIRE_JOB)",
             hello.world, mine.world
         ));
     }
-    if there.0 >= mine.world {
+    if starts && there.0 >= mine.world {
         return Err(format!("{there} is not below the world size, {}", mine.world));
     }
     if hello.epoch != mine.epoch {
-        return Err(format!("{there} is of generation {}, {here} of {}", hello.epoch, mine.epoch));
+        return Err(format!("{who} is of generation {}, {here} of {}", hello.epoch, mine.epoch));
     }
     if !identity.is_certified(connection, there) {
-        return Err(format!("its certificate is not for {there}"));
+        return Err(format!("its certificate is not for {who}"));
     }
     if !identity.is_of_this_job(connection, there) {
         return Err("its certificate is not for this job".to_owned());

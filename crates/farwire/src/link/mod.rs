@@ -109,14 +109,37 @@ pub(crate) trait Link: Send + std::fmt::Debug {
     fn kind(&self) -> &'static str;
     /// Says goodbye: what was sent will still be read.
     fn close(&mut self);
+    /// Gives the peer up, without a goodbye: it must not believe that this process has ended.
+    fn give_up(&mut self);
+    /// What is known of the peer, once [`poll_arrived`](Self::poll_arrived) has failed.
+    fn loss(&self) -> Loss;
+    /// Whether the peer's process is alive, as far as that can be watched when the link is gone.
+    fn liveness(&self) -> Option<Arc<dyn Liveness>>;
+    /// The peer, which had no number when the link was made, has this one. Nothing has arrived yet.
+    fn set_peer(&mut self, from: Peer);
+}
+
+/// What is known of a peer that is lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Loss {
+    /// It does not answer, or does not keep to the protocol.
+    Unreachable,
+    /// Its process has ended.
+    Ended,
+    /// And all that it ever sent has arrived.
+    Complete,
 }
 
 /// Whether a peer that is another process is alive, which nothing in shared memory shows.
 pub(crate) trait Liveness: Send + Sync + std::fmt::Debug {
     /// Why the peer is lost, if it is.
     fn loss(&self) -> Option<String>;
+    /// Whether its process is known to have ended.
+    fn ended(&self) -> bool;
     /// Says goodbye.
     fn leave(&self);
+    /// Says nothing more, and listens no more.
+    fn give_up(&self);
 }
 
 /// Something that arrived.

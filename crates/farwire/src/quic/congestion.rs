@@ -513,9 +513,10 @@ impl Model {
     fn judge_loss(&mut self, round: &Round, delivered: u64) -> bool {
         let queued =
             round.mean_rtt() > self.least_rtt + Duration::from_millis(2).max(self.least_rtt / 32);
-        // What was lost without a queue was lost by the path. What Down hears of may have been lost
-        // before it.
-        if !queued && !(self.phase == Phase::Down && self.overfull) {
+        // What Down hears of may have been lost before it.
+        let before = self.phase == Phase::Down && self.overfull;
+        // What was lost without a queue was lost by the path.
+        if !queued && !before {
             self.unqueued.0 += round.lost;
             self.unqueued.1 += round.lost + delivered;
             if self.unqueued.1 > LEARN_PACKETS * self.mtu {
@@ -535,7 +536,7 @@ impl Model {
         let usual = if starting { STARTUP_LOSS } else { EXCESS_LOSS + 2.0 * self.loss };
         let chance = 2.5 * (all * (EXCESS_LOSS + self.loss)).sqrt();
         let too_much = queued && lost > all * usual + chance || round.marked;
-        if !too_much || self.phase == Phase::Down && self.overfull {
+        if !too_much || before {
             self.overfull |= starting;
             return false;
         }

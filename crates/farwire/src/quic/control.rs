@@ -29,6 +29,8 @@ pub(crate) struct Beats {
 #[derive(Debug)]
 pub(crate) struct Health {
     lost: AtomicBool,
+    /// The peer's process is known to have ended.
+    ended: AtomicBool,
     reason: Mutex<String>,
     /// How many data streams the peer has opened in all, plus one, once it has said goodbye; zero
     /// before.
@@ -45,6 +47,7 @@ impl Health {
     pub(crate) fn new(bell: Bell) -> Arc<Self> {
         Arc::new(Self {
             lost: AtomicBool::new(false),
+            ended: AtomicBool::new(false),
             reason: Mutex::default(),
             goodbye: AtomicU64::new(0),
             leaving: Notify::new(),
@@ -64,6 +67,12 @@ impl Health {
         *self.reason.lock().unwrap_or_else(PoisonError::into_inner) = reason;
         self.lost.store(true, Ordering::Release);
         self.bell.ring();
+    }
+
+    /// The peer's process has ended, for certain.
+    pub(crate) fn end(&self, reason: String) {
+        self.ended.store(true, Ordering::Release);
+        self.lose(reason);
     }
 
     /// How many data streams the peer has opened in all, once it has said goodbye.
@@ -89,7 +98,19 @@ impl Liveness for Health {
         self.loss()
     }
 
+    fn ended(&self) -> bool {
+        self.ended.load(Ordering::Acquire)
+    }
+
     fn leave(&self) {
+        self.leave(0);
+    }
+
+    fn give_up(&self) {
+        if !self.lost.load(Ordering::Acquire) {
+            self.lose("it was given up".to_owned());
+        }
+        // Without a goodbye, since the peer is lost.
         self.leave(0);
     }
 }

@@ -41,12 +41,12 @@ impl LinkKind for Quic {
         talk: &'a mut Negotiation<'_>,
     ) -> Boxed<'a, Result<Box<dyn Link>, String>> {
         Box::pin(async move {
-            let Met { connection: first, again } = pair.met.clone().ok_or(NOT_MET)?;
+            let Met { connection: first, peer, again } = pair.met.clone().ok_or(NOT_MET)?;
             let (to, from) = if pair.me > pair.peer {
-                let second = again.call(&first, pair.peer, talk.hear().await?).await?;
+                let second = again.call(&first, peer, talk.hear().await?).await?;
                 (first, second)
             } else {
-                let (ticket, second) = again.expect(pair.peer)?;
+                let (ticket, second) = again.expect(peer)?;
                 talk.say(&ticket).await?;
                 (second.await?, first)
             };

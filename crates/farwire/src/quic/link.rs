@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::{BufMut, Bytes, BytesMut};
-use farwire_proto::{CommId, FAULT_LEN, HEADER_LEN, Header, Lane, OpSeq, Peer};
+use farwire_proto::{CommId, HEADER_LEN, Header, Lane, OpSeq, Peer};
 use quinn::{
     Connection, ConnectionError, ReadError, ReadExactError, RecvStream, SendStream, VarInt,
 };
@@ -29,7 +29,7 @@ use tokio::task::AbortHandle;
 
 use super::congestion::{Pacer, Turn};
 use super::control::Health;
-use crate::link::{Arrival, Broken, Link};
+use crate::link::{Arrival, Broken, Link, Liveness, Loss};
 use crate::shm::bell::Bell;
 
 // What a peer can make this process hold, whether by mistake or by malice. With the default
@@ -80,9 +80,13 @@ pub(crate) struct QuicLink {
     /// What carries this side's streams, and writes to them.
     to: Connection,
     pacer: Arc<Pacer>,
+    /// What carries the peer's.
+    from: Connection,
     runtime: Handle,
     shared: Arc<Shared>,
     health: Arc<Health>,
+    /// The peer's number. Inside, lanes carry the one that it had when the link was made.
+    peer: Peer,
     outgoing: HashMap<Lane, Outgoing>,
     /// The stream of notices; until this side has said goodbye.
     notices: Option<mpsc::Sender<Bytes>>,
@@ -246,13 +250,15 @@ impl QuicLink {
         for connection in [&to, &from] {
             runtime.spawn(watch(connection.clone(), health.clone()));
         }
-        runtime.spawn(accept_streams(from, shared.clone()));
+        runtime.spawn(accept_streams(from.clone(), shared.clone()));
         let mut link = Self {
             pacer: Arc::new(Pacer::new(to.clone())),
             to,
+            from,
             runtime,
             shared,
             health,
+            peer,
             outgoing: HashMap::default(),
             notices: None,
             refused: HashSet::default(),
@@ -274,6 +280,11 @@ impl QuicLink {
         let (to, pacer) = (self.to.clone(), self.pacer.clone());
         let task = write_stream(to, pacer, writing, lane, ahead, frames);
         OutStream { frames: sender, task: self.runtime.spawn(task).abort_handle() }
+    }
+
+    /// A lane from the peer, as it is named inside.
+    fn inside(&self, lane: &Lane) -> Lane {
+        Lane { from: self.shared.from, ..*lane }
     }
 
     /// How many streams a lane should have, as far as is known of the path.
@@ -346,7 +357,7 @@ impl Link for QuicLink {
 
     fn poll_arrived(&mut self) -> Result<Option<Arrival>, Broken> {
         if let Some(reason) = self.health.loss() {
-            tracing::warn!(peer = %self.shared.from, reason, "lost a peer");
+            tracing::warn!(peer = %self.peer, reason, "lost a peer");
             return Err(Broken("the peer is lost"));
         }
         // Read before the queue is found empty: what is counted as being read now may be in the
@@ -379,18 +390,19 @@ impl Link for QuicLink {
                 return Err(Broken("a frame came twice"));
             }
             if index == incoming.next {
-                return Ok(Some(Arrival::Frame(lane)));
+                return Ok(Some(Arrival::Frame(Lane { from: self.peer, ..lane })));
             }
         }
     }
 
     fn head(&self, lane: &Lane) -> Option<(Header, &[u8])> {
-        let incoming = self.incoming.get(lane)?;
+        let incoming = self.incoming.get(&self.inside(lane))?;
         let frame = incoming.frames.get(&incoming.next)?;
         Some((frame.header, &frame.body))
     }
 
     fn pop(&mut self, lane: &Lane) {
+        let lane = &self.inside(lane);
         let incoming =
             self.incoming.get_mut(lane).expect("a frame is popped after it was looked at");
         let frame = incoming
@@ -422,6 +434,29 @@ impl Link for QuicLink {
     }
 
     fn ring(&self) {}
+
+    fn give_up(&mut self) {
+        self.outgoing.clear();
+        self.notices = None;
+        Liveness::give_up(&*self.health);
+        for connection in [&self.to, &self.from] {
+            connection.close(VarInt::from_u32(1), b"given up");
+        }
+    }
+
+    /// A goodbye shows in [`poll_arrived`](Link::poll_arrived); else nobody says what has become of
+    /// the peer.
+    fn loss(&self) -> Loss {
+        Loss::Unreachable
+    }
+
+    fn liveness(&self) -> Option<Arc<dyn Liveness>> {
+        Some(self.health.clone())
+    }
+
+    fn set_peer(&mut self, from: Peer) {
+        self.peer = from;
+    }
 
     fn close(&mut self) {
         self.outgoing.clear();
@@ -539,7 +574,8 @@ async fn read_stream(mut stream: RecvStream, shared: &Shared) -> Result<(), Brok
         };
         let header = Header::decode(&start[1..]).map_err(|_| Broken("a frame has no header"))?;
         let length = header.payload as usize;
-        if length > shared.longest.max(FAULT_LEN) {
+        // Notices are short, or their headers are refused.
+        if length > shared.longest && !header.frame.is_notice() {
             return Err(Broken("a frame is longer than agreed"));
         }
         let mut spare = None;

@@ -110,7 +110,7 @@ async fn watch(lifeline: UnixStream, health: Arc<Health>) {
         let readable = lifeline.readable().await.is_ok();
         match lifeline.try_read(&mut byte) {
             Err(error) if readable && error.kind() == ErrorKind::WouldBlock => {}
-            _ => return health.lose("its process has ended".to_owned()),
+            _ => return health.end("its process has ended".to_owned()),
         }
     }
 }

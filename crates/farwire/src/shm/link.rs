@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use farwire_proto::{Header, Lane};
+use farwire_proto::{Header, Lane, Peer};
 
 use super::bell::Bell;
 use super::ring::{Receiver, Sender};
-use crate::link::{Arrival, Broken, Link, Liveness};
+use crate::link::{Arrival, Broken, Link, Liveness, Loss};
 use crate::local::INPROC;
 
 /// The name of this kind of link between processes.
@@ -61,6 +61,7 @@ impl Link for SharedLink {
                     tracing::warn!(reason, "lost a peer");
                     Err(Broken("the peer is lost"))
                 }
+                _ if self.receiver.is_given_up() => Err(Broken("the peer has given this rank up")),
                 _ => Ok(None),
             },
         }
@@ -87,5 +88,30 @@ impl Link for SharedLink {
         if let Some(health) = &self.health {
             health.leave();
         }
+    }
+
+    fn give_up(&mut self) {
+        self.sender.give_up();
+        self.bell.ring();
+        if let Some(health) = &self.health {
+            health.give_up();
+        }
+    }
+
+    fn loss(&self) -> Loss {
+        let ended = self.health.as_ref().is_some_and(|health| health.ended());
+        match (ended, self.receiver.is_given_up()) {
+            (true, false) => Loss::Complete, // what it sent was in the ring before it ended
+            (true, true) => Loss::Ended,
+            (false, _) => Loss::Unreachable,
+        }
+    }
+
+    fn liveness(&self) -> Option<Arc<dyn Liveness>> {
+        self.health.clone()
+    }
+
+    fn set_peer(&mut self, from: Peer) {
+        self.receiver.set_peer(from);
     }
 }

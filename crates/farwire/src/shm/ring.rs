@@ -19,7 +19,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
 
-use farwire_proto::{FAULT_LEN, HEADER_LEN, Header, Lane, Peer};
+use farwire_proto::{HEADER_LEN, Header, Lane, Peer};
 use rustc_hash::{FxHashMap as HashMap, FxHashSet as HashSet};
 
 use super::region::Region;
@@ -153,6 +153,11 @@ impl Sender {
     pub(crate) fn close(&self) {
         self.end.close();
     }
+
+    /// Says that the receiver was given up.
+    pub(crate) fn give_up(&self) {
+        self.end.give_up();
+    }
 }
 
 /// The receiving end.
@@ -200,8 +205,8 @@ impl Receiver {
             return Err(Broken("a frame is longer than its slot"));
         }
         if header.frame.is_notice() {
-            // A notice carries a fault or nothing, and its header was refused otherwise.
-            let mut payload = vec![0; (header.payload as usize).min(FAULT_LEN)];
+            // Notices are short, and their headers were refused otherwise.
+            let mut payload = vec![0; header.payload as usize];
             self.end.copy_out(&slot, HEADER_LEN, &mut payload);
             self.end.pass(slot);
             return Ok(Some(Arrival::Notice(header, payload)));
@@ -210,6 +215,16 @@ impl Receiver {
         self.lanes.entry(lane).or_default().push_back((header, Kept::Slot(slot)));
         self.in_slots += 1;
         Ok(Some(Arrival::Frame(lane)))
+    }
+
+    /// Whether the sender has given this end up.
+    pub(crate) fn is_given_up(&self) -> bool {
+        self.end.is_given_up()
+    }
+
+    /// The sender has got this number.
+    pub(crate) fn set_peer(&mut self, from: Peer) {
+        self.from = from;
     }
 
     /// The next frame of a lane, read in place.

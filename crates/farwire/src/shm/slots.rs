@@ -76,6 +76,9 @@ pub(crate) trait Memory {
 const LINE: usize = 16;
 const CLOSED: usize = 2 * LINE;
 const RINGS: usize = 3 * LINE;
+/// What the word [`CLOSED`] says, once it says anything.
+const GOODBYE: u32 = 1;
+const GIVEN_UP: u32 = 2;
 
 /// Control words that so many slots need.
 pub(crate) const fn words(slots: usize) -> usize {
@@ -263,7 +266,12 @@ impl<M: Memory, const SLOTS: usize> End<M, Sending, SLOTS> {
 
     /// Says that nothing more will be passed on.
     pub(crate) fn close(&self) {
-        self.memory.word(CLOSED).store(1, Ordering::Release);
+        self.memory.word(CLOSED).store(GOODBYE, Ordering::Release);
+    }
+
+    /// Says that whoever reads here was given up: what is passed on may not be all.
+    pub(crate) fn give_up(&self) {
+        self.memory.word(CLOSED).store(GIVEN_UP, Ordering::Release);
     }
 }
 
@@ -299,7 +307,12 @@ impl<M: Memory, const SLOTS: usize> End<M, Receiving, SLOTS> {
     /// Whether the sender has said that nothing more will come. Ask before looking for the last
     /// slot.
     pub(crate) fn is_closed(&self) -> bool {
-        self.memory.word(CLOSED).load(Ordering::Acquire) != 0
+        self.memory.word(CLOSED).load(Ordering::Acquire) == GOODBYE
+    }
+
+    /// Whether the sender has given this end up. What it sent may not be all that it had to say.
+    pub(crate) fn is_given_up(&self) -> bool {
+        self.memory.word(CLOSED).load(Ordering::Acquire) == GIVEN_UP
     }
 }
 

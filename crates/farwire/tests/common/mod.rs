@@ -236,10 +236,10 @@ pub(crate) fn start_processes_at(
 }
 
 /// How long a process of a test may live.
-const CHILD_LIMIT: Duration = Duration::from_secs(600);
+pub(crate) const CHILD_LIMIT: Duration = Duration::from_secs(600);
 
 /// Ends this process after that time, so that a test whose ranks hang fails instead of hanging too.
-fn end_after(limit: Duration) {
+pub(crate) fn end_after(limit: Duration) {
     std::thread::spawn(move || {
         std::thread::sleep(limit);
         eprintln!("this process of a test has not ended in {limit:?}");

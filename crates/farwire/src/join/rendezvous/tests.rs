@@ -5,7 +5,15 @@ use crate::token::Token;
 
 fn hello(job: &str, rank: u32, version: u8) -> Hello {
     let member = Member { rank, port: 1, host: "h".to_owned(), cores: 1 };
-    Hello { version, job: JobName::new(job).unwrap(), world: 4, epoch: 0, process: 7, member }
+    Hello {
+        version,
+        job: JobName::new(job).unwrap(),
+        world: 4,
+        epoch: 0,
+        process: 7,
+        purpose: Purpose::Start,
+        member,
+    }
 }
 
 /// Rank 1 of the job "here", which listens.
@@ -36,23 +44,22 @@ impl Listening {
             port_is_held: false,
             port: 0,
             timeout: Duration::from_secs(60),
+            lobby: None,
         };
         let identity = Arc::new(Identity::new(&token, Peer(1), Epoch(0), &job).unwrap());
         let (endpoint, server) = listen(&terms, &identity).unwrap();
         let address = endpoint.local_addr().unwrap();
         let (door, newcomers) = mpsc::channel(100);
         let expected = Arc::new(Expected::default());
-        let listener = Arc::new(Listener {
+        let listener = Listener {
             identity,
             hello: hello("here", 1, VERSION),
             refusals: Arc::default(),
             expected: expected.clone(),
             door,
-        });
-        let pass = move |connection| {
-            tokio::spawn(listener.clone().hear(connection));
+            lobby: None,
         };
-        tokio::spawn(door::keep(endpoint, server, Transport::default(), pass, |_| ()));
+        listener.keep(endpoint, server, Transport::default());
         Self { token, address, expected, _newcomers: newcomers }
     }
 

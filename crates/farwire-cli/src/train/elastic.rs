@@ -1,0 +1,118 @@
+//! A run whose ranks come and go: `--elastic`, and `--join` for those that come later.
+//!
+//! Every rank makes the model on its own, from the same seed, and [`Elastic`] lays it out over
+//! whoever is there. Rank 0 shows how it goes and writes the report; when it is lost, the next one
+//! does.
+
+use std::process::ExitCode;
+use std::sync::atomic::Ordering;
+
+use farwire::{Change, Communicator, Elastic, GroupFault, ReduceOp};
+use farwire_train::gpt::Writer;
+use farwire_train::{TrainError, Trainer, embedded};
+
+use super::view::{Run, View};
+use super::{Args, LIBRARY, SAMPLE, TrainCommandError, files, report, text, watch_for_signals};
+
+/// Trains as one rank of many, from the start or as one that has joined.
+pub(super) fn run(
+    args: &Args,
+    comm: Communicator,
+    joined: bool,
+) -> Result<ExitCode, TrainCommandError> {
+    let stop = watch_for_signals()?;
+    files::check_report(&args.report)?;
+    let text = match (&args.data, joined) {
+        // One that joins has to have the data; whether they are the same is found out.
+        (Some(path), true) => files::read_data(path, &stop)?,
+        (None, true) => Some(embedded()),
+        (_, false) => text(args, &comm, &stop)?,
+    };
+    let Some(text) = text else {
+        return Ok(ExitCode::from(128 + stop.load(Ordering::Relaxed) as u8));
+    };
+    let alone = farwire::local(1)?.remove(0);
+    let mut trainer = Trainer::new(LIBRARY, &alone, args.settings(1, args.codec.clone())?, &text)?;
+    trainer.set_elastic()?;
+    let steps = trainer.settings().steps;
+    let mut elastic = Elastic::new(comm);
+    // Lays the model out over all ranks. (One that joins meets the others in the middle of a step.)
+    if !joined {
+        elastic.step(&mut trainer, |_, _| Ok::<_, TrainError>(()))?;
+    }
+    let mut run = Run::new(&trainer);
+    let mut view = View::new(elastic.comm().rank() == 0, args.json);
+    view.begin(&run, &trainer)?;
+    while trainer.steps_done() < steps && !run.stopped {
+        let wish = stop.load(Ordering::Relaxed) != 0;
+        let report = elastic.step(&mut trainer, |_, trainer| trainer.step(wish))?;
+        if elastic.comm().rank() == 0 && !view.is_shown() {
+            view = View::new(true, args.json);
+            view.begin(&run, &trainer)?;
+        }
+        for change in elastic.take_changes() {
+            let what = describe(&change, trainer.lost_residual());
+            view.change(&change, &what)?;
+            run.changes.push(what);
+        }
+        run.stopped = report.stop;
+        run.seconds += report.times.total;
+        run.skipped = trainer.steps_skipped();
+        view.step(&run, &report)?;
+        run.steps.push(report);
+    }
+    run.settings = trainer.settings().clone();
+    run.trace = trainer.trace().to_vec();
+    view.end();
+    // Nobody is let in any more. A rank that is lost now takes nothing with it but the sample.
+    let gathered =
+        trainer.replicas_agree().and_then(|agree| Ok((trainer.gathered_weights()?, agree)));
+    let (weights, agree) = match gathered {
+        Err(error) if error.is_group_fault() => (None, None),
+        gathered => gathered.map(|(weights, agree)| (weights, Some(agree)))?,
+    };
+    if let (Some(weights), false) = (weights, run.stopped) {
+        let mut writer = Writer::new(LIBRARY, weights, run.settings.model)?;
+        let sample = writer.write("The ", SAMPLE, 0.7, run.settings.seed)?;
+        run.sample = sample.chars().filter(|c| !c.is_control() || *c == '\n').collect();
+    }
+    let (mut written, mut shown) = (Ok(()), Ok(()));
+    if elastic.comm().rank() == 0 {
+        let line = match agree {
+            Some(true) => "all replicas have the same bits",
+            Some(false) => "replicas differ",
+            None => "a rank was lost before replicas could be compared",
+        };
+        run.changes.push(format!("at the end, {line}"));
+        let runs = [run];
+        written = std::fs::write(&args.report, report::html(&runs));
+        let report = written.is_ok().then_some(args.report.as_path());
+        shown = view.summary(&runs, report, None);
+        run = runs.into_iter().next().expect("it was just put there");
+    }
+    // The signal, which not all need to have got. It also keeps all here while rank 0 still writes,
+    // so that nobody is taken for lost.
+    let mine = stop.load(Ordering::Relaxed);
+    let signals = elastic.comm().all_reduce(vec![mine], ReduceOp::Max).wait();
+    let signal = signals.map_or(mine, |signals| signals[0]);
+    shown?;
+    written.map_err(|source| TrainCommandError::Report { path: args.report.clone(), source })?;
+    Ok(if run.stopped { ExitCode::from(128 + signal as u8) } else { ExitCode::SUCCESS })
+}
+
+/// A change of the group in a sentence.
+fn describe(change: &Change, lost: f64) -> String {
+    let Change { revision, epoch, ranks: (before, now), received, differed } = change;
+    let mut text = format!("after step {revision}: {before} → {now} ranks (epoch {epoch})");
+    if !received.is_empty() {
+        let ranks: Vec<_> = received.iter().map(usize::to_string).collect();
+        text += &format!("; rank {} got the state", ranks.join(", "));
+    }
+    if !differed.is_empty() {
+        text += &format!("; {} of these had drifted", differed.len());
+    }
+    if now < before && lost > 0.0 {
+        text += &format!("; residuals of norm {lost:.3e} are lost");
+    }
+    text
+}

@@ -1,0 +1,135 @@
+//! `farwire launch --elastic` and `farwire train --join` as their users meet them: ranks are killed,
+//! and others take their places.
+
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
+
+use std::collections::HashMap;
+use std::io::{BufRead, BufReader, Lines};
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::time::Duration;
+
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
+
+/// A run of small steps that goes on until it is told to stop.
+const TRAIN: &str = "train --layers 2 --heads 2 --width 16 --context 16 --batch 12 --codec int8 \
+                     --steps 1000000 --json";
+
+fn kill(pid: u32, signal: Signal) {
+    kill_process(Pid::from_raw(pid as i32).unwrap(), signal).unwrap();
+}
+
+/// Kills a process after two minutes, unless what is returned is dropped before.
+fn limit(child: &Child) -> Sender<()> {
+    let (ended, end) = mpsc::channel();
+    let pid = child.id();
+    std::thread::spawn(move || {
+        if end.recv_timeout(Duration::from_secs(120)) == Err(RecvTimeoutError::Timeout) {
+            kill(pid, Signal::KILL);
+        }
+    });
+    ended
+}
+
+/// A launcher and its ranks.
+struct Job {
+    launcher: Child,
+    lines: Lines<BufReader<ChildStdout>>,
+    _limit: Sender<()>,
+}
+
+impl Job {
+    fn start(folder: &std::path::Path, link: &str, restarts: &str) -> Self {
+        let farwire = env!("CARGO_BIN_EXE_farwire");
+        let mut launcher = Command::new(farwire)
+            .args(["launch", "--elastic", "-n", "3", "--restarts", restarts, "--", farwire])
+            .args(TRAIN.split_whitespace())
+            .arg("--elastic")
+            .current_dir(folder)
+            .env("FARWIRE_LINK", link)
+            .env("FARWIRE_FLIGHT_DIR", "")
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let _limit = limit(&launcher);
+        let lines = BufReader::new(launcher.stdout.take().unwrap()).lines();
+        Self { launcher, lines, _limit }
+    }
+
+    /// The next event of a kind, from whichever rank speaks for the others by then.
+    fn next(&mut self, event: &str) -> Value {
+        for line in &mut self.lines {
+            let line = line.unwrap();
+            let said = line.split_once("] ").and_then(|(_, said)| serde_json::from_str(said).ok());
+            if let Some(said) = said.filter(|said: &Value| said["event"] == event) {
+                return said;
+            }
+        }
+        panic!("the job ended before its next {event}");
+    }
+
+    /// Until the group has changed to so many ranks.
+    fn changed_to(&mut self, ranks: u64) {
+        let change = self.next("change");
+        assert_eq!(change["ranks"].as_u64(), Some(ranks), "{change}");
+        self.next("step");
+    }
+
+    /// The process that was started as a rank, and its environment.
+    fn rank(&self, rank: u32) -> (u32, HashMap<String, String>) {
+        let processes = std::fs::read_dir("/proc").unwrap();
+        let ids = processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
+        let environment = |id: u32| {
+            let stat = std::fs::read_to_string(format!("/proc/{id}/stat")).ok()?;
+            let parent = stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse::<u32>().ok()?;
+            let text = (self.launcher.id() == parent)
+                .then(|| std::fs::read_to_string(format!("/proc/{id}/environ")).ok())??;
+            let variables = text.split('\0').filter_map(|it| it.split_once('='));
+            let variables: HashMap<_, _> =
+                variables.map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
+            Some((id, variables))
+        };
+        let mut ranks = ids.filter_map(environment);
+        ranks.find(|(_, variables)| variables["RANK"] == rank.to_string()).unwrap()
+    }
+}
+
+/// Rank 0, which speaks for the others, is killed: one that the launcher starts takes its place.
+/// Then the next is, and one that was started by hand does. All end with the same weights.
+#[test]
+fn a_run_goes_on_when_those_that_speak_for_it_are_killed_and_others_join() {
+    let name = format!("farwire-elastic-{}", std::process::id());
+    let folder = std::env::temp_dir().join(name);
+    std::fs::create_dir_all(&folder).unwrap();
+    for link in ["shm", "quic"] {
+        let mut job = Job::start(&folder, link, "1");
+        job.next("step");
+        kill(job.rank(0).0, Signal::KILL);
+        job.changed_to(2);
+        job.changed_to(3);
+        kill(job.rank(1).0, Signal::KILL);
+        job.changed_to(2);
+
+        let (_, variables) = job.rank(2);
+        let mut joiner = Command::new(env!("CARGO_BIN_EXE_farwire"))
+            .args(TRAIN.split_whitespace())
+            .args(["--join", &format!("127.0.0.1:{}", variables["FARWIRE_PORT"])])
+            .current_dir(&folder)
+            .envs(["FARWIRE_TOKEN", "FARWIRE_JOB"].map(|name| (name, &variables[name])))
+            .envs([("FARWIRE_LINK", link), ("FARWIRE_FLIGHT_DIR", "")])
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        let _limit = limit(&joiner);
+        job.changed_to(3);
+
+        kill(job.launcher.id(), Signal::TERM);
+        let summary = job.next("summary");
+        let last = summary["changes"].as_array().unwrap().last().unwrap();
+        assert_eq!(last, "at the end, all replicas have the same bits", "{summary}");
+        assert_eq!(job.launcher.wait().unwrap().code(), Some(128 + 15), "it was told to stop");
+        assert_eq!(joiner.wait().unwrap().code(), Some(128 + 15), "and it told the others");
+    }
+    std::fs::remove_dir_all(folder).unwrap();
+}

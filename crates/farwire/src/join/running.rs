@@ -1,0 +1,138 @@
+//! Joining a job that runs.
+//!
+//! 1. A process calls any member, by an address that it was given, and is told who is in the job.
+//! 2. It calls all of them, and sets up a link to each. From then on each of them knows that it
+//!    waits. It looks again now and then: others may have joined, or have left.
+//! 3. At a step boundary the members [agree](farwire_proto::membership) to let it in, and one of them
+//!    tells it.
+//!
+//! Until then it costs the job nothing. If it stalls or dies, the members drop a link.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use farwire_proto::Peer;
+use farwire_proto::membership::MAX_MEMBERS;
+use quinn::Endpoint;
+use tokio::sync::mpsc;
+use tokio::time::{Instant, timeout};
+
+use super::again::{Again, Expected};
+use super::calling::Caller;
+use super::gathering::Newcomer;
+use super::identity::Identity;
+use super::refusals::Refusals;
+use super::rendezvous::{
+    Acquaintance, Answer, Book, Hello, JoinError, Listener, Member, NONSENSE, Purpose, Terms,
+    listen, read_up_to, write,
+};
+use crate::quic::transport::Transport;
+
+/// How long one call may take.
+const CALL_TIMEOUT: Duration = Duration::from_secs(5);
+/// Bytes of the longest book.
+const MAX_BOOK: usize = 512 * MAX_MEMBERS + (16 << 10);
+
+/// A process that wants to join.
+#[derive(Debug)]
+pub(crate) struct Joiner {
+    caller: Arc<Caller>,
+    pub(crate) again: Arc<Again>,
+}
+
+/// A member that was called, and what it said.
+pub(crate) struct Called {
+    pub(crate) known: Acquaintance,
+    pub(crate) book: Book,
+}
+
+impl Joiner {
+    /// Listens, so that those who join later can call this process, too.
+    pub(crate) fn new(
+        terms: &Terms<'_>,
+        identity: Arc<Identity>,
+        transport: Transport,
+    ) -> Result<Self, JoinError> {
+        let deadline = Instant::now() + terms.timeout;
+        let (endpoint, server) = listen(terms, &identity)?;
+        let address = terms.master;
+        let port =
+            endpoint.local_addr().map_err(|error| JoinError::Listen { address, error })?.port();
+        let hello = Hello::new(terms, port, Purpose::Join)?;
+        // Nobody comes by the door of a process that was not there at the start.
+        let (door, _) = mpsc::channel(1);
+        let expected = Arc::new(Expected::default());
+        let listener = Listener {
+            identity: identity.clone(),
+            hello: hello.clone(),
+            refusals: Arc::new(Refusals::default()),
+            expected: expected.clone(),
+            door,
+            lobby: terms.lobby.clone(),
+        };
+        listener.keep(endpoint.clone(), server, transport);
+        let client = identity.client_config()?;
+        let patience = terms.timeout;
+        let caller = Caller { endpoint, client, transport, identity, hello, deadline, patience };
+        let caller = Arc::new(caller);
+        Ok(Self { again: Arc::new(Again::new(caller.clone(), expected)), caller })
+    }
+
+    /// Where it listens, and calls from.
+    pub(crate) fn endpoint(&self) -> &Endpoint {
+        &self.caller.endpoint
+    }
+
+    /// What it calls itself.
+    pub(crate) fn process(&self) -> u64 {
+        self.caller.hello.process
+    }
+
+    /// What others are told about it.
+    pub(crate) fn member(&self) -> &Member {
+        &self.caller.hello.member
+    }
+
+    /// Calls a member, to set up a link with it or only to look.
+    pub(crate) async fn call(
+        &self,
+        address: SocketAddr,
+        purpose: Purpose,
+    ) -> Result<Called, String> {
+        timeout(CALL_TIMEOUT, self.try_call(address, purpose))
+            .await
+            .unwrap_or_else(|_| Err(format!("{address} did not answer")))
+    }
+
+    async fn try_call(&self, address: SocketAddr, purpose: Purpose) -> Result<Called, String> {
+        let Caller { identity, hello, .. } = &*self.caller;
+        let (name, mut hello) = (identity.name_of_any(), hello.clone());
+        hello.purpose = purpose;
+        let said = self.caller.say_hello(&hello, &name, address, CALL_TIMEOUT).await;
+        let refused = |reason| format!("{address} refused: {reason}");
+        let mut known = match said.map_err(|error| format!("{address}: {error}"))? {
+            (known, Answer::Heard) => known,
+            (_, Answer::Refused(reason)) => return Err(refused(reason)),
+            _ => return Err(NONSENSE.to_owned()),
+        };
+        let mut book: Book = match read_up_to(&mut known.from, MAX_BOOK).await? {
+            Answer::Book(book) => book,
+            Answer::Refused(reason) => return Err(refused(reason)),
+            _ => return Err(NONSENSE.to_owned()),
+        };
+        let here = book.entries.iter_mut().find(|entry| entry.number == book.here);
+        let here = here.ok_or_else(|| NONSENSE.to_owned())?;
+        here.address = Some(address);
+        if !identity.is_of_this_job(&known.connection, Peer(here.member.rank)) {
+            return Err(format!("{address}: its certificate is of another job"));
+        }
+        known.member = here.member.clone();
+        Ok(Called { known, book })
+    }
+}
+
+/// Tells one that has come who is in the job.
+pub(crate) async fn show_book(newcomer: &mut Newcomer, book: Book) -> Result<(), String> {
+    write(&mut newcomer.known.to, &Answer::Book(book)).await
+}

@@ -1,0 +1,111 @@
+//! Where processes wait that want to join a job that runs: each member's side of
+//! [`join::running`](crate::join::running).
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
+
+use farwire_proto::Peer;
+use tokio::sync::mpsc::Receiver;
+use tokio::time::timeout;
+
+use crate::join::again::{Again, Met};
+use crate::join::gathering::Newcomer;
+use crate::join::rendezvous::{Book, Entry, JOINER, Member, Purpose, is_this_host};
+use crate::join::running::show_book;
+use crate::link::{LinkChoice, Pair};
+use crate::node::Node;
+use crate::process::{Healths, acquaint};
+use crate::quic::control::Beats;
+use crate::shm::bell::Bell;
+
+/// Processes that may stand at the door of the lobby.
+pub(crate) const MAX_NEWCOMERS: usize = 64;
+/// How long it may take to set up a link with one.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Where processes are, by what they call themselves. Nothing for this one.
+pub(crate) type Addresses = Arc<Mutex<HashMap<u64, (Member, Option<SocketAddr>)>>>;
+
+/// What a member needs to receive those that want to join.
+#[derive(Clone, Debug)]
+pub(crate) struct Lobby {
+    pub(crate) node: Weak<Node>,
+    pub(crate) addresses: Addresses,
+    pub(crate) again: Arc<Again>,
+    pub(crate) healths: Healths,
+    pub(crate) link: LinkChoice,
+    pub(crate) payload: usize,
+    pub(crate) bell: Bell,
+    pub(crate) beats: Beats,
+}
+
+impl Lobby {
+    /// Receives all that come, until the node is gone.
+    pub(crate) async fn keep(self, mut newcomers: Receiver<Newcomer>) {
+        while let Some(newcomer) = newcomers.recv().await {
+            let lobby = self.clone();
+            tokio::spawn(async move {
+                let from = newcomer.known.connection.remote_address();
+                let received = timeout(PATIENCE, lobby.receive(newcomer)).await;
+                if let Err(reason) = received.unwrap_or_else(|_| Err("it took too long".into())) {
+                    tracing::info!(%from, reason, "a process did not come to wait for joining");
+                }
+            });
+        }
+    }
+
+    async fn receive(self, mut newcomer: Newcomer) -> Result<(), String> {
+        let Some((book, me)) = self.book() else { return Ok(()) };
+        show_book(&mut newcomer, book).await?;
+        let Newcomer { process, purpose, known, .. } = newcomer;
+        if purpose != Purpose::Join {
+            known.part().await;
+            return Ok(());
+        }
+        let member = known.member.clone();
+        let address = SocketAddr::new(known.connection.remote_address().ip(), member.port);
+        let pair = Pair {
+            me,
+            peer: JOINER,
+            same_host: is_this_host(&member),
+            payload: self.payload,
+            bell: self.bell.clone(),
+            met: Some(Met {
+                connection: known.connection.clone(),
+                peer: JOINER,
+                again: Arc::new(self.again.within(PATIENCE)),
+            }),
+        };
+        let linked = acquaint(pair, *known, self.link, self.beats).await;
+        let linked = linked.map_err(|error| error.to_string())?;
+        let Some(node) = self.node.upgrade() else { return Ok(()) };
+        let mut healths = self.healths.lock().unwrap_or_else(PoisonError::into_inner);
+        healths.retain(|health| health.loss().is_none());
+        healths.push(linked.health.clone());
+        drop(healths);
+        let mut addresses = self.addresses.lock().unwrap_or_else(PoisonError::into_inner);
+        addresses.insert(process, (member, Some(address)));
+        drop(addresses);
+        node.driver().add_waiting(process, linked.link);
+        Ok(())
+    }
+
+    /// Who is in the job, and who says so.
+    fn book(&self) -> Option<(Book, Peer)> {
+        let node = self.node.upgrade()?;
+        let (view, me) = {
+            let driver = node.driver();
+            (driver.view()?.clone(), driver.me())
+        };
+        let addresses = self.addresses.lock().unwrap_or_else(PoisonError::into_inner);
+        let entry = |member: &farwire_proto::membership::Member| {
+            let (known, address) = addresses.get(&member.process)?.clone();
+            let (number, process) = (member.peer.0, member.process);
+            Some(Entry { number, process, member: known, address })
+        };
+        let entries = view.members().iter().filter_map(entry).collect();
+        Some((Book { epoch: view.epoch().0, here: me.0, entries }, me))
+    }
+}
