@@ -14,7 +14,7 @@ fn run(name: &str, ranks: usize) -> Vec<String> {
         let arguments = ["build", "-p", "farwire-candle", "--example", name];
         assert!(Command::new(env!("CARGO")).args(arguments).status().unwrap().success());
     }
-    let port = std::net::UdpSocket::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let port = farwire::HeldPort::any().unwrap();
     let token = farwire::Token::generate().reveal();
     let children: Vec<_> = (0..ranks)
         .map(|rank| {
@@ -22,7 +22,8 @@ fn run(name: &str, ranks: usize) -> Vec<String> {
                 .env("RANK", rank.to_string())
                 .env("WORLD_SIZE", ranks.to_string())
                 .env("MASTER_ADDR", "127.0.0.1")
-                .env("MASTER_PORT", port.to_string())
+                .env("MASTER_PORT", port.port().to_string())
+                .envs([port.variable()])
                 .env("FARWIRE_TOKEN", &token)
                 .env("RAYON_NUM_THREADS", "1")
                 .stdout(Stdio::piped())

@@ -31,8 +31,7 @@ pub(crate) fn job(
         return Vec::new();
     }
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
-    let socket = std::net::UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
-    let port = socket.expect("a free port").port();
+    let port = farwire::HeldPort::any().expect("a free port");
     let token = farwire::Token::generate().reveal();
     let start = |rank: usize| {
         Command::new(std::env::current_exe().expect("tests know where they are"))
@@ -41,7 +40,8 @@ pub(crate) fn job(
             .env("RANK", rank.to_string())
             .env("WORLD_SIZE", ranks.to_string())
             .env("MASTER_ADDR", "127.0.0.1")
-            .env("MASTER_PORT", port.to_string())
+            .env("MASTER_PORT", port.port().to_string())
+            .envs([port.variable()])
             .env("FARWIRE_TOKEN", &token)
             .env("RAYON_NUM_THREADS", "1")
             .stdout(Stdio::piped())

@@ -6,6 +6,7 @@ pub(crate) mod relay;
 pub(crate) mod stranger;
 
 use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use farwire::{Algorithm, Communicator, Element, Options, ReduceOp, Token};
@@ -188,10 +189,17 @@ pub(crate) fn start_processes_with(
     start_processes_at(test, &vec![port; n], &Token::generate(), link, settings, rank)
 }
 
-/// A UDP port of loopback that nobody uses right now.
+/// A UDP port of loopback that nobody uses right now. It is below those that the system hands out,
+/// so nobody who asks for any port gets it before the rank that is told of it.
 pub(crate) fn free_port() -> u16 {
-    let socket = std::net::UdpSocket::bind("127.0.0.1:0").and_then(|socket| socket.local_addr());
-    socket.expect("a free port").port()
+    static TAKEN: AtomicU32 = AtomicU32::new(0);
+    let first = std::process::id();
+    let ports = std::iter::repeat_with(|| {
+        let number = first.wrapping_mul(64).wrapping_add(TAKEN.fetch_add(1, Ordering::Relaxed));
+        10_000 + (number % 20_000) as u16
+    });
+    let free = |port: &u16| std::net::UdpSocket::bind(("127.0.0.1", *port)).is_ok();
+    ports.take(20_000).find(free).expect("a free port")
 }
 
 /// The same for a job whose token and ports, one for each rank to find rank 0 at, the test knows. A
