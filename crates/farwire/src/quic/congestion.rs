@@ -103,7 +103,7 @@ const LEAST_EXCESS: Duration = Duration::from_millis(8);
 const WINDOW: f64 = 2.0;
 /// Paces, as shares of the rate. `YIELD` is Cruise's if there is a queue.
 const CRUISE: f64 = 0.99;
-const YIELD: f64 = 0.92;
+const YIELD: f64 = 0.9;
 const UP: f64 = 1.25;
 const DOWN: f64 = 0.75;
 const PROBE: f64 = 0.5;
@@ -122,7 +122,7 @@ const LEARN_PACKETS: u64 = 64;
 const LEARN: f64 = 0.1;
 /// How far a ceiling and the pace of Cruise fall at most in one round, and the latter in all.
 const FALL: f64 = 0.7;
-const LOWER: f64 = 0.8;
+const LOWER: f64 = 0.7;
 const LOWEST: f64 = 0.5;
 /// How far below a known ceiling the window stays, and how far above it Up tries first.
 const HEADROOM: f64 = 0.9;
@@ -289,6 +289,8 @@ pub(crate) struct Model {
     best_rounds: [f64; 2],
     least_rtt: Duration,
     least_rtt_at: Instant,
+    /// Whether Startup has just ended, perhaps too early: what the peer sends makes a queue, too.
+    started: bool,
     /// Whether there was a queue in the last round of Cruise.
     queued: bool,
     /// The round trip of the last round, and for how many it has been the same.
@@ -350,6 +352,7 @@ impl Model {
             best_rounds: [0.0; 2],
             least_rtt: Duration::MAX,
             least_rtt_at: now,
+            started: false,
             queued: false,
             last_rtt: Duration::ZERO,
             still: 0,
@@ -561,16 +564,17 @@ impl Model {
                 let plateau = if grown { 0 } else { plateau + 1 };
                 if too_much || plateau >= PLATEAU || plateau > 0 && queue {
                     self.best_rounds = [self.rate(); 2];
+                    self.started = true;
                     return self.enter(Phase::Down);
                 }
                 self.phase = Phase::Startup { best: best.max(round.rate), plateau };
             }
             Phase::Up { best } => {
-                // The first round shows what was sent before it.
                 if too_much {
                     return self.enter(Phase::Down);
                 }
-                if self.phase_rounds < 2 {
+                // What was sent faster in one round shows in the next.
+                if !self.phase_rounds.is_multiple_of(2) {
                     return;
                 }
                 self.ceiling = self.ceiling.max(round.peak);
@@ -589,7 +593,8 @@ impl Model {
                 self.overfull = false;
                 self.begin_cycle(now);
                 self.random = self.random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(1);
-                let rounds = CRUISE_ROUNDS + (self.random >> 60) as u32 / 3;
+                let some = CRUISE_ROUNDS + (self.random >> 60) as u32 / 3;
+                let rounds = if std::mem::take(&mut self.started) { 2 } else { some };
                 self.enter(Phase::Cruise { rounds });
             }
             Phase::Cruise { rounds } => {

@@ -401,6 +401,30 @@ fn lines_of_all_kinds() {
     }
 }
 
+/// What `scripts/far_plot.py` draws.
+#[test]
+#[ignore = "prints traces"]
+fn traces_for_the_docs() {
+    let scene = || Scene::new(Congestion::Model);
+    let change = |rate: f64, delay: u32| Some((4, rate * LINE, delay * MS));
+    let bursty = Loss::Bursty { share: 0.01, length: 8.0 };
+    let one_percent = Loss::Random(0.01);
+    for (title, scene) in [
+        ("start-up and steady", scene()),
+        ("queue of 500 ms", Scene { queue: 500 * MS, ..scene() }),
+        ("1 % lost at random", Scene { loss: one_percent, ..scene() }),
+        ("1 % lost in bursts of 8", Scene { loss: bursty, ..scene() }),
+        ("CUBIC, 1 % lost", Scene { loss: one_percent, ..Scene::new(Congestion::Cubic) }),
+        ("as much the other way", Scene { both_ways: true, ..scene() }),
+        ("rate halved after 4 s", Scene { change: change(0.5, 50), ..scene() }),
+        ("rate doubled after 4 s", Scene { change: change(2.0, 50), ..scene() }),
+        ("round trip 200 ms after 4 s", Scene { change: change(1.0, 100), ..scene() }),
+        ("round trip 20 ms after 4 s", Scene { change: change(1.0, 10), ..scene() }),
+    ] {
+        alone(&scene, title);
+    }
+}
+
 #[test]
 fn start_up_ends_at_the_queue() {
     let deep = Scene { queue: 500 * MS, ..Scene::new(Congestion::Model) };
