@@ -28,7 +28,7 @@
 //!   shows what came of it. It goes on for as long as the rate grows, so a doubled rate is found
 //!   within a second. **Down** drains what Up left in the queue, which also shows the least round
 //!   trip again.
-//! - **Cruise** sends a little less while there is a queue. Flows that share a line find more in Up
+//! - **Cruise** sends the less, the longer the queue. Flows that share a line find more in Up
 //!   than they can all have, and would else fill the queue together. If the round trip then stays
 //!   the same, it was no queue: the path has become longer.
 //! - **Loss** counts only if it is more than the path loses anyway, which is learnt from rounds
@@ -101,12 +101,13 @@ const LEAST_PACKETS: u64 = 4;
 const LEAST_EXCESS: Duration = Duration::from_millis(8);
 /// What the window holds, as a multiple of what the path does.
 const WINDOW: f64 = 2.0;
-/// Paces, as shares of the rate. `YIELD` is Cruise's if there is a queue.
+/// Paces, as shares of the rate.
 const CRUISE: f64 = 0.99;
-const YIELD: f64 = 0.9;
 const UP: f64 = 1.25;
 const DOWN: f64 = 0.75;
 const PROBE: f64 = 0.5;
+/// By how much Cruise is slower for each round trip that packets wait.
+const YIELD: f64 = 0.8;
 /// Bytes of a packet that are not data.
 const HEADERS: f64 = 40.0;
 /// A round that grew by less than this did not grow.
@@ -291,8 +292,8 @@ pub(crate) struct Model {
     least_rtt_at: Instant,
     /// Whether Startup has just ended, perhaps too early: what the peer sends makes a queue, too.
     started: bool,
-    /// Whether there was a queue in the last round of Cruise.
-    queued: bool,
+    /// How long packets waited in the last round of Cruise, if that was a queue.
+    queue: Duration,
     /// The round trip of the last round, and for how many it has been the same.
     last_rtt: Duration,
     still: u32,
@@ -353,7 +354,7 @@ impl Model {
             least_rtt: Duration::MAX,
             least_rtt_at: now,
             started: false,
-            queued: false,
+            queue: Duration::ZERO,
             last_rtt: Duration::ZERO,
             still: 0,
             lowered: 1.0,
@@ -373,11 +374,15 @@ impl Model {
     }
 
     /// Takes in a round's rate. The highest of a cycle may be chance: acknowledgements that were
-    /// held up and then came together. So the second highest counts; but that of Up, which is there
-    /// to find more.
+    /// held up and then came together. So the second highest counts; but what was sent in Up, which
+    /// is there to find more, does so at once.
     fn learn(&mut self, rate: f64) {
         let [highest, second] = self.best_rounds;
-        let up = matches!(self.phase, Phase::Up { .. });
+        let up = match self.phase {
+            Phase::Up { .. } => true,
+            Phase::Down => self.phase_rounds == 1,
+            _ => false,
+        };
         self.best_rounds = if up {
             [highest.max(rate), second.max(rate)]
         } else {
@@ -422,7 +427,8 @@ impl Model {
                 return;
             }
             Phase::Cruise { .. } => {
-                let pace = if self.queued { YIELD } else { CRUISE };
+                let wait = self.queue.as_secs_f64() / self.least_rtt.as_secs_f64();
+                let pace = (CRUISE - YIELD * wait).clamp(DOWN, CRUISE);
                 (full.min((HEADROOM * ceiling).max(content)), self.lowered * pace)
             }
             Phase::Up { .. } if self.phase_rounds.is_multiple_of(2) => {
@@ -431,7 +437,10 @@ impl Model {
             }
             // This round shows what came of the one before.
             Phase::Up { .. } => (full.min((HEADROOM * ceiling).max(content)), CRUISE),
-            Phase::Down => (full.min(ceiling), DOWN),
+            Phase::Down => {
+                let drained = self.in_flight as f64 <= content;
+                (full.min(ceiling), if drained { CRUISE } else { DOWN })
+            }
             Phase::Check { rate: now } => (full.min(ceiling), DOWN * now / rate),
             Phase::ProbeRtt { .. } => (PROBE * content, PROBE),
         };
@@ -516,8 +525,12 @@ impl Model {
     fn judge_loss(&mut self, round: &Round, delivered: u64) -> bool {
         let queued =
             round.mean_rtt() > self.least_rtt + Duration::from_millis(2).max(self.least_rtt / 32);
-        // What Down hears of may have been lost before it.
-        let before = self.phase == Phase::Down && self.overfull;
+        // What Down and the first round after it hear of may have been lost before.
+        let before = match self.phase {
+            Phase::Down => self.overfull,
+            Phase::Cruise { .. } => self.phase_rounds == 1,
+            _ => false,
+        };
         // What was lost without a queue was lost by the path.
         if !queued && !before {
             self.unqueued.0 += round.lost;
@@ -609,7 +622,8 @@ impl Model {
                     return self.enter(Phase::Check { rate: round.rate });
                 }
                 self.notice_a_longer_path(now, round);
-                self.queued = round.mean_rtt() > self.least_rtt + self.excess() / 2;
+                let queue = round.mean_rtt().saturating_sub(self.least_rtt);
+                self.queue = if queue > self.excess() / 2 { queue } else { Duration::ZERO };
                 let lasted = now.saturating_duration_since(self.cycle_began);
                 if self.phase_rounds >= rounds && lasted >= SHORTEST_CYCLE {
                     self.lowered = 1.0;
@@ -649,7 +663,7 @@ impl Model {
     fn notice_a_longer_path(&mut self, now: Instant, round: &Round) {
         let rtt = round.mean_rtt();
         let same = rtt.abs_diff(self.last_rtt) <= rtt / 100;
-        self.still = if self.queued && same { self.still + 1 } else { 0 };
+        self.still = if !self.queue.is_zero() && same { self.still + 1 } else { 0 };
         self.last_rtt = rtt;
         if self.still == STILL {
             (self.least_rtt, self.least_rtt_at) = (round.least_rtt, now);
@@ -665,7 +679,7 @@ impl Model {
     /// since.
     fn begin_cycle(&mut self, now: Instant) {
         self.cycle_began = now;
-        (self.queued, self.checked) = (false, false);
+        (self.queue, self.checked) = (Duration::ZERO, false);
         if std::mem::take(&mut self.learnt) && self.rates[0] > 0.0 {
             self.rates = [0.0, self.rates[0]];
             self.best_rounds = [0.0; 2];
