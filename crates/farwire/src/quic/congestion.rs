@@ -107,7 +107,7 @@ const UP: f64 = 1.25;
 const DOWN: f64 = 0.75;
 const PROBE: f64 = 0.5;
 /// By how much Cruise is slower for each round trip that packets wait.
-const YIELD: f64 = 0.8;
+const YIELD: f64 = 0.6;
 /// Bytes of a packet that are not data.
 const HEADERS: f64 = 40.0;
 /// A round that grew by less than this did not grow.
@@ -123,7 +123,7 @@ const LEARN_PACKETS: u64 = 64;
 const LEARN: f64 = 0.1;
 /// How far a ceiling and the pace of Cruise fall at most in one round, and the latter in all.
 const FALL: f64 = 0.7;
-const LOWER: f64 = 0.7;
+const LOWER: f64 = 0.6;
 const LOWEST: f64 = 0.5;
 /// How far below a known ceiling the window stays, and how far above it Up tries first.
 const HEADROOM: f64 = 0.9;
