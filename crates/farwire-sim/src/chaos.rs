@@ -7,9 +7,10 @@
 //! by [`Schedule::shrink`]. The same schedule gives the same run.
 //!
 //! Links are as the runtime has them: reliable and in order until one end gives the other up, which
-//! is for good. A message may take long, and a process may stop for long; who waits too long for the
-//! other gives it up. When a process ends, those on its host are told after they have read what it
-//! sent, and others find out by its silence. (`loss` makes links worse than that: messages vanish.)
+//! is for good. A message may take long, and a process may stop for long; who waits too long for
+//! the other gives it up. When a process ends, those on its host are told after they have read what
+//! it sent, and others find out by its silence. (`loss` makes links worse than that: messages
+//! vanish.)
 //!
 //! Judged all the time:
 //!
@@ -898,7 +899,8 @@ impl<'a> World<'a> {
                 let may = 2 * unknown.len() < all || (2 * unknown.len() == all && safe);
                 (twice > all || (twice == all && tie) || alive) && may
             };
-            // Where messages vanish, the last one to a member that wants nothing may: it has to ask.
+            // Where messages vanish, the last one to a member that wants nothing may: it has to
+            // ask.
             if enough && let Some(behind) = behind {
                 let what = format!("process {one} went on, process {behind} was left behind");
                 return Err(self.violation(Promise::Progress, what));

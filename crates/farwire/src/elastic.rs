@@ -110,9 +110,9 @@ impl Elastic {
         std::mem::take(&mut self.changes)
     }
 
-    /// Makes a step that counts: lets in who waits, and makes it again for as long as ranks are lost
-    /// on the way. All ranks must call it. What `step` returns on this rank comes back; if this rank
-    /// missed the end of a step that counted elsewhere, the next step is made instead.
+    /// Makes a step that counts: lets in who waits, and makes it again for as long as ranks are
+    /// lost on the way. All ranks must call it. What `step` returns on this rank comes back; if
+    /// this rank missed the end of a step that counted elsewhere, the next step is made instead.
     ///
     /// Fails if `step` does for another reason than a fault of the group, or if the group cannot go
     /// on from here.

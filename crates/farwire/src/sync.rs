@@ -1,7 +1,7 @@
 //! Giving newcomers what the others have: named buffers, in pieces, from several ranks at once.
 //!
-//! 1. Every rank tells all others its revision, and digests of its buffers' names and lengths and of
-//!    their content.
+//! 1. Every rank tells all others its revision, and digests of its buffers' names and lengths and
+//!    of their content.
 //! 2. The newest revision counts. Of the ranks that have it, those whose digests most of them share
 //!    are the *sources* (of several such groups, the one with the lowest rank). All others receive;
 //!    so does a replica that has the revision with other bits, and everyone learns of it.

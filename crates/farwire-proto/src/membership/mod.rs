@@ -15,14 +15,14 @@
 //! ```
 //!
 //! 1. A member that wants a change (its caller lost a rank, or lets somebody in) asks the lowest
-//!    member that lives to lead, or leads. If the leader is silent, the next one leads, with a higher
-//!    [`Ballot`]. A leader's death only starts another round.
+//!    member that lives to lead, or leads. If the leader is silent, the next one leads, with a
+//!    higher [`Ballot`]. A leader's death only starts another round.
 //! 2. The leader asks all. An answer promises to accept nothing older, and says what the member has
-//!    accepted, who it knows to be dead, whom it cannot reach, and who is waiting to join with a link
-//!    to it. The leader waits for all that it does not know to be dead or out of reach.
+//!    accepted, who it knows to be dead, whom it cannot reach, and who is waiting to join with a
+//!    link to it. The leader waits for all that it does not know to be dead or out of reach.
 //! 3. If somebody has accepted a proposal, the leader proposes the newest such again. Otherwise it
-//!    proposes those who answered and can reach each other, and one joiner that *all of them* have a
-//!    link to, if all are at a step boundary. So a join is on all members or on none.
+//!    proposes those who answered and can reach each other, and one joiner that *all of them* have
+//!    a link to, if all are at a step boundary. So a join is on all members or on none.
 //! 4. When enough have accepted, it is decided, and the leader tells everyone.
 //!
 //! # What is enough
@@ -31,54 +31,56 @@
 //! so, or it said goodbye. The proof is *complete* if, besides, everything that it ever sent to the
 //! one who has the proof has been read. A loss of contact proves nothing, and is a suspicion.
 //!
-//! - **To decide**, acceptances of more than n/2 members are enough. So are those of all members that
-//!   are not proven dead. With [`TieRule::Lowest`] so are those of exactly n/2, if the lowest member
-//!   is among them.
-//! - **To propose**, let X be the members that have neither promised nor died with a complete proof.
-//!   X must not be able to have decided anything: it has fewer than n/2 members, or exactly n/2 and
-//!   ([`TieRule::Lowest`]) not the lowest one.
+//! - **To decide**, acceptances of more than n/2 members are enough. So are those of all members
+//!   that are not proven dead. With [`TieRule::Lowest`] so are those of exactly n/2, if the lowest
+//!   member is among them.
+//! - **To propose**, let X be the members that have neither promised nor died with a complete
+//!   proof. X must not be able to have decided anything: it has fewer than n/2 members, or exactly
+//!   n/2 and ([`TieRule::Lowest`]) not the lowest one.
 //!
 //! # Why there are never two views with one number
 //!
 //! Claim: if a view was decided with ballot b, then every proposal with a higher ballot is the same
-//! view. Let Q be those whose acceptances decided it, and let a leader with a higher ballot be about
-//! to propose. Some member of Q is not in X:
+//! view. Let Q be those whose acceptances decided it, and let a leader with a higher ballot be
+//! about to propose. Some member of Q is not in X:
 //!
 //! - If Q is more than n/2, or n/2 with the lowest: X is too small to contain it, by the rule for
 //!   proposing.
 //! - If Q is all but the proven dead: the leader lives and has promised to itself. Proofs are true
-//!   and final (a number is never used for a second process), so it was not proven dead then either:
-//!   it is in Q, and not in X.
+//!   and final (a number is never used for a second process), so it was not proven dead then
+//!   either: it is in Q, and not in X.
 //!
 //! So a member m of Q has promised, or has died with a complete proof. If it promised: it accepted
-//! before it promised, for it refuses what is older than its promise; so it reported the acceptance.
-//! (Nothing newer than the leader's ballot is ever reported: who hears that a ballot was accepted,
-//! promises nothing older.) If it died: it had handed the news of its acceptance to every link before it told the leader of
-//! ballot b, which counted it only then. (A leader counts itself after its `Accept` was handed to
-//! every link.) The proof is complete, so the news was read by whoever has the proof, who is the new
-//! leader or reported it in its promise. Either way the new leader knows of a proposal accepted with
-//! a ballot of at least b, and proposes the newest that it knows of, which by induction over ballots
-//! is the same view. ∎
+//! before it promised, for it refuses what is older than its promise; so it reported the
+//! acceptance. (Nothing newer than the leader's ballot is ever reported: who hears that a ballot
+//! was accepted, promises nothing older.) If it died: it had handed the news of its acceptance to
+//! every link before it told the leader of ballot b, which counted it only then. (A leader counts
+//! itself after its `Accept` was handed to every link.) The proof is complete, so the news was read
+//! by whoever has the proof, who is the new leader or reported it in its promise. Either way the
+//! new leader knows of a proposal accepted with a ballot of at least b, and proposes the newest
+//! that it knows of, which by induction over ballots is the same view. ∎
 //!
-//! Removing the proven dead from the rule *to decide* is safe since a group that goes on without them
-//! cannot find them on the other side of a partition. Removing them from the rule *to propose* is not:
-//! before they died, they may have gone on without us. A complete proof tells that they did not. So
-//! one of two, or two of five, go on when the others are killed on the same host; where the proof is
-//! not complete, they go on only if the dead could not have been enough on their own.
+//! Removing the proven dead from the rule *to decide* is safe since a group that goes on without
+//! them cannot find them on the other side of a partition. Removing them from the rule *to propose*
+//! is not: before they died, they may have gone on without us. A complete proof tells that they did
+//! not. So one of two, or two of five, go on when the others are killed on the same host; where the
+//! proof is not complete, they go on only if the dead could not have been enough on their own.
 //!
 //! Two rules for the driver follow, and the second is easy to miss:
 //!
 //! - Messages are handed to links in the order of [`poll_transmit`](Agreement::poll_transmit), one
-//!   link's not before another's that came first. [`poll_event`](Agreement::poll_event) says nothing
-//!   before they all are.
-//! - A proof is complete only if the link was whole until the end. A process that gives a peer up, or
-//!   drops a message to it, must see to it that the peer never takes its death as completely proven.
+//!   link's not before another's that came first. [`poll_event`](Agreement::poll_event) says
+//!   nothing before they all are.
+//! - A proof is complete only if the link was whole until the end. A process that gives a peer up,
+//!   or drops a message to it, must see to it that the peer never takes its death as completely
+//!   proven.
 //!
 //! # What was left open
 //!
-//! A member that is cut off cannot know what the others decide. It gets [`Event::NoQuorum`] if those
-//! it reaches are not enough, and [`Event::Evicted`] if it hears that the group went on without it.
-//! Messages of an older instance are answered with the newest view and otherwise ignored: the fence.
+//! A member that is cut off cannot know what the others decide. It gets [`Event::NoQuorum`] if
+//! those it reaches are not enough, and [`Event::Evicted`] if it hears that the group went on
+//! without it. Messages of an older instance are answered with the newest view and otherwise
+//! ignored: the fence.
 
 mod message;
 mod view;
@@ -230,9 +232,10 @@ enum Phase {
 /// One member's part in agreeing on the next view. It does no IO and reads no clock.
 ///
 /// - **Wishes**: [`shrink`](Self::shrink), [`admit`](Self::admit).
-/// - **What happened**: [`handle_message`](Self::handle_message), [`handle_lost`](Self::handle_lost),
-///   [`handle_dead`](Self::handle_dead), [`handle_ready`](Self::handle_ready),
-///   [`handle_gone`](Self::handle_gone), [`handle_timeout`](Self::handle_timeout).
+/// - **What happened**: [`handle_message`](Self::handle_message),
+///   [`handle_lost`](Self::handle_lost), [`handle_dead`](Self::handle_dead),
+///   [`handle_ready`](Self::handle_ready), [`handle_gone`](Self::handle_gone),
+///   [`handle_timeout`](Self::handle_timeout).
 /// - **What to do**: after any of these, [`poll_transmit`](Self::poll_transmit) until it is `None`,
 ///   then [`poll_event`](Self::poll_event); then wait no longer than
 ///   [`poll_timeout`](Self::poll_timeout).
@@ -343,9 +346,9 @@ impl Agreement {
         self.ask(now, Want::Shrink);
     }
 
-    /// Says that this member is at a step boundary, and asks for a view with one that waits to join.
-    /// All members must ask. If somebody is lost meanwhile, the next view is without them, and
-    /// perhaps without the joiner.
+    /// Says that this member is at a step boundary, and asks for a view with one that waits to
+    /// join. All members must ask. If somebody is lost meanwhile, the next view is without them,
+    /// and perhaps without the joiner.
     pub fn admit(&mut self, now: Time) {
         self.ask(now, Want::Admit);
     }
@@ -471,8 +474,8 @@ impl Agreement {
         }
     }
 
-    /// The fence: whether a message is about the view that comes next, from one who has a say in it.
-    /// Who asks about an older one is told what came of it.
+    /// The fence: whether a message is about the view that comes next, from one who has a say in
+    /// it. Who asks about an older one is told what came of it.
     fn is_current(&mut self, from: Peer, epoch: Epoch, asks: bool) -> bool {
         if flawed!(self, SkipFence) {
             return self.view.contains(from);
@@ -731,8 +734,8 @@ impl Agreement {
             return;
         }
         answers.insert(from, answer);
-        // That they are dead is true for all. What they sent last is known to who has the proof, and
-        // only for this view.
+        // That they are dead is true for all. What they sent last is known to who has the proof,
+        // and only for this view.
         for (peer, _) in dead.iter().filter(|(peer, _)| *peer != self.me) {
             self.dead.entry(*peer).or_insert(Proof::Ended);
         }

@@ -1,12 +1,12 @@
 //! A UDP port that a launcher keeps free for a rank: for rank 0, and in an elastic job for each.
 //!
 //! A launcher has to name rank 0's port before rank 0 runs, and to those that join later a port of
-//! one that lives. If it only looked for a free one,
-//! another process (a sibling rank that asks for any port, say) could take it in between. So it
-//! holds the port: it binds a socket with `SO_REUSEADDR`, which keeps the port from everyone who
-//! binds without it. Rank 0 is told in [`VARIABLE`], binds with it, and switches it off again at
-//! once, so that from then on nobody can bind the port at all. The launcher's own socket is
-//! connected to itself: packets of others never go there.
+//! one that lives. If it only looked for a free one, another process (a sibling rank that asks for
+//! any port, say) could take it in between. So it holds the port: it binds a socket with
+//! `SO_REUSEADDR`, which keeps the port from everyone who binds without it. Rank 0 is told in
+//! [`VARIABLE`], binds with it, and switches it off again at once, so that from then on nobody can
+//! bind the port at all. The launcher's own socket is connected to itself: packets of others never
+//! go there.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};

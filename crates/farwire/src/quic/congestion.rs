@@ -96,8 +96,8 @@ impl Congestion {
 /// Packets that may be under way before anything is known; quinn paces them.
 const INITIAL_PACKETS: u64 = 32;
 const LEAST_PACKETS: u64 = 4;
-/// How long a packet may wait before that counts as a queue: a fifth of the round trip, and at least
-/// this.
+/// How long a packet may wait before that counts as a queue: a fifth of the round trip, and at
+/// least this.
 const LEAST_EXCESS: Duration = Duration::from_millis(8);
 /// What the window holds, as a multiple of what the path does.
 const WINDOW: f64 = 2.0;

@@ -527,8 +527,8 @@ async fn write_stream(
     written.await;
 }
 
-/// Tells of a connection that has failed by itself. One that was closed has been told of, or will be
-/// by the heartbeats.
+/// Tells of a connection that has failed by itself. One that was closed has been told of, or will
+/// be by the heartbeats.
 async fn watch(connection: Connection, health: Arc<Health>) {
     let reason = connection.closed().await;
     let closed = matches!(

@@ -296,8 +296,8 @@ fn random_loss_is_not_taken_for_congestion() {
 }
 
 /// Acknowledgements wait in the other direction's queue, and some are lost. quinn's packet numbers
-/// are random, so runs differ. This is the direction that began first; the other one can stay at 0.65
-/// of the line for some time.
+/// are random, so runs differ. This is the direction that began first; the other one can stay at
+/// 0.65 of the line for some time.
 #[test]
 fn both_directions_are_filled_at_once() {
     for (loss, wanted) in [(Loss::None, 0.7), (Loss::Random(0.01), 0.7), (Loss::Random(0.03), 0.6)]
