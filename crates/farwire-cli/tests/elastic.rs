@@ -36,6 +36,8 @@ fn limit(child: &Child) -> Sender<()> {
 struct Job {
     launcher: Child,
     lines: Lines<BufReader<ChildStdout>>,
+    /// The last change of the group that was told.
+    epoch: u64,
     _limit: Sender<()>,
 }
 
@@ -54,7 +56,7 @@ impl Job {
             .unwrap();
         let _limit = limit(&launcher);
         let lines = BufReader::new(launcher.stdout.take().unwrap()).lines();
-        Self { launcher, lines, _limit }
+        Self { launcher, lines, epoch: 0, _limit }
     }
 
     /// The next event of a kind, from whichever rank speaks for the others by then.
@@ -69,9 +71,16 @@ impl Job {
         panic!("the job ended before its next {event}");
     }
 
-    /// Until the group has changed to so many ranks.
+    /// Until the group has changed to so many ranks. A change is told again if who told it was lost
+    /// before the next in line had ended its step.
     fn changed_to(&mut self, ranks: u64) {
-        let change = self.next("change");
+        let change = loop {
+            let change = self.next("change");
+            if change["epoch"].as_u64().unwrap() > self.epoch {
+                break change;
+            }
+        };
+        self.epoch = change["epoch"].as_u64().unwrap();
         assert_eq!(change["ranks"].as_u64(), Some(ranks), "{change}");
         self.next("step");
     }
