@@ -33,6 +33,8 @@ Examples:
     farwire netlab --delay 20ms --outage 5s.. -- COMMAND
   A path that silently drops packets above 1300 bytes:
     farwire netlab --mtu 1300 -- COMMAND
+  A laptop behind a router that lets nobody in:
+    farwire netlab --hosts 3 --hidden 1 -- COMMAND
   A shell on the first host: farwire netlab --hosts 1 -- sh -c 'ip address; ping -c 1 10.77.0.1'
 
 --delay is one way: a round trip takes twice as long.")]
@@ -74,6 +76,10 @@ pub(crate) struct Args {
     /// be given several times.
     #[arg(long, value_parser = outage)]
     outage: Vec<Outage>,
+    /// A host that can call others but not be called, as behind NAT or a firewall: its number. May
+    /// be given several times.
+    #[arg(long, value_name = "HOST")]
+    hidden: Vec<usize>,
     /// Random seed for loss, jitter and the rest.
     #[arg(long, default_value = "1")]
     seed: u64,
@@ -127,6 +133,7 @@ impl Args {
             duplicate: self.duplicate,
             mtu: self.mtu.map(|mtu| mtu as usize),
             outages: self.outage.clone(),
+            hidden: self.hidden.clone(),
         }
     }
 }

@@ -51,6 +51,51 @@ fn ranks_reduce_over_a_long_and_lossy_link() {
     assert!(text(&output.stdout).contains("all_reduce"), "{}", text(&output.stdout));
 }
 
+/// Rank 1 has to call rank 2, which cannot call it; and of two that nobody can call, each opens the
+/// way for the other.
+#[test]
+fn ranks_that_cannot_be_called_take_part() {
+    let bench = ["--", FARWIRE, "bench", "all_reduce", "--size", "1KiB", "--iters", "2", "--check"];
+    for hidden in [&["--hidden", "1"][..], &["--hidden", "1", "--hidden", "2"]] {
+        let arguments = [&["--hosts", "3", "--delay", "5ms"], hidden, &bench].concat();
+        let Some(output) = netlab(&arguments) else { return };
+        assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
+    }
+}
+
+/// The highest rank calls all others. If it moves, its connections move with it.
+#[test]
+fn a_rank_whose_address_changes_goes_on() {
+    if Command::new("ip").arg("-V").output().is_err() {
+        return eprintln!("skipped: there is no `ip` to change an address with");
+    }
+    let script = "
+        if [ $RANK = 1 ]; then
+            (sleep 2; ip address add 10.77.0.99/24 dev far0; ip address del 10.77.0.2/24 dev far0
+             echo moved) &
+        fi
+        exec \"$@\"";
+    let bench = ["bench", "all_reduce", "--size", "16KiB", "--iters", "300", "--check"];
+    let arguments = ["--delay", "5ms", "--", "sh", "-c", script, "sh", FARWIRE];
+    let Some(output) = netlab(&[&arguments[..], &bench].concat()) else { return };
+    let said = text(&output.stdout);
+    assert!(output.status.success(), "{said}{}", text(&output.stderr));
+    let moved = said.find("moved").unwrap();
+    assert!(said[moved..].contains("all_reduce"), "it ended before: {said}");
+}
+
+/// Nobody reaches rank 0: the error says who did not reach whom, and what to open.
+#[test]
+fn a_rank_0_that_cannot_be_called_is_named() {
+    let bench = [FARWIRE, "bench", "all_reduce", "--size", "1KiB"];
+    let join = ["sh", "-c", "FARWIRE_JOIN_TIMEOUT=2s exec \"$@\"", "sh"];
+    let arguments = [&["--hosts", "2", "--hidden", "0", "--"][..], &join, &bench].concat();
+    let Some(output) = netlab(&arguments) else { return };
+    let said = text(&output.stderr);
+    assert!(!output.status.success() && said.contains("rank 1 could not reach rank 0"), "{said}");
+    assert!(said.contains("let UDP through"), "{said}");
+}
+
 /// Nothing stays behind, even if it cannot clean up: its ranks end, and with them their hosts.
 #[test]
 fn a_killed_laboratory_leaves_no_process() {

@@ -26,6 +26,9 @@ pub struct Impairments {
     pub mtu: Option<usize>,
     /// Times in which nothing arrives.
     pub outages: Vec<Outage>,
+    /// Hosts that can call others but not be called, as behind NAT or a firewall: what comes from an
+    /// address gets through only after something was sent there. (In a [`Lab`](crate::Lab) only.)
+    pub hidden: Vec<usize>,
 }
 
 /// How long the queue in front of the bottleneck is.

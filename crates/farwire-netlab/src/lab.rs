@@ -3,6 +3,7 @@
 //! Neither namespaces nor devices have names outside this process: they are handles, and end with
 //! the last of them. So nothing stays behind, however the process ends.
 
+use std::collections::HashMap;
 use std::fs::File;
 use std::io;
 use std::net::Ipv4Addr;
@@ -16,6 +17,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 
+use crate::firewall::Firewall;
 use crate::impair::Impairments;
 use crate::shaper::{Shaper, Tally};
 use crate::tun;
@@ -96,7 +98,10 @@ impl Lab {
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = stop.clone();
         let relay = std::thread::Builder::new().name("netlab".to_owned());
-        let relay = relay.spawn(move || run(ports, &stopped)).map_err(failed("start the relay"))?;
+        let firewall = Firewall::new(&what.hidden);
+        let relay = relay
+            .spawn(move || run(ports, firewall, &stopped))
+            .map_err(failed("start the relay"))?;
         Ok(Self { namespaces, stop, relay: Some(relay) })
     }
 
@@ -143,9 +148,12 @@ struct Port {
     down: Shaper<Vec<u8>>,
 }
 
-fn run(mut ports: Vec<Port>, stop: &AtomicBool) -> Vec<Tally> {
+fn run(mut ports: Vec<Port>, mut firewall: Firewall, stop: &AtomicBool) -> Vec<Tally> {
     let start = Instant::now();
     let mut buffer = vec![0; MTU as usize];
+    // A host is where packets from its address have come from, so it may change it.
+    let mut homes: HashMap<[u8; 4], usize> =
+        (0..ports.len()).map(|host| (Lab::address(host).octets(), host)).collect();
     while !stop.load(Ordering::Relaxed) {
         let now = start.elapsed();
         let mut more = false;
@@ -156,7 +164,11 @@ fn run(mut ports: Vec<Port>, stop: &AtomicBool) -> Vec<Tally> {
             {
                 taken += 1;
                 let packet = &buffer[..len];
-                if let Some(to) = destination(packet).filter(|to| *to < ports.len()) {
+                let Some((source, destination)) = addresses(packet) else { continue };
+                homes.insert(source, from);
+                if let Some(&to) = homes.get(&destination)
+                    && firewall.passes(from, to, packet)
+                {
                     ports[from].up.push(now, len, (to, packet.to_vec()));
                 }
             }
@@ -188,10 +200,9 @@ fn run(mut ports: Vec<Port>, stop: &AtomicBool) -> Vec<Tally> {
     ports.iter().map(|port| port.up.tally()).collect()
 }
 
-/// The host that an IPv4 packet is for.
-fn destination(packet: &[u8]) -> Option<usize> {
+/// Where an IPv4 packet comes from, and where it goes.
+fn addresses(packet: &[u8]) -> Option<([u8; 4], [u8; 4])> {
     let is_v4 = packet.first()? >> 4 == 4;
-    let address = packet.get(16..20).filter(|_| is_v4)?;
-    let host = address.strip_prefix(&[10, 77, 0])?[0];
-    usize::from(host).checked_sub(1)
+    let (from, to) = packet.get(12..20).filter(|_| is_v4)?.split_first_chunk()?;
+    Some((*from, *to.first_chunk()?))
 }

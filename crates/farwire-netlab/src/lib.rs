@@ -12,6 +12,7 @@
 
 #![deny(unsafe_code)]
 
+mod firewall;
 mod impair;
 mod lab;
 mod memory;

@@ -346,7 +346,7 @@ impl Driver {
             self.machine.handle_timeout(now);
             moved = true;
         }
-        moved |= self.turn_members();
+        moved |= self.turn_members(now);
         if moved || self.machine.has_held_notices() {
             self.settle();
         }

@@ -59,13 +59,12 @@ impl Lobby {
     async fn receive(self, mut newcomer: Newcomer) -> Result<(), String> {
         let Some((book, me)) = self.book() else { return Ok(()) };
         show_book(&mut newcomer, book).await?;
-        let Newcomer { process, purpose, known, .. } = newcomer;
-        if purpose != Purpose::Join {
-            known.part().await;
+        let Newcomer { process: Some(process), purpose: Purpose::Join, known, .. } = newcomer
+        else {
+            newcomer.known.part().await;
             return Ok(());
-        }
-        let member = known.member.clone();
-        let address = SocketAddr::new(known.connection.remote_address().ip(), member.port);
+        };
+        let (member, address) = (known.member.clone(), known.connection.remote_address());
         let pair = Pair {
             me,
             peer: JOINER,
@@ -74,6 +73,7 @@ impl Lobby {
             bell: self.bell.clone(),
             met: Some(Met {
                 connection: known.connection.clone(),
+                called: known.called,
                 peer: JOINER,
                 again: Arc::new(self.again.within(PATIENCE)),
             }),

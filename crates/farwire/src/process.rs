@@ -229,6 +229,7 @@ impl Settings {
             master,
             port_is_held: self.port_is_held,
             port: self.port,
+            interface: self.interface.as_deref(),
             timeout: self.join_timeout,
             lobby,
         }
@@ -322,6 +323,7 @@ impl Settings {
                 bell: bell.clone(),
                 met: Some(Met {
                     connection: known.connection.clone(),
+                    called: known.called,
                     peer: Peer(known.member.rank),
                     again: Arc::new(joiner.again.within(LINK_TIMEOUT)),
                 }),
@@ -362,8 +364,7 @@ impl Settings {
             rendezvous::join(&terms, identity, transport).await?;
         let mut addresses = HashMap::from([(u64::from(me.0), (member, None))]);
         for known in peers.iter().flatten() {
-            let ip = known.connection.remote_address().ip();
-            let address = SocketAddr::new(ip, known.member.port);
+            let address = known.connection.remote_address();
             let process = u64::from(known.member.rank);
             addresses.insert(process, (known.member.clone(), Some(address)));
         }
@@ -373,7 +374,8 @@ impl Settings {
         let payload = longest_payload(&self.config);
         let pair = |(known, index): (Option<Acquaintance>, u32)| {
             let (known, peer) = (known?, Peer(index));
-            let met = Met { connection: known.connection.clone(), peer, again: again.clone() };
+            let (connection, again) = (known.connection.clone(), again.clone());
+            let met = Met { connection, called: known.called, peer, again };
             let pair = Pair {
                 me,
                 peer,

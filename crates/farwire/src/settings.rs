@@ -71,6 +71,7 @@ const CREDIT: NonZeroU32 = NonZeroU32::new(4).expect("it is not zero");
 /// | | `FARWIRE_CONGESTION` | `auto`: CUBIC within 5 ms, else a model of the path |
 /// | [`preset`](Self::preset) | `FARWIRE_PRESET` | `lan` |
 /// | [`port`](Self::port) | `FARWIRE_PORT` | any free port |
+/// | [`interface`](Self::interface) | `FARWIRE_INTERFACE` | whichever leads to the peer |
 /// | [`join_timeout`](Self::join_timeout) | `FARWIRE_JOIN_TIMEOUT` | 60 s |
 /// | [`deadline`](Self::deadline), else [`config`](Self::config) | `FARWIRE_DEADLINE` | 600 s |
 /// | [`metrics`](Self::metrics) | `FARWIRE_METRICS` | none are served |
@@ -87,6 +88,7 @@ pub struct Builder {
     preset: Option<Preset>,
     link: Option<LinkChoice>,
     port: Option<u16>,
+    interface: Option<String>,
     join_timeout: Option<Duration>,
     deadline: Option<Duration>,
     config: Option<Config>,
@@ -127,6 +129,12 @@ impl Builder {
     /// This rank's UDP port; 0 for any free one. Rank 0 listens where its [`Place`] says.
     pub fn port(self, port: u16) -> Self {
         Self { port: Some(port), ..self }
+    }
+
+    /// The network interface that this rank uses, by its name (`eth1`). Without, the system's routes
+    /// decide, for each peer. Has no effect where rank 0 is at a loopback address.
+    pub fn interface(self, name: impl Into<String>) -> Self {
+        Self { interface: Some(name.into()), ..self }
     }
 
     /// How long to wait for the other ranks, at most a year.
@@ -213,6 +221,7 @@ impl Builder {
             variables.or(None, "FARWIRE_CONGESTION", "auto, model or cubic", Congestion::parse)?;
         let what = "a port from 1 to 65535, or 0 for any";
         let port = variables.or(self.port, "FARWIRE_PORT", what, |text| text.parse().ok())?;
+        let interface = self.interface.or_else(|| variables.text("FARWIRE_INTERFACE"));
         let join_timeout = variables.time(self.join_timeout, "FARWIRE_JOIN_TIMEOUT")?;
         let deadline = self.deadline.or(self.config.map(|config| config.deadline));
         let deadline = variables.time(deadline, "FARWIRE_DEADLINE")?;
@@ -243,6 +252,7 @@ impl Builder {
             link: link.unwrap_or_default(),
             congestion: congestion.unwrap_or_default(),
             port: port.unwrap_or(0),
+            interface: interface.filter(|name| !name.is_empty()),
             join_timeout: join_timeout.unwrap_or(JOIN_TIMEOUT),
             config,
             metrics: metrics.flatten(),
@@ -313,6 +323,8 @@ pub(crate) struct Settings {
     pub(crate) port: u16,
     /// Whether a launcher keeps this process's port free for it.
     pub(crate) port_is_held: bool,
+    /// Nothing for whichever leads to a peer.
+    pub(crate) interface: Option<String>,
     pub(crate) join_timeout: Duration,
     pub(crate) config: Config,
     pub(crate) metrics: Option<SocketAddr>,

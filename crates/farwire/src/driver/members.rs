@@ -215,9 +215,11 @@ impl Driver {
     }
 
     /// What has become of lost peers and of those that wait, and what is due.
-    pub(super) fn turn_members(&mut self) -> bool {
-        let now = self.now();
+    pub(super) fn turn_members(&mut self, now: Time) -> bool {
         let Some(members) = &mut self.members else { return false };
+        if members.is_idle() && members.fading.is_empty() {
+            return false;
+        }
         let ended = members.fading.extract_if(.., |(_, liveness)| liveness.ended());
         let ended: Vec<_> = ended.map(|(peer, _)| peer).collect();
         for peer in &ended {

@@ -20,6 +20,8 @@ use super::rendezvous::{Answer, read, write};
 #[derive(Clone, Debug)]
 pub(crate) struct Met {
     pub(crate) connection: Connection,
+    /// Whether this process has called the other.
+    pub(crate) called: bool,
     /// The other, as its certificate has it. Its number may have changed since, or it may have none
     /// yet.
     pub(crate) peer: Peer,

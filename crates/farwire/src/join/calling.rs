@@ -98,7 +98,7 @@ impl Caller {
         // it, or found its certificate wrong.
         let answer = read(&mut from).await?;
         let member = self.hello.member.clone(); // until it says who it is
-        Ok((Acquaintance { connection, to, from, member }, answer))
+        Ok((Acquaintance { connection, to, from, member, called: true }, answer))
     }
 
     /// What a peer that has heard the hello says when its turn comes, in up to `limit` bytes.

@@ -3,11 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use farwire_proto::Peer;
+use farwire_proto::{Peer, WorldSize};
 use quinn::Connection;
 use tokio::sync::mpsc;
-use tokio::time::{Instant, sleep, timeout_at};
+use tokio::time::{Instant, sleep, sleep_until};
 
+use super::meeting::Calls;
 use super::refusals::Refusals;
 use super::rendezvous::{Acquaintance, Answer, Purpose, turn_away, write};
 use crate::quic::transport::KEEP_ALIVE;
@@ -20,7 +21,8 @@ const LOOK: Duration = Duration::from_millis(2);
 /// A process of this job.
 #[derive(Debug)]
 pub(crate) struct Newcomer {
-    pub(crate) process: u64,
+    /// What it calls itself; nothing if it did not come but was called.
+    pub(crate) process: Option<u64>,
     pub(crate) purpose: Purpose,
     pub(crate) known: Box<Acquaintance>,
     /// If another process has come as this rank before: packets of that one, up to when this one came.
@@ -40,28 +42,32 @@ pub(super) struct Gathering {
 }
 
 impl Gathering {
-    /// Of those that come through `door`, to one that knows the lower ranks.
+    /// Of those that come through `door`.
     pub(super) fn new(
         me: Peer,
-        peers: Vec<Option<Acquaintance>>,
+        world: WorldSize,
         door: mpsc::Sender<Newcomer>,
         refusals: Arc<Refusals>,
     ) -> Self {
-        let expected = (me.0 + 1..peers.len() as u32).collect();
-        Self { me, processes: vec![None; peers.len()], peers, expected, door, refusals }
+        let peers = (0..world.get()).map(|_| None).collect();
+        let expected = (me.0 + 1..world.get()).collect();
+        Self { me, processes: vec![None; world.len()], peers, expected, door, refusals }
     }
 
-    /// Waits until all are there, or until the deadline: then, who is not.
+    /// Waits until all are there, or until the deadline: then, who is not. Those that do not come
+    /// are called after a while.
     pub(super) async fn complete(
         &mut self,
         newcomers: &mut mpsc::Receiver<Newcomer>,
+        calls: &mut Calls<'_>,
         deadline: Instant,
     ) -> Result<(), String> {
         loop {
             while !self.expected.is_empty() {
-                match timeout_at(deadline, newcomers.recv()).await {
-                    Ok(Some(newcomer)) => self.take(newcomer),
-                    _ => return Err(names(&self.expected)),
+                tokio::select! {
+                    Some(newcomer) = newcomers.recv() => self.take(newcomer),
+                    () = calls.are_due() => calls.make(&self.expected),
+                    () = sleep_until(deadline) => return Err(names(&self.expected)),
                 }
             }
             let mut silent = self.call_roll().await;
@@ -105,18 +111,23 @@ impl Gathering {
 
     fn take(&mut self, newcomer: Newcomer) {
         let Newcomer { process, purpose, known, heard_before } = newcomer;
-        let (rank, me) = (known.member.rank, self.me);
+        let rank = known.member.rank;
         // Ranks that are not below the size of the world were refused before.
-        if rank <= me.0 {
-            let reason = format!(
-                "{} should not connect to {me}: of two ranks, the higher one calls the lower",
-                Peer(rank)
-            );
+        if rank == self.me.0 {
+            let reason =
+                format!("this is {} already; give every process a rank of its own", self.me);
             return turn_away(known, reason, &self.refusals);
         }
-        let again = self.processes[rank as usize] == Some(process);
         let first = self.peers[rank as usize].as_ref();
-        if let Some(first) = first.filter(|first| !again && is_open(&first.connection)) {
+        let first = first.filter(|first| is_open(&first.connection));
+        if process.is_none() && first.is_some() {
+            return; // it has come, after all
+        }
+        let again = match self.processes[rank as usize] {
+            Some(first) => process == Some(first),
+            None => true, // it was called, and now comes: it may know the better way
+        };
+        if let Some(first) = first.filter(|_| !again) {
             let heard = self.heard(rank);
             self.expected.retain(|expected| *expected != rank);
             match heard_before {
@@ -145,7 +156,7 @@ impl Gathering {
             }
         }
         self.peers[rank as usize] = Some(*known);
-        self.processes[rank as usize] = Some(process);
+        self.processes[rank as usize] = process;
         self.expected.retain(|expected| *expected != rank);
     }
 }

@@ -8,6 +8,7 @@ pub(crate) mod gathering;
 pub(crate) mod held_port;
 pub(crate) mod identity;
 pub(crate) mod job;
+mod meeting;
 mod refusals;
 pub(crate) mod rendezvous;
 pub(crate) mod running;

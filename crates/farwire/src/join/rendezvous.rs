@@ -2,7 +2,8 @@
 //!
 //! 1. Rank 0 listens; every other rank connects to it and says hello.
 //! 2. When all have come, rank 0 sends everyone the table of addresses.
-//! 3. Of every other pair, the higher rank connects to the lower.
+//! 3. Of every other pair, the higher rank connects to the lower, or else the lower to the higher
+//!    ([`meeting`](super::meeting)).
 //!
 //! Every connection is QUIC with certificates on both sides ([`Identity`]), and each of these has a
 //! *control stream*, on which the hello was said and heartbeats will be. A pair that needs more
@@ -31,7 +32,7 @@ use super::gathering::{Gathering, Newcomer};
 use super::identity::{Identity, IdentityError};
 use super::job::JobName;
 use super::refusals::Refusals;
-use super::{door, held_port};
+use super::{door, held_port, meeting};
 use crate::link::Boxed;
 use crate::link::negotiation::Control;
 use crate::quic::transport::{Transport, widen};
@@ -39,7 +40,7 @@ use crate::quic::transport::{Transport, widen};
 /// How long one hello may take.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 /// The longest message, apart from the table of ranks.
-const MAX_MESSAGE: usize = 16 << 10;
+pub(super) const MAX_MESSAGE: usize = 16 << 10;
 /// The longest entry of the table of ranks, which is as long as the job is large.
 const MAX_ENTRY: usize = 512;
 /// The longest name of a host, in bytes.
@@ -52,6 +53,8 @@ pub(crate) struct Acquaintance {
     pub(crate) to: SendStream,
     pub(crate) from: RecvStream,
     pub(crate) member: Member,
+    /// Whether this process has called the other, and so knows a way there.
+    pub(crate) called: bool,
 }
 
 impl Acquaintance {
@@ -124,8 +127,6 @@ pub(crate) struct Entry {
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Member {
     pub(crate) rank: u32,
-    /// The UDP port it listens on.
-    pub(crate) port: u16,
     /// Differs between hosts. (Equal ones are only a reason to try shared memory.)
     pub(crate) host: String,
     /// Processors of that host that it may use.
@@ -157,6 +158,8 @@ pub(crate) struct Terms<'a> {
     pub(crate) master: SocketAddr,
     /// Where any other rank listens; 0 for any port.
     pub(crate) port: u16,
+    /// The network interface to use; nothing for whichever leads to a peer.
+    pub(crate) interface: Option<&'a str>,
     /// Whether a launcher keeps this process's port free for it.
     pub(crate) port_is_held: bool,
     /// How long it may take.
@@ -187,10 +190,24 @@ pub enum JoinError {
         /// What the system said.
         error: std::io::Error,
     },
+    /// No such network interface.
+    #[error(
+        "there is no interface {name:?} with an {family} address, which MASTER_ADDR is; set \
+         FARWIRE_INTERFACE to one of these: {there}"
+    )]
+    Interface {
+        /// What was given.
+        name: String,
+        /// Which kind of address it should have.
+        family: &'static str,
+        /// All there are, with their addresses.
+        there: String,
+    },
     /// Rank 0, or a peer that it named, was not reached.
     #[error(
-        "{here} could not reach {peer} at {address} within {waited:?}: {last}; check MASTER_ADDR, \
-         MASTER_PORT, that UDP is let through, and that all ranks have the same token"
+        "{here} could not reach {peer} at {address} within {waited:?}: {last}; check MASTER_ADDR and \
+         MASTER_PORT, that all ranks have the same token, and that one of the two can reach the other: \
+         let UDP through to that port, or set FARWIRE_PORT of {here} and let it through there"
     )]
     Unreachable {
         /// This rank.
@@ -293,10 +310,9 @@ pub(crate) async fn join(
     let deadline = Instant::now() + timeout;
     let (me, world) = (place.rank, place.world);
     let (endpoint, server) = listen(terms, &identity)?;
-    let port =
-        endpoint.local_addr().map_err(|error| JoinError::Listen { address: master, error })?.port();
-    let hello = Hello::new(terms, port, Purpose::Start)?;
+    let hello = Hello::new(terms, Purpose::Start)?;
     let (door, mut newcomers) = mpsc::channel(world.len());
+    let (side_door, from_below) = mpsc::channel(world.len());
     let refusals = Arc::new(Refusals::default());
     let expected = Arc::new(Expected::default());
     let listener = Listener {
@@ -305,12 +321,12 @@ pub(crate) async fn join(
         refusals: refusals.clone(),
         expected: expected.clone(),
         door: door.clone(),
+        side_door,
         lobby: terms.lobby.clone(),
     };
     listener.keep(endpoint.clone(), server, transport);
-    let mut peers: Vec<Option<Acquaintance>> = (0..world.get()).map(|_| None).collect();
 
-    let caller = Caller {
+    let caller = Arc::new(Caller {
         endpoint: endpoint.clone(),
         client: identity.client_config()?,
         transport,
@@ -318,66 +334,51 @@ pub(crate) async fn join(
         hello: hello.clone(),
         deadline,
         patience: timeout,
-    };
-    let mut table = Vec::new();
+    });
+    let (mut first, mut table) = (None, Vec::new());
     if me != Peer(0) {
-        let mut first = caller.connect(Peer(0), master).await?;
+        let mut there = caller.connect(Peer(0), master).await?;
         let limit = MAX_MESSAGE + MAX_ENTRY * world.len();
-        table = match caller.answer(Peer(0), &mut first, limit).await? {
+        table = match caller.answer(Peer(0), &mut there, limit).await? {
             Answer::Welcome(table) if table.len() == world.len() => table,
             _ => return Err(JoinError::Lost { peer: Peer(0), reason: NONSENSE.to_owned() }),
         };
-        first.member = table[0].0.clone();
-        peers[0] = Some(first);
+        there.member = table[0].0.clone();
+        first = Some(there);
     }
-    // All at once: a call takes several round trips, and far ranks are many.
-    let mut calls = JoinSet::new();
-    let caller = Arc::new(caller);
-    for (lower, (_, address)) in table.iter().enumerate().take(me.index()).skip(1) {
-        let peer = Peer(lower as u32);
-        let Some(address) = *address else {
-            return Err(JoinError::Lost {
-                peer,
-                reason: "rank 0 does not know its address".to_owned(),
-            });
-        };
-        let caller = caller.clone();
-        calls.spawn(async move {
-            let mut there = caller.connect(peer, address).await?;
-            match caller.answer(peer, &mut there, MAX_MESSAGE).await? {
-                Answer::Member(member) => there.member = member,
-                _ => return Err(JoinError::Lost { peer, reason: NONSENSE.to_owned() }),
-            }
-            Ok((peer, there))
-        });
-    }
-    while let Some(called) = calls.join_next().await {
-        let (peer, there) = called.map_err(|bug| JoinError::Identity(bug.to_string()))??;
+    let below = meeting::lower(caller.clone(), &table, from_below);
+    let above = async {
+        let mut gathering = Gathering::new(me, world, door.clone(), refusals.clone());
+        let mut calls = meeting::Calls::new(&caller, &table, &door);
+        let complete = gathering.complete(&mut newcomers, &mut calls, deadline).await;
+        if let Err(missing) = complete {
+            let error = JoinError::Missing { missing, waited: timeout, refused: refusals.clause() };
+            refuse_all(&mut gathering.peers, &error.to_string()).await;
+            return Err(error);
+        }
+        newcomers.close();
+        while let Ok(Newcomer { known, .. }) = newcomers.try_recv() {
+            turn_away(known, COMPLETE.to_owned(), &refusals);
+        }
+        let mut peers = gathering.peers;
+        if let Err(error) = welcome(&mut peers, me, &hello.member, deadline).await {
+            refuse_all(&mut peers, &error.to_string()).await;
+            return Err(error);
+        }
+        Ok(peers)
+    };
+    // At the same time: otherwise each rank would wait for the one before it.
+    let (below, mut peers) = tokio::try_join!(below, above)?;
+    for (peer, there) in below.into_iter().chain(first.map(|first| (Peer(0), first))) {
         peers[peer.index()] = Some(there);
-    }
-
-    let mut gathering = Gathering::new(me, peers, door, refusals.clone());
-    if let Err(missing) = gathering.complete(&mut newcomers, deadline).await {
-        let error = JoinError::Missing { missing, waited: timeout, refused: refusals.clause() };
-        refuse_all(&mut gathering.peers, &error.to_string()).await;
-        return Err(error);
-    }
-    let mut peers = gathering.peers;
-    newcomers.close();
-    while let Ok(Newcomer { known, .. }) = newcomers.try_recv() {
-        turn_away(known, COMPLETE.to_owned(), &refusals);
-    }
-    if let Err(error) = welcome(&mut peers, me, &hello.member, deadline).await {
-        refuse_all(&mut peers, &error.to_string()).await;
-        return Err(error);
     }
     let (again, member) = (Arc::new(Again::new(caller, expected)), hello.member);
     Ok(Group { endpoint, peers, again, member })
 }
 
 impl Hello {
-    /// What a process that listens on `port` says.
-    pub(super) fn new(terms: &Terms<'_>, port: u16, purpose: Purpose) -> Result<Self, JoinError> {
+    /// What a process says.
+    pub(super) fn new(terms: &Terms<'_>, purpose: Purpose) -> Result<Self, JoinError> {
         let mut random = [0; 8];
         aws_lc_rs::rand::fill(&mut random)
             .map_err(|_| JoinError::Identity("no randomness".to_owned()))?;
@@ -390,7 +391,7 @@ impl Hello {
             // Those that a job starts with are named by their ranks later, so this is never one.
             process: u64::from_le_bytes(random) | 1 << 63,
             purpose,
-            member: Member { rank: terms.place.rank.0, port, host: host_id(), cores },
+            member: Member { rank: terms.place.rank.0, host: host_id(), cores },
         })
     }
 }
@@ -401,10 +402,11 @@ pub(super) fn listen(
     identity: &Identity,
 ) -> Result<(Endpoint, ServerConfig), JoinError> {
     let master = terms.master;
-    let any = match (master.ip().is_loopback(), master.is_ipv6()) {
-        (true, _) => master.ip(),
-        (false, true) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
-        (false, false) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+    let any = match (master.ip().is_loopback(), terms.interface, master.is_ipv6()) {
+        (true, ..) => master.ip(),
+        (false, Some(name), _) => address_of(name, master.is_ipv6())?,
+        (false, None, true) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+        (false, None, false) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
     };
     let first = terms.place.rank == Peer(0);
     let address = SocketAddr::new(any, if first { master.port() } else { terms.port });
@@ -420,6 +422,24 @@ pub(super) fn listen(
     Ok((endpoint, server))
 }
 
+/// The address of a network interface, of the family that rank 0's address has.
+fn address_of(interface: &str, ipv6: bool) -> Result<IpAddr, JoinError> {
+    let list = if_addrs::get_if_addrs().unwrap_or_default();
+    let fits = |other: &&if_addrs::Interface| {
+        other.name == interface && other.ip().is_ipv6() == ipv6 && !other.is_link_local()
+    };
+    if let Some(found) = list.iter().find(fits) {
+        return Ok(found.ip());
+    }
+    let there: Vec<_> =
+        list.iter().map(|other| format!("{} ({})", other.name, other.ip())).collect();
+    Err(JoinError::Interface {
+        name: interface.to_owned(),
+        family: if ipv6 { "IPv6" } else { "IPv4" },
+        there: there.join(", "),
+    })
+}
+
 /// Everyone has come: rank 0 sends the table, the others say who they are.
 async fn welcome(
     peers: &mut [Option<Acquaintance>],
@@ -429,10 +449,7 @@ async fn welcome(
 ) -> Result<(), JoinError> {
     let entry = |peer: &Option<Acquaintance>| match peer {
         None => (member.clone(), None),
-        Some(peer) => {
-            let address = SocketAddr::new(peer.connection.remote_address().ip(), peer.member.port);
-            (peer.member.clone(), Some(address))
-        }
+        Some(peer) => (peer.member.clone(), Some(peer.connection.remote_address())),
     };
     let answer = if me == Peer(0) {
         Answer::Welcome(peers.iter().map(entry).collect())
@@ -479,16 +496,18 @@ const CLOSED: &str = "the job lets nobody join (start its ranks with FARWIRE_ELA
 const CROWDED: &str = "too many wait to join; try again later";
 const LEAVING: &str = "it is leaving the job; call another member";
 
-/// What hears those that connect. Those of the start go through the door, as long as somebody
-/// listens there, and those that join later to the lobby, if there is one.
+/// What hears those that connect. Those of the start go through a door, as long as somebody listens
+/// there, and those that join later to the lobby, if there is one.
 pub(super) struct Listener {
     pub(super) identity: Arc<Identity>,
     /// What this process says of itself.
     pub(super) hello: Hello,
     pub(super) refusals: Arc<Refusals>,
     pub(super) expected: Arc<Expected>,
-    /// Once nobody listens at its other end, the group is complete.
+    /// For higher ranks. Once nobody listens at its other end, the group is complete.
     pub(super) door: mpsc::Sender<Newcomer>,
+    /// For lower ranks.
+    pub(super) side_door: mpsc::Sender<Newcomer>,
     pub(super) lobby: Option<mpsc::Sender<Newcomer>>,
 }
 
@@ -510,7 +529,9 @@ impl Listener {
         match timeout(HELLO_TIMEOUT, self.receive(connection)).await {
             Ok(Ok(None)) => {}
             Ok(Ok(Some(newcomer))) if newcomer.purpose == Purpose::Start => {
-                let sent = self.door.send(newcomer).await;
+                let is_lower = newcomer.known.member.rank < self.hello.member.rank;
+                let door = if is_lower { &self.side_door } else { &self.door };
+                let sent = door.send(newcomer).await;
                 if let Err(mpsc::error::SendError(Newcomer { known, .. })) = sent {
                     turn_away(known, COMPLETE.to_owned(), &self.refusals);
                 }
@@ -551,12 +572,14 @@ impl Listener {
         match judgement {
             Ok(Hello { process, purpose, member, .. }) => {
                 write(&mut to, &Answer::Heard).await?;
-                let known = Box::new(Acquaintance { connection, to, from, member });
+                let known = Acquaintance { connection, to, from, member, called: false };
+                let (process, known) = (Some(process), Box::new(known));
                 Ok(Some(Newcomer { process, purpose, known, heard_before: None }))
             }
             Err(reason) => {
                 let member = self.hello.member.clone(); // it is not known who it is
-                refuse(Acquaintance { connection, to, from, member }, &reason).await;
+                let known = Acquaintance { connection, to, from, member, called: false };
+                refuse(known, &reason).await;
                 Err(reason)
             }
         }

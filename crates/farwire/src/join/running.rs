@@ -56,12 +56,9 @@ impl Joiner {
     ) -> Result<Self, JoinError> {
         let deadline = Instant::now() + terms.timeout;
         let (endpoint, server) = listen(terms, &identity)?;
-        let address = terms.master;
-        let port =
-            endpoint.local_addr().map_err(|error| JoinError::Listen { address, error })?.port();
-        let hello = Hello::new(terms, port, Purpose::Join)?;
-        // Nobody comes by the door of a process that was not there at the start.
-        let (door, _) = mpsc::channel(1);
+        let hello = Hello::new(terms, Purpose::Join)?;
+        // Nobody comes by the doors of a process that was not there at the start.
+        let ((door, _), (side_door, _)) = (mpsc::channel(1), mpsc::channel(1));
         let expected = Arc::new(Expected::default());
         let listener = Listener {
             identity: identity.clone(),
@@ -69,6 +66,7 @@ impl Joiner {
             refusals: Arc::new(Refusals::default()),
             expected: expected.clone(),
             door,
+            side_door,
             lobby: terms.lobby.clone(),
         };
         listener.keep(endpoint.clone(), server, transport);

@@ -41,8 +41,8 @@ impl LinkKind for Quic {
         talk: &'a mut Negotiation<'_>,
     ) -> Boxed<'a, Result<Box<dyn Link>, String>> {
         Box::pin(async move {
-            let Met { connection: first, peer, again } = pair.met.clone().ok_or(NOT_MET)?;
-            let (to, from) = if pair.me > pair.peer {
+            let Met { connection: first, called, peer, again } = pair.met.clone().ok_or(NOT_MET)?;
+            let (to, from) = if called {
                 let second = again.call(&first, peer, talk.hear().await?).await?;
                 (first, second)
             } else {

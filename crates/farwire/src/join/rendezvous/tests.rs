@@ -4,7 +4,7 @@ use super::*;
 use crate::token::Token;
 
 fn hello(job: &str, rank: u32, version: u8) -> Hello {
-    let member = Member { rank, port: 1, host: "h".to_owned(), cores: 1 };
+    let member = Member { rank, host: "h".to_owned(), cores: 1 };
     Hello {
         version,
         job: JobName::new(job).unwrap(),
@@ -43,6 +43,7 @@ impl Listening {
             master: SocketAddr::from(([127, 0, 0, 1], 1)),
             port_is_held: false,
             port: 0,
+            interface: None,
             timeout: Duration::from_secs(60),
             lobby: None,
         };
@@ -57,6 +58,7 @@ impl Listening {
             refusals: Arc::default(),
             expected: expected.clone(),
             door,
+            side_door: mpsc::channel(1).0,
             lobby: None,
         };
         listener.keep(endpoint, server, Transport::default());
@@ -154,7 +156,7 @@ async fn every_rank_refuses_strangers_and_says_why() {
 #[test]
 fn every_entry_of_the_table_of_ranks_fits() {
     let host = "\u{1}".repeat(MAX_HOST); // which JSON writes with six bytes each
-    let member = Member { rank: u32::MAX, port: u16::MAX, host, cores: u32::MAX };
+    let member = Member { rank: u32::MAX, host, cores: u32::MAX };
     let address = "[ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff%4294967295]:65535".parse().unwrap();
     let table =
         |ranks| encode(&Answer::Welcome(vec![(member.clone(), Some(address)); ranks])).unwrap();

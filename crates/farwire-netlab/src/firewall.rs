@@ -1,0 +1,81 @@
+//! Hosts that can call but not be called, as behind NAT or a firewall.
+
+use std::collections::HashSet;
+
+/// Lets a packet through to a hidden host only if that host has sent one the other way before.
+#[derive(Debug)]
+pub(crate) struct Firewall {
+    hidden: Vec<usize>,
+    open: HashSet<Flow>,
+}
+
+/// Protocol, source and destination; the latter with their ports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+struct Flow {
+    protocol: u8,
+    from: ([u8; 4], [u8; 2]),
+    to: ([u8; 4], [u8; 2]),
+}
+
+impl Flow {
+    /// That of an IPv4 packet with ports.
+    fn of(packet: &[u8]) -> Option<Self> {
+        let header = 4 * usize::from(packet.first()? & 15);
+        let address = |at| packet.get(at..).and_then(|rest| rest.first_chunk().copied());
+        let port = |at: usize| packet.get(at..).and_then(|rest| rest.first_chunk().copied());
+        Some(Self {
+            protocol: *packet.get(9)?,
+            from: (address(12)?, port(header)?),
+            to: (address(16)?, port(header + 2)?),
+        })
+    }
+
+    fn back(self) -> Self {
+        Self { from: self.to, to: self.from, ..self }
+    }
+}
+
+impl Firewall {
+    pub(crate) fn new(hidden: &[usize]) -> Self {
+        Self { hidden: hidden.to_vec(), open: HashSet::new() }
+    }
+
+    /// Whether a packet between two hosts gets through.
+    pub(crate) fn passes(&mut self, from: usize, to: usize, packet: &[u8]) -> bool {
+        if self.hidden.is_empty() {
+            return true;
+        }
+        let Some(flow) = Flow::of(packet) else { return true };
+        if self.hidden.contains(&from) {
+            self.open.insert(flow);
+        }
+        !self.hidden.contains(&to) || self.open.contains(&flow.back())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A UDP packet between two ports of two hosts.
+    fn packet(from: (u8, u8), to: (u8, u8)) -> Vec<u8> {
+        let mut packet = vec![0; 28];
+        (packet[0], packet[9]) = (0x45, 17);
+        packet[12..16].copy_from_slice(&[10, 77, 0, from.0]);
+        packet[16..20].copy_from_slice(&[10, 77, 0, to.0]);
+        (packet[21], packet[23]) = (from.1, to.1);
+        packet
+    }
+
+    #[test]
+    fn a_hidden_host_is_answered_but_not_called() {
+        let mut firewall = Firewall::new(&[1]);
+        assert!(!firewall.passes(0, 1, &packet((1, 7), (2, 8))), "nobody has called");
+        assert!(firewall.passes(1, 0, &packet((2, 8), (1, 7))));
+        assert!(firewall.passes(0, 1, &packet((1, 7), (2, 8))), "an answer");
+        assert!(!firewall.passes(0, 1, &packet((1, 9), (2, 8))), "from another port");
+        assert!(!firewall.passes(2, 1, &packet((3, 7), (2, 8))), "from another host");
+        assert!(firewall.passes(0, 2, &packet((1, 7), (3, 8))), "to one that is not hidden");
+        assert!(firewall.passes(0, 1, &[0x45]), "whatever it is, it has no ports");
+    }
+}
