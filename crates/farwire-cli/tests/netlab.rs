@@ -71,11 +71,11 @@ fn a_rank_whose_address_changes_goes_on() {
     }
     let script = "
         if [ $RANK = 1 ]; then
-            (sleep 2; ip address add 10.77.0.99/24 dev far0; ip address del 10.77.0.2/24 dev far0
+            (sleep 2; ip address del 10.77.0.2/24 dev far0; ip address add 10.77.0.99/24 dev far0
              echo moved) &
         fi
         exec \"$@\"";
-    let bench = ["bench", "all_reduce", "--size", "16KiB", "--iters", "300", "--check"];
+    let bench = ["bench", "all_reduce", "--size", "16KiB", "--iters", "600", "--check"];
     let arguments = ["--delay", "5ms", "--", "sh", "-c", script, "sh", FARWIRE];
     let Some(output) = netlab(&[&arguments[..], &bench].concat()) else { return };
     let said = text(&output.stdout);
