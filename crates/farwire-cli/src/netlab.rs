@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use farwire::Token;
-use farwire_netlab::{DEVICE, Impairments, Lab, LabError, Loss, Outage, Queue};
+use farwire_netlab::{DEVICE, Impairments, Lab, LabError, Loss, Outage, Partition, Queue};
 
 use crate::launch::{GRACE, Job, JobOutput, LaunchError, Master};
 use crate::units::{rate, share, size, time};
@@ -35,6 +35,8 @@ Examples:
     farwire netlab --mtu 1300 -- COMMAND
   A laptop behind a router that lets nobody in:
     farwire netlab --hosts 3 --hidden 1 -- COMMAND
+  Hosts 3 and 4 of five cut off from the others, from 10 to 20 s after the start:
+    farwire netlab --hosts 5 --partition 3,4@10s..20s -- COMMAND
   A shell on the first host: farwire netlab --hosts 1 -- sh -c 'ip address; ping -c 1 10.77.0.1'
 
 --delay is one way: a round trip takes twice as long.")]
@@ -76,6 +78,10 @@ pub(crate) struct Args {
     /// be given several times.
     #[arg(long, value_parser = outage)]
     outage: Vec<Outage>,
+    /// A time in which some hosts are cut off from the others: 0,1@5s..20s. May be given several
+    /// times.
+    #[arg(long, value_parser = partition)]
+    partition: Vec<Partition>,
     /// A host that can call others but not be called, as behind NAT or a firewall: its number. May
     /// be given several times.
     #[arg(long, value_name = "HOST")]
@@ -116,6 +122,13 @@ fn outage(text: &str) -> Result<Outage, String> {
     Ok(Outage { from, to })
 }
 
+fn partition(text: &str) -> Result<Partition, String> {
+    let wrong = || format!("`{text}` is not a partition; write hosts and a time: 0,1@5s..20s");
+    let (hosts, time) = text.split_once('@').ok_or_else(wrong)?;
+    let side: Result<_, _> = hosts.split(',').map(|host| host.trim().parse()).collect();
+    Ok(Partition { side: side.map_err(|_| wrong())?, time: outage(time).map_err(|_| wrong())? })
+}
+
 impl Args {
     fn impairments(&self) -> Impairments {
         Impairments {
@@ -133,6 +146,7 @@ impl Args {
             duplicate: self.duplicate,
             mtu: self.mtu.map(|mtu| mtu as usize),
             outages: self.outage.clone(),
+            partitions: self.partition.clone(),
             hidden: self.hidden.clone(),
         }
     }
@@ -178,6 +192,15 @@ mod tests {
         assert_eq!(queue("20ms"), Ok(Queue::Time(Duration::from_millis(20))));
         assert_eq!(queue("256KiB"), Ok(Queue::Bytes(256 << 10)));
         assert!(queue("long").unwrap_err().contains("100ms"));
+    }
+
+    #[test]
+    fn partitions_are_hosts_and_a_time() {
+        let time = outage("5s..8s").unwrap();
+        assert_eq!(partition("0,2@5s..8s"), Ok(Partition { side: vec![0, 2], time }));
+        for wrong in ["", "0", "@5s..", "0,@5s..", "a@5s..", "0@8s..5s", "0@"] {
+            assert!(partition(wrong).unwrap_err().contains("0,1@5s..20s"), "{wrong}");
+        }
     }
 
     #[test]

@@ -1,10 +1,15 @@
-//! Hosts that can call but not be called, as behind NAT or a firewall.
+//! Who reaches whom: hosts that can call but not be called, as behind NAT or a firewall, and
+//! networks that are cut in two.
 
 use std::collections::HashSet;
+use std::time::Duration;
+
+use crate::impair::{Impairments, Partition};
 
 /// Lets a packet through to a hidden host only if that host has sent one the other way before.
 #[derive(Debug)]
 pub(crate) struct Firewall {
+    partitions: Vec<Partition>,
     hidden: Vec<usize>,
     open: HashSet<Flow>,
 }
@@ -36,12 +41,16 @@ impl Flow {
 }
 
 impl Firewall {
-    pub(crate) fn new(hidden: &[usize]) -> Self {
-        Self { hidden: hidden.to_vec(), open: HashSet::new() }
+    pub(crate) fn new(what: &Impairments) -> Self {
+        let (partitions, hidden) = (what.partitions.clone(), what.hidden.clone());
+        Self { partitions, hidden, open: HashSet::new() }
     }
 
     /// Whether a packet between two hosts gets through.
-    pub(crate) fn passes(&mut self, from: usize, to: usize, packet: &[u8]) -> bool {
+    pub(crate) fn passes(&mut self, now: Duration, from: usize, to: usize, packet: &[u8]) -> bool {
+        if self.partitions.iter().any(|partition| partition.separates(from, to, now)) {
+            return false;
+        }
         if self.hidden.is_empty() {
             return true;
         }
@@ -56,6 +65,7 @@ impl Firewall {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::impair::Outage;
 
     /// A UDP packet between two ports of two hosts.
     fn packet(from: (u8, u8), to: (u8, u8)) -> Vec<u8> {
@@ -69,13 +79,28 @@ mod tests {
 
     #[test]
     fn a_hidden_host_is_answered_but_not_called() {
-        let mut firewall = Firewall::new(&[1]);
-        assert!(!firewall.passes(0, 1, &packet((1, 7), (2, 8))), "nobody has called");
-        assert!(firewall.passes(1, 0, &packet((2, 8), (1, 7))));
-        assert!(firewall.passes(0, 1, &packet((1, 7), (2, 8))), "an answer");
-        assert!(!firewall.passes(0, 1, &packet((1, 9), (2, 8))), "from another port");
-        assert!(!firewall.passes(2, 1, &packet((3, 7), (2, 8))), "from another host");
-        assert!(firewall.passes(0, 2, &packet((1, 7), (3, 8))), "to one that is not hidden");
-        assert!(firewall.passes(0, 1, &[0x45]), "whatever it is, it has no ports");
+        let what = Impairments { hidden: vec![1], ..Impairments::default() };
+        let mut firewall = Firewall::new(&what);
+        let mut passes =
+            |from, to, packet: &[u8]| firewall.passes(Duration::ZERO, from, to, packet);
+        assert!(!passes(0, 1, &packet((1, 7), (2, 8))), "nobody has called");
+        assert!(passes(1, 0, &packet((2, 8), (1, 7))));
+        assert!(passes(0, 1, &packet((1, 7), (2, 8))), "an answer");
+        assert!(!passes(0, 1, &packet((1, 9), (2, 8))), "from another port");
+        assert!(!passes(2, 1, &packet((3, 7), (2, 8))), "from another host");
+        assert!(passes(0, 2, &packet((1, 7), (3, 8))), "to one that is not hidden");
+        assert!(passes(0, 1, &[0x45]), "whatever it is, it has no ports");
+    }
+    #[test]
+    fn a_network_is_cut_in_two_for_a_while() {
+        let second = Duration::from_secs(1);
+        let time = Outage { from: second, to: Some(3 * second) };
+        let partitions = vec![Partition { side: vec![0, 1], time }];
+        let mut firewall = Firewall::new(&Impairments { partitions, ..Impairments::default() });
+        let mut passes = |now, from, to| firewall.passes(now, from, to, &[]);
+        assert!(passes(second / 2, 0, 2), "not yet");
+        assert!(!passes(second, 0, 2) && !passes(2 * second, 3, 1), "from one side to the other");
+        assert!(passes(second, 0, 1) && passes(second, 2, 3), "within a side");
+        assert!(passes(3 * second, 0, 2), "no longer");
     }
 }

@@ -26,6 +26,8 @@ pub struct Impairments {
     pub mtu: Option<usize>,
     /// Times in which nothing arrives.
     pub outages: Vec<Outage>,
+    /// Times in which some hosts are cut off from the others. (In a [`Lab`](crate::Lab) only.)
+    pub partitions: Vec<Partition>,
     /// Hosts that can call others but not be called, as behind NAT or a firewall: what comes from an
     /// address gets through only after something was sent there. (In a [`Lab`](crate::Lab) only.)
     pub hidden: Vec<usize>,
@@ -70,6 +72,21 @@ pub struct Outage {
     pub from: Duration,
     /// When it ends; `None` is a black hole.
     pub to: Option<Duration>,
+}
+
+/// A time in which some hosts reach only each other, and the others only each other.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Partition {
+    /// One of the sides.
+    pub side: Vec<usize>,
+    /// When.
+    pub time: Outage,
+}
+
+impl Partition {
+    pub(crate) fn separates(&self, one: usize, other: usize, now: Duration) -> bool {
+        self.time.covers(now) && self.side.contains(&one) != self.side.contains(&other)
+    }
 }
 
 impl Outage {

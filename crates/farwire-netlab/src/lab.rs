@@ -98,7 +98,7 @@ impl Lab {
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = stop.clone();
         let relay = std::thread::Builder::new().name("netlab".to_owned());
-        let firewall = Firewall::new(&what.hidden);
+        let firewall = Firewall::new(what);
         let relay = relay
             .spawn(move || run(ports, firewall, &stopped))
             .map_err(failed("start the relay"))?;
@@ -167,7 +167,7 @@ fn run(mut ports: Vec<Port>, mut firewall: Firewall, stop: &AtomicBool) -> Vec<T
                 let Some((source, destination)) = addresses(packet) else { continue };
                 homes.insert(source, from);
                 if let Some(&to) = homes.get(&destination)
-                    && firewall.passes(from, to, packet)
+                    && firewall.passes(now, from, to, packet)
                 {
                     ports[from].up.push(now, len, (to, packet.to_vec()));
                 }

@@ -19,7 +19,7 @@ mod memory;
 mod shaper;
 mod tun;
 
-pub use impair::{Impairments, Loss, Outage, Queue};
+pub use impair::{Impairments, Loss, Outage, Partition, Queue};
 pub use lab::{DEVICE, Lab, LabError};
 pub use memory::{MemoryNetwork, MemorySocket};
 pub use shaper::{Shaper, Tally};

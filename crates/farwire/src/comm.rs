@@ -16,6 +16,7 @@ use crate::driver::Traffic;
 use crate::driver::members::{Change, MembershipError};
 use crate::error::{Error, SubgroupError};
 use crate::in_place::InPlace;
+use crate::link::NetworkPath;
 use crate::memory::{self, Buffer, Memory};
 use crate::node::Membership;
 use crate::observe::flight::Flight;
@@ -112,6 +113,12 @@ impl Communicator {
     /// What this process has sent since it joined, to all peers, on all of its communicators.
     pub fn traffic(&self) -> Traffic {
         self.node.driver().traffic()
+    }
+
+    /// The network between this rank and another: round trip, loss, window. Nothing where the two
+    /// share memory, and for a rank that is lost.
+    pub fn path(&self, rank: usize) -> Option<NetworkPath> {
+        self.node.driver().path(*self.group.members.get(rank)?)
     }
 
     /// The same group, with other settings for the calls made through this handle: algorithm,

@@ -22,7 +22,7 @@ use rustc_hash::FxHashSet as HashSet;
 use crate::buffer::Pool;
 use crate::completion::Completion;
 use crate::error::Error;
-use crate::link::{Arrival, Link, Loss};
+use crate::link::{Arrival, Link, Loss, NetworkPath};
 use crate::memory::Buffer;
 use crate::observe::Observer;
 use crate::observe::flight::{Flight, Ticket};
@@ -220,6 +220,11 @@ impl Driver {
             .zip(&self.received)
             .zip(links)
             .map(|((sent, received), link)| (*sent, *received, link))
+    }
+
+    /// The network to a peer, if a link there crosses one.
+    pub(crate) fn path(&self, peer: Peer) -> Option<NetworkPath> {
+        self.links.get(peer.index())?.as_ref()?.path()
     }
 
     pub(crate) fn observer(&self) -> &Observer {

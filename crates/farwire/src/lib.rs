@@ -79,7 +79,7 @@ pub use in_place::InPlace;
 pub use join::env::{EnvError, Place};
 pub use join::held_port::HeldPort;
 pub use join::rendezvous::JoinError;
-pub use link::{LinkChoice, UnknownLink, link_names};
+pub use link::{LinkChoice, NetworkPath, UnknownLink, link_names};
 pub use local::{local, local_with};
 pub use memory::{Buffer, Memory, MemoryError};
 pub use observe::flight;

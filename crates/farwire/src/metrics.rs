@@ -10,7 +10,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use farwire_proto::{Kind, WorldSize};
+use farwire_proto::{Kind, Peer, WorldSize};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
@@ -79,6 +79,30 @@ pub(crate) fn render(driver: &Driver, rank: u32) -> String {
     counter("farwire_received_frames_total", "Frames taken from links.", &|peer| {
         traffic[peer].1.frames
     });
+    let path = |peer: usize| driver.path(Peer(peer as u32));
+    counter("farwire_sent_packets_total", "Packets sent over a network.", &|peer| {
+        path(peer).map_or(0, |path| path.sent)
+    });
+    counter("farwire_lost_packets_total", "Packets that the network lost.", &|peer| {
+        path(peer).map_or(0, |path| path.lost)
+    });
+    let paths = || (0..traffic.len()).filter_map(|peer| Some((peer, path(peer)?)));
+    line(format_args!("# HELP farwire_round_trip_seconds How long an answer takes, lately."));
+    line(format_args!("# TYPE farwire_round_trip_seconds gauge"));
+    for (peer, path) in paths() {
+        let seconds = path.round_trip.as_secs_f64();
+        line(format_args!(
+            "farwire_round_trip_seconds{{rank=\"{rank}\",peer=\"{peer}\"}} {seconds}"
+        ));
+    }
+    line(format_args!("# HELP farwire_window_bytes How much may be under way."));
+    line(format_args!("# TYPE farwire_window_bytes gauge"));
+    for (peer, path) in paths() {
+        line(format_args!(
+            "farwire_window_bytes{{rank=\"{rank}\",peer=\"{peer}\"}} {}",
+            path.window
+        ));
+    }
     text
 }
 

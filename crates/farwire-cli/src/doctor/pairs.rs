@@ -1,111 +1,227 @@
-//! Latency and bandwidth between all pairs of ranks, one pair at a time.
+//! The links between all pairs of ranks, one pair at a time, and what they mean for an all-reduce.
 
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
-use farwire::{Communicator, Error, ReduceOp, link_names};
+use farwire::{Communicator, Error, NetworkPath, ReduceOp, link_names};
+use farwire_codec::{CodecSpec, Travel, typical};
 
-use crate::units::{show_rate, show_time};
+use crate::units::{show_bytes, show_rate, show_time};
 
-/// Round trips of a short message.
+/// All pairs together should take no longer; each has a share of it, but not less than this.
+const ALL: Duration = Duration::from_secs(60);
+const LEAST: Duration = Duration::from_millis(300);
+const MOST: Duration = Duration::from_secs(4);
+/// Round trips of a short message, at most and at least.
 const ROUND_TRIPS: usize = 200;
-/// Bytes of a long message, and how many there are.
-const LONG: usize = 8 << 20;
+const FEW_ROUND_TRIPS: usize = 5;
+/// Bytes of long messages: they grow until one takes `LONG_ENOUGH`, and then there are some more.
+const SHORTEST: u64 = 256 << 10;
+const LONGEST: u64 = 32 << 20;
+const LONG_ENOUGH: Duration = Duration::from_millis(500);
 const LONGS: usize = 3;
+/// Bytes of the all-reduce whose time is estimated.
+const VECTOR: usize = 100_000_000;
 
-/// What was measured, as a table on rank 0; the others get none.
+/// What a sender asks the other rank to do next. Any other number is that of the bytes that follow.
+const STOP: u64 = 0;
+const ANSWER: u64 = 1;
+
+/// What is known of one direction of a pair; all zero where it was not measured.
+#[derive(Clone, Copy, Debug, Default)]
+struct Direction {
+    /// Seconds from one to the other and back.
+    round_trip: f64,
+    /// Bytes per second.
+    bandwidth: f64,
+    /// The number of the link's kind; 1 is the first.
+    link: f64,
+    /// The share of packets that were lost, plus one; 0 where there are no packets.
+    loss: f64,
+    /// Bytes that may be under way.
+    window: f64,
+}
+
+const NUMBERS: usize = 5;
+
+impl Direction {
+    fn numbers(self) -> [f64; NUMBERS] {
+        [self.round_trip, self.bandwidth, self.link, self.loss, self.window]
+    }
+
+    fn from_numbers(numbers: &[f64; NUMBERS]) -> Self {
+        let [round_trip, bandwidth, link, loss, window] = *numbers;
+        Self { round_trip, bandwidth, link, loss, window }
+    }
+}
+
+/// What was measured, as tables on rank 0; the others get none.
 pub(super) fn measure(comm: &Communicator) -> Result<Option<String>, Error> {
     let (me, ranks) = (comm.rank(), comm.size());
     if ranks == 1 {
         return Ok(Some("One rank: there are no pairs to measure.\n".to_owned()));
     }
     let links = comm.flight().links;
-    // By sender and receiver: seconds one way, bytes per second, and which link (1 is the first).
-    let mut cells = vec![0f64; ranks * ranks * 3];
+    let pairs = (ranks * (ranks - 1)) as u32;
+    let patience = (ALL / pairs).clamp(LEAST, MOST);
+    if me == 0 {
+        eprintln!("measuring {pairs} directions, for up to {} each", show_time(patience));
+    }
+    let mut cells = vec![0f64; ranks * ranks * NUMBERS];
     for (a, b) in (0..ranks).flat_map(|a| (0..ranks).map(move |b| (a, b))).filter(|(a, b)| a != b) {
         comm.barrier().wait()?;
         if me == a {
-            let (latency, bandwidth) = send_to(comm, b)?;
-            let link =
-                links[b].as_deref().and_then(|name| link_names().position(|link| link == name));
-            let cell = (a * ranks + b) * 3;
-            cells[cell..cell + 3].copy_from_slice(&[
-                latency.as_secs_f64(),
-                bandwidth,
-                link.map_or(0, |link| link + 1) as f64,
-            ]);
+            let mut found = send_to(comm, b, patience)?;
+            let name = links[b].as_deref();
+            let number = name.and_then(|name| link_names().position(|link| link == name));
+            found.link = number.map_or(0, |link| link + 1) as f64;
+            cells[(a * ranks + b) * NUMBERS..][..NUMBERS].copy_from_slice(&found.numbers());
         } else if me == b {
             receive_from(comm, a)?;
         }
     }
-    // Every cell is measured by one rank and zero on the others.
+    // Every direction is measured by one rank and zero on the others.
     let all = comm.reduce(cells, ReduceOp::Sum, 0).wait()?;
-    Ok(all.map(|cells| table(&cells, ranks)))
+    Ok(all.map(|cells| {
+        let all: Vec<_> = cells.as_chunks().0.iter().map(Direction::from_numbers).collect();
+        table(&all, ranks) + &estimate(&all, ranks)
+    }))
 }
 
-fn send_to(comm: &Communicator, to: usize) -> Result<(Duration, f64), Error> {
-    let mut times = Vec::with_capacity(ROUND_TRIPS);
-    for _ in 0..ROUND_TRIPS {
+fn send_to(comm: &Communicator, to: usize, patience: Duration) -> Result<Direction, Error> {
+    let begun = Instant::now();
+    let time = |message: u64, data: Vec<u8>| {
         let start = Instant::now();
-        comm.send(vec![0u64], to, 0).wait()?;
+        comm.send(vec![message], to, 0).wait()?;
+        if !data.is_empty() {
+            comm.send(data, to, 1).wait()?;
+        }
         comm.recv::<u64>(1, to, 0).wait()?;
-        times.push(start.elapsed() / 2);
+        Ok::<_, Error>(start.elapsed())
+    };
+    let mut times = Vec::with_capacity(ROUND_TRIPS);
+    while times.len() < ROUND_TRIPS
+        && (times.len() < FEW_ROUND_TRIPS || begun.elapsed() < patience / 4)
+    {
+        times.push(time(ANSWER, Vec::new())?);
     }
     times.sort_unstable();
-    let mut fastest = Duration::MAX;
-    for _ in 0..LONGS {
-        let data = vec![1u8; LONG];
-        let start = Instant::now();
-        comm.send(data, to, 1).wait()?;
-        comm.recv::<u64>(1, to, 0).wait()?;
-        fastest = fastest.min(start.elapsed());
+    let round_trip = times[times.len() / 2];
+
+    let before = comm.path(to);
+    let (mut bytes, mut longs, mut bandwidth) = (SHORTEST, 0, 0.0f64);
+    while longs < LONGS && (longs == 0 || begun.elapsed() < patience) {
+        let took = time(bytes, vec![1; bytes as usize])?;
+        // The way there and the answer's way back are not the line's doing.
+        let travelled = took.saturating_sub(round_trip).max(took / 10);
+        bandwidth = bandwidth.max(bytes as f64 / travelled.as_secs_f64());
+        if took > LONG_ENOUGH || bytes == LONGEST || begun.elapsed() > patience {
+            longs += 1;
+        } else {
+            bytes *= 2;
+        }
     }
-    Ok((times[times.len() / 2], LONG as f64 / fastest.as_secs_f64()))
+    comm.send(vec![STOP], to, 0).wait()?;
+    let after = comm.path(to);
+    let loss = before.zip(after).map_or(0.0, |(before, after)| 1.0 + lost(before, after));
+    let window = after.map_or(0, |path| path.window) as f64;
+    let round_trip = round_trip.as_secs_f64();
+    Ok(Direction { round_trip, bandwidth, link: 0.0, loss, window })
+}
+
+/// The share of packets that were lost in between.
+fn lost(before: NetworkPath, after: NetworkPath) -> f64 {
+    let sent = after.sent.saturating_sub(before.sent).max(1);
+    after.lost.saturating_sub(before.lost) as f64 / sent as f64
 }
 
 fn receive_from(comm: &Communicator, from: usize) -> Result<(), Error> {
-    for _ in 0..ROUND_TRIPS {
-        let message = comm.recv::<u64>(1, from, 0).wait()?;
-        comm.send(message, from, 0).wait()?;
+    loop {
+        match comm.recv::<u64>(1, from, 0).wait()?[..] {
+            [STOP] => return Ok(()),
+            [bytes] if bytes != ANSWER => {
+                comm.recv::<u8>(bytes.min(LONGEST) as usize, from, 1).wait()?;
+            }
+            _ => {}
+        }
+        comm.send(vec![ANSWER], from, 0).wait()?;
     }
-    for _ in 0..LONGS {
-        comm.recv::<u8>(LONG, from, 1).wait()?;
-        comm.send(vec![0u64], from, 0).wait()?;
-    }
-    Ok(())
 }
 
-fn table(cells: &[f64], ranks: usize) -> String {
-    let cell = |a: usize, b: usize| &cells[(a * ranks + b) * 3..][..3];
-    type Show = fn(&[f64]) -> String;
-    let shows: [(&str, Show); 3] = [
-        ("Link", |cell| {
-            let link = (cell[2] as usize).checked_sub(1).and_then(|link| link_names().nth(link));
+fn table(all: &[Direction], ranks: usize) -> String {
+    type Show = fn(&Direction) -> String;
+    let shows: [(&str, Show); 5] = [
+        ("Link", |it| {
+            let link = (it.link as usize).checked_sub(1).and_then(|link| link_names().nth(link));
             link.unwrap_or_default().to_owned()
         }),
-        ("Latency, one way, of 8 bytes (median)", |cell| {
-            show_time(Duration::from_secs_f64(cell[0]))
+        ("Round trip of 8 bytes (median)", |it| show_time(Duration::from_secs_f64(it.round_trip))),
+        ("Bandwidth (best)", |it| show_rate(it.bandwidth)),
+        ("Packets lost", |it| {
+            if it.loss > 0.0 { format!("{:.2} %", 100.0 * (it.loss - 1.0)) } else { "-".to_owned() }
         }),
-        ("Bandwidth of 8 MiB (best)", |cell| show_rate(cell[1])),
+        ("Window", |it| if it.window > 0.0 { show_bytes(it.window) } else { "-".to_owned() }),
     ];
+    let over_network = all.iter().any(|it| it.window > 0.0);
     let mut text = String::new();
-    for (title, show) in shows {
+    for (title, show) in shows.into_iter().take(if over_network { 5 } else { 3 }) {
         let _ = writeln!(text, "{title}, from the rank on the left to the one above:");
         let heads: String = (0..ranks).map(|rank| format!("{rank:>14}")).collect();
         let _ = writeln!(text, "      {heads}");
         for a in 0..ranks {
-            let row: String = (0..ranks)
-                .map(|b| {
-                    if a == b {
-                        format!("{:>14}", "-")
-                    } else {
-                        format!("{:>14}", show(cell(a, b)))
-                    }
-                })
-                .collect();
+            let cell = |b| if a == b { "-".to_owned() } else { show(&all[a * ranks + b]) };
+            let row: String = (0..ranks).map(|b| format!("{:>14}", cell(b))).collect();
             let _ = writeln!(text, "{a:>6}{row}");
         }
         text.push('\n');
     }
     text
+}
+
+/// What the slowest and the longest of these mean for an all-reduce.
+fn estimate(all: &[Direction], ranks: usize) -> String {
+    let measured = || all.iter().filter(|it| it.bandwidth > 0.0);
+    let slowest = measured().map(|it| it.bandwidth).fold(f64::INFINITY, f64::min);
+    let longest = measured().map(|it| it.round_trip).fold(0.0, f64::max);
+    let mut text = format!(
+        "An all-reduce of {} f32 over {ranks} ranks, at the slowest of these and with the longest round \
+         trip, if\ncodecs took no time themselves (`farwire bench all_reduce --codec NAME` measures all):\n",
+        show_bytes(VECTOR as f64)
+    );
+    let _ = writeln!(text, "{:>26}{:>18}{:>12}", "codec", "sent by each rank", "time");
+    for name in typical() {
+        let codec: CodecSpec = name.parse().expect("the registry's codecs parse");
+        let sent = sent(&codec, VECTOR / size_of::<f32>(), ranks);
+        let time = Duration::from_secs_f64(sent / slowest + longest);
+        let _ = writeln!(text, "{name:>26}{:>18}{:>12}", show_bytes(sent), show_time(time));
+    }
+    text
+}
+
+/// Bytes that each rank sends in an all-reduce.
+fn sent(codec: &CodecSpec, elements: usize, ranks: usize) -> f64 {
+    let (vector, others) = (codec.expected_len(elements) as f64, (ranks - 1) as f64);
+    match codec.travels() {
+        Travel::Whole(_) => others * vector,
+        // A share to everyone, and the sum of one's own share to everyone.
+        Travel::Shards(_) | Travel::Factors(_) => 2.0 * others / ranks as f64 * vector,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_estimate_counts_bytes_and_a_round_trip() {
+        let far = Direction { round_trip: 0.1, bandwidth: 25e6, ..Direction::default() };
+        let none = Direction::default();
+        let text = estimate(&[none, far, far, none], 2);
+        let line = |name: &str| {
+            let line = text.lines().find(|line| line.trim_start().starts_with(name)).unwrap();
+            line.split_whitespace().skip(1).collect::<Vec<_>>().join(" ")
+        };
+        assert_eq!(line("none"), "100 MB 4.1 s", "{text}");
+        assert_eq!(line("bf16"), "50 MB 2.1 s", "{text}");
+    }
 }

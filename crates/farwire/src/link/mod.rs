@@ -13,6 +13,7 @@ pub(crate) mod negotiation;
 
 use std::pin::Pin;
 use std::sync::Arc;
+use std::time::Duration;
 
 use farwire_proto::{CommId, Header, Lane, OpSeq, Peer};
 
@@ -107,6 +108,10 @@ pub(crate) trait Link: Send + std::fmt::Debug {
     fn ring(&self);
     /// The name of its kind.
     fn kind(&self) -> &'static str;
+    /// The network that it crosses, if it does.
+    fn path(&self) -> Option<NetworkPath> {
+        None
+    }
     /// Says goodbye: what was sent will still be read.
     fn close(&mut self);
     /// Gives the peer up, without a goodbye: it must not believe that this process has ended.
@@ -117,6 +122,21 @@ pub(crate) trait Link: Send + std::fmt::Debug {
     fn liveness(&self) -> Option<Arc<dyn Liveness>>;
     /// The peer, which had no number when the link was made, has this one. Nothing has arrived yet.
     fn set_peer(&mut self, from: Peer);
+}
+
+/// The way through a network to a peer, as this side knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct NetworkPath {
+    /// How long an answer takes, lately.
+    pub round_trip: Duration,
+    /// Bytes that may be under way.
+    pub window: u64,
+    /// Bytes of the longest packet that gets through.
+    pub mtu: u16,
+    /// Packets sent so far.
+    pub sent: u64,
+    /// And how many of these were lost.
+    pub lost: u64,
 }
 
 /// What is known of a peer that is lost.

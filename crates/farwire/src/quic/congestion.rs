@@ -108,6 +108,9 @@ const DOWN: f64 = 0.75;
 const PROBE: f64 = 0.5;
 /// By how much Cruise is slower for each round trip that packets wait.
 const YIELD: f64 = 0.6;
+/// Packets that may be sent together, and what that takes at least.
+const BURST: u64 = 8;
+const LEAST_BURST: Duration = Duration::from_millis(2);
 /// Bytes of a packet that are not data.
 const HEADERS: f64 = 40.0;
 /// A round that grew by less than this did not grow.
@@ -396,6 +399,12 @@ impl Model {
         LEAST_EXCESS.max(self.least_rtt / 5)
     }
 
+    /// How long packets that are sent together wait for each other, which makes no queue.
+    fn burst(&self) -> Duration {
+        let seconds = (BURST * self.mtu) as f64 / self.rate().max(self.mtu as f64);
+        LEAST_BURST.max(Duration::from_secs_f64(seconds))
+    }
+
     /// What the path holds without any queue.
     fn content(&self) -> f64 {
         self.rate() * self.least_rtt.as_secs_f64() / (1.0 - self.loss.min(0.2))
@@ -523,8 +532,8 @@ impl Model {
 
     /// Whether more was lost than the path loses anyway. If so, lowers what may be under way.
     fn judge_loss(&mut self, round: &Round, delivered: u64) -> bool {
-        let queued =
-            round.mean_rtt() > self.least_rtt + Duration::from_millis(2).max(self.least_rtt / 32);
+        let wait = round.mean_rtt().saturating_sub(self.least_rtt);
+        let queued = wait > self.burst().max(self.least_rtt / 32);
         // What Down and the first round after it hear of may have been lost before.
         let before = match self.phase {
             Phase::Down => self.overfull,
@@ -623,7 +632,8 @@ impl Model {
                 }
                 self.notice_a_longer_path(now, round);
                 let queue = round.mean_rtt().saturating_sub(self.least_rtt);
-                self.queue = if queue > self.excess() / 2 { queue } else { Duration::ZERO };
+                let short = self.burst().max(self.excess() / 2);
+                self.queue = if queue > short { queue } else { Duration::ZERO };
                 let lasted = now.saturating_duration_since(self.cycle_began);
                 if self.phase_rounds >= rounds && lasted >= SHORTEST_CYCLE {
                     self.lowered = 1.0;

@@ -29,7 +29,7 @@ use tokio::task::AbortHandle;
 
 use super::congestion::{Pacer, Turn};
 use super::control::Health;
-use crate::link::{Arrival, Broken, Link, Liveness, Loss};
+use crate::link::{Arrival, Broken, Link, Liveness, Loss, NetworkPath};
 use crate::shm::bell::Bell;
 
 // What a peer can make this process hold, whether by mistake or by malice. With the default
@@ -322,6 +322,17 @@ impl QuicLink {
 impl Link for QuicLink {
     fn kind(&self) -> &'static str {
         NAME
+    }
+
+    fn path(&self) -> Option<NetworkPath> {
+        let path = self.to.stats().path;
+        Some(NetworkPath {
+            round_trip: path.rtt,
+            window: path.cwnd,
+            mtu: path.current_mtu,
+            sent: path.sent_packets,
+            lost: path.lost_packets,
+        })
     }
 
     fn send(&mut self, lane: Option<Lane>, header: &Header, payload: &[u8], last: bool) -> bool {

@@ -1,0 +1,264 @@
+#!/usr/bin/env python3
+"""Kills, stops and slows the ranks of a training job at random, and checks that it goes on. Linux.
+
+    python3 scripts/chaos.py [--minutes 2] [--seed 1] [--ranks 5] [--links shm,quic] [--farwire PATH] [--json FILE]
+
+The job is `farwire launch --elastic -- farwire train --elastic`: the launcher starts a rank for every one that is lost.
+Faults come one after another, as soon as all ranks are there again, and the links take turns. They are:
+
+    kill       a rank, with SIGKILL
+    speaker    the rank that shows how it goes: the lowest number, rank 0 at first
+    two        two ranks at once
+    newcomer   a rank that has just been started, before or while it joins
+    stop       a rank is stopped for 6 s, longer than it may be silent, and then goes on
+    pause      a rank is stopped for 0.3 s, which nobody should mind
+    slow       a rank runs half of the time for 2 s, which nobody should mind either
+
+Checked: the group changes after each fault that takes a rank, and grows to its size again, within a minute; nothing
+changes after one that does not; no rank that got the state had drifted; files and memory of each rank stay flat; at the
+end all replicas have the same bits, and no process, and no file in /dev/shm, stays behind. The first violation ends it.
+"""
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+TRAIN = "train --layers 2 --heads 2 --width 16 --context 16 --batch 60 --codec int8 --steps 100000000 --json --elastic"
+PATIENCE = 60  # seconds, for anything
+TAKES_A_RANK = {"kill": 1, "speaker": 1, "two": 2, "newcomer": 1, "stop": 1, "pause": 0, "slow": 0}
+
+
+class Violation(Exception):
+    pass
+
+
+class Job:
+    """A launcher and its ranks, and what the one that speaks has said."""
+
+    def __init__(self, options, link, folder):
+        self.size = options.ranks
+        environment = {**os.environ, "FARWIRE_LINK": link, "FARWIRE_FLIGHT_DIR": "", "FARWIRE_LOG": "error"}
+        command = [options.farwire, "launch", "--elastic", f"-n{self.size}", "--restarts=1000000", "--", options.farwire]
+        self.launcher = subprocess.Popen(
+            command + TRAIN.split(), cwd=folder, env=environment,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )
+        self.changed = threading.Condition()
+        self.epoch, self.now, self.steps, self.changes, self.summary = 0, self.size, 0, [], None
+        threading.Thread(target=self.listen, daemon=True).start()
+
+    def listen(self):
+        for line in self.launcher.stdout:
+            start = line.find("{")
+            if start < 0:
+                continue
+            try:
+                said = json.loads(line[start:])
+            except ValueError:
+                continue
+            with self.changed:
+                if said.get("event") == "step":
+                    self.steps += 1
+                elif said.get("event") == "change" and said["epoch"] > self.epoch:
+                    self.epoch, self.now = said["epoch"], said["ranks"]
+                    self.changes.append((time.monotonic(), said))
+                elif said.get("event") == "summary":
+                    self.summary = said
+                self.changed.notify_all()
+
+    def wait(self, condition, what):
+        """Until something is so, which must not take long."""
+        with self.changed:
+            if not self.changed.wait_for(lambda: condition() or self.launcher.poll() is not None, PATIENCE):
+                raise Violation(f"{what}: not within {PATIENCE} s")
+            if not condition():
+                raise Violation(f"{what}: the launcher has ended with {self.launcher.returncode}")
+
+    def is_whole(self):
+        steps = self.steps
+        self.wait(lambda: self.now == self.size and self.steps > steps + 1, f"a group of {self.size}")
+
+    def ranks(self):
+        """The processes, the oldest first."""
+        found = []
+        for name in os.listdir("/proc"):
+            try:
+                with open(f"/proc/{name}/stat") as file:
+                    fields = file.read().rsplit(") ", 1)[1].split()
+                if int(fields[1]) == self.launcher.pid and fields[0] != "Z":
+                    found.append((int(fields[19]), int(name)))
+            except (OSError, IndexError):
+                pass
+        return [pid for _, pid in sorted(found)]
+
+
+def is_there(pid):
+    return os.path.exists(f"/proc/{pid}")
+
+
+def send(pid, what):
+    try:
+        os.kill(pid, what)
+    except ProcessLookupError:
+        pass
+
+
+def load(pid):
+    """Open files and resident kilobytes of a process."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            memory = int(re.search(r"VmRSS:\s*(\d+)", file.read()).group(1))
+        return len(os.listdir(f"/proc/{pid}/fd")), memory
+    except (OSError, AttributeError):
+        return None
+
+
+class Chaos:
+    def __init__(self, options):
+        self.options = options
+        self.random = random.Random(options.seed)
+        self.faults = []
+        self.loads = {}
+
+    def strike(self, job, kind, link):
+        epoch, ranks = job.epoch, job.ranks()
+        victims = self.random.sample(ranks, min(len(ranks), max(1, TAKES_A_RANK[kind])))
+        if kind == "speaker":
+            victims = ranks[:1]  # ranks are numbered in the order in which they came
+        began = time.monotonic()
+        if kind in ("kill", "speaker", "two"):
+            for victim in victims:
+                send(victim, signal.SIGKILL)
+        elif kind == "newcomer":
+            send(victims[0], signal.SIGKILL)
+            while not (young := [pid for pid in job.ranks() if pid not in ranks]):
+                if time.monotonic() > began + PATIENCE:
+                    raise Violation("nobody was started for a rank that was killed")
+                time.sleep(0.01)
+            time.sleep(self.random.uniform(0, 0.6))
+            send(young[0], signal.SIGKILL)
+        elif kind in ("stop", "pause"):
+            send(victims[0], signal.SIGSTOP)
+            time.sleep(6 if kind == "stop" else 0.3)
+            send(victims[0], signal.SIGCONT)
+        elif kind == "slow":
+            for _ in range(20):
+                send(victims[0], signal.SIGSTOP)
+                time.sleep(0.05)
+                send(victims[0], signal.SIGCONT)
+                time.sleep(0.05)
+        if TAKES_A_RANK[kind]:
+            job.wait(lambda: job.epoch > epoch, f"a change after {kind}")
+            with job.changed:
+                at = next(at for at, change in job.changes if change["epoch"] > epoch)
+        else:
+            time.sleep(0.2)
+            if job.epoch != epoch:
+                raise Violation(f"the group has changed after {kind}: {job.changes[-1]}")
+            at = began
+        # One that was stopped and goes on ends only when it finds out that it was given up.
+        job.is_whole()
+        self.faults.append({"kind": kind, "link": link, "change": at - began, "whole": time.monotonic() - began})
+        with job.changed:
+            for _, change in job.changes:
+                if "drifted" in change["text"]:
+                    raise Violation(f"replicas have drifted: {change}")
+            del job.changes[:]
+
+    def look(self, job):
+        """Files and memory of ranks that have been there for a while."""
+        for pid in job.ranks():
+            now = load(pid)
+            if now is None:
+                continue
+            first = self.loads.setdefault(pid, (time.monotonic(), now, job.epoch))
+            files, memory = now[0] - first[1][0], now[1] - first[1][1]
+            if files > 20 or memory > 100_000:
+                raise Violation(f"process {pid} has {files} files and {memory} kB more than {time.monotonic() - first[0]:.0f} s ago")
+
+    def run(self, link, until, folder):
+        before = set(os.listdir("/dev/shm"))
+        job = Job(self.options, link, folder)
+        try:
+            job.wait(lambda: job.steps > 2, "the first steps")
+            while time.monotonic() < until:
+                kinds = [kind for kind in TAKES_A_RANK for _ in range({"speaker": 3, "kill": 3, "stop": 1}.get(kind, 2))]
+                self.strike(job, self.random.choice(kinds), link)
+                self.look(job)
+                print(f"\r{len(self.faults)} faults; {link}, epoch {job.epoch}, {job.steps} steps ", end="", file=sys.stderr, flush=True)
+            ranks, steps = job.ranks(), job.steps
+            job.launcher.send_signal(signal.SIGTERM)
+            job.wait(lambda: job.summary is not None, "a summary")
+            last = job.summary["changes"][-1]
+            if last != "at the end, all replicas have the same bits":
+                raise Violation(last)
+            job.launcher.wait(PATIENCE)
+        finally:
+            if job.launcher.poll() is None:
+                left = job.ranks()
+                job.launcher.kill()
+                for pid in left:
+                    send(pid, signal.SIGKILL)
+        left = [pid for pid in ranks if is_there(pid)]
+        files = set(os.listdir("/dev/shm")) - before
+        if left or files:
+            raise Violation(f"left behind: processes {left}, files in /dev/shm {files}")
+        return steps
+
+
+def quantile(values, share):
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--farwire", default="target/release/farwire", help="the program")
+    parser.add_argument("--minutes", type=float, default=2)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=5)
+    parser.add_argument("--links", default="shm,quic", help="which links take turns")
+    parser.add_argument("--json", help="write all faults here")
+    options = parser.parse_args()
+    options.farwire = os.path.abspath(options.farwire)
+    chaos, links = Chaos(options), options.links.split(",")
+    begun, verdict = time.monotonic(), None
+    with tempfile.TemporaryDirectory() as folder:
+        for turn, link in enumerate(links):
+            try:
+                until = begun + 60 * options.minutes * (turn + 1) / len(links)
+                steps = chaos.run(link, until, folder)
+                print(f"\n{link}: {steps} steps", file=sys.stderr)
+            except Violation as violation:
+                verdict = f"seed {options.seed}, {link}, after {len(chaos.faults)} faults: {violation}"
+                break
+    print(f"{len(chaos.faults)} faults in {(time.monotonic() - begun) / 60:.1f} minutes, seed {options.seed}")
+    print("| link | fault | count | until the group has changed: p50, p99, max | until it is whole again: p50, max |")
+    print("|---|---|---|---|---|")
+    for link in links:
+        for kind in TAKES_A_RANK:
+            those = [fault for fault in chaos.faults if (fault["link"], fault["kind"]) == (link, kind)]
+            if those:
+                change, whole = ([fault[name] for fault in those] for name in ("change", "whole"))
+                first = ", ".join(f"{x:.2f}" for x in (statistics.median(change), quantile(change, 0.99), max(change)))
+                second = f"{statistics.median(whole):.2f}, {max(whole):.2f}"
+                print(f"| {link} | {kind} | {len(those)} | {first} | {second} |")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"seed": options.seed, "faults": chaos.faults, "violation": verdict}, file, indent=1)
+    if verdict:
+        sys.exit(f"violation: {verdict}")
+    print("no violation")
+
+
+if __name__ == "__main__":
+    main()
