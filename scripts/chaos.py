@@ -46,11 +46,11 @@ class Job:
 
     def __init__(self, options, link, folder):
         self.size = options.ranks
-        environment = {**os.environ, "FARWIRE_LINK": link, "FARWIRE_FLIGHT_DIR": "", "FARWIRE_LOG": "error"}
+        environment = {**os.environ, "FARWIRE_LINK": link, "FARWIRE_FLIGHT_DIR": ""}
         command = [options.farwire, "launch", "--elastic", f"-n{self.size}", "--restarts=1000000", "--", options.farwire]
         self.launcher = subprocess.Popen(
             command + TRAIN.split(), cwd=folder, env=environment,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+            stdout=subprocess.PIPE, stderr=options.log, text=True,
         )
         self.changed = threading.Condition()
         self.epoch, self.now, self.steps, self.changes, self.summary = 0, self.size, 0, [], None
@@ -135,6 +135,7 @@ class Chaos:
         if kind == "speaker":
             victims = ranks[:1]  # ranks are numbered in the order in which they came
         began = time.monotonic()
+        print(f"chaos: {time.strftime('%T')} {kind} of {victims} of {ranks}", file=self.options.log, flush=True)
         if kind in ("kill", "speaker", "two"):
             for victim in victims:
                 send(victim, signal.SIGKILL)
@@ -228,6 +229,7 @@ def main():
     parser.add_argument("--ranks", type=int, default=5)
     parser.add_argument("--links", default="shm,quic", help="which links take turns")
     parser.add_argument("--json", help="write all faults here")
+    parser.add_argument("--log", type=argparse.FileType("w"), default=os.devnull, help="write what all say here")
     options = parser.parse_args()
     options.farwire = os.path.abspath(options.farwire)
     chaos, links = Chaos(options), options.links.split(",")

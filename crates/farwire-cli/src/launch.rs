@@ -72,7 +72,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "NAME", value_parser = job_name)]
     job: Option<String>,
     /// Go on when ranks die, and start others in their place (--restarts): they get FARWIRE_JOIN, the
-    /// address of one that lives, and join there. The program must do that (`farwire train --elastic`
+    /// addresses of those that live, and join there. The program must do that (`farwire train --elastic`
     /// does, and what uses `farwire::Elastic` can). When this launcher dies, only its own ranks end.
     #[arg(long)]
     elastic: bool,
@@ -294,7 +294,7 @@ impl Job {
         let (mut children, mut pids, mut said) = (Vec::new(), Vec::new(), Errors::default());
         let mut ports = Vec::new();
         // Starts a rank, which may join those that live.
-        let launch = |rank: u32, port: &OwnPort, join: Option<u16>| {
+        let launch = |rank: u32, port: &OwnPort, join: Vec<u16>| {
             let local_rank = rank - self.first_rank;
             let place = RankPlace { rank, local_rank, port, join };
             let (mut child, error) = self.start(&place, records.as_deref()).map_err(|source| {
@@ -328,7 +328,7 @@ impl Job {
         };
         for rank in self.first_rank..self.first_rank + self.ranks {
             let started =
-                self.port_of(rank).and_then(|port| Ok((launch(rank, &port, None)?, port)));
+                self.port_of(rank).and_then(|port| Ok((launch(rank, &port, Vec::new())?, port)));
             let ((pid, child, error, end), port) = match started {
                 Ok(started) => started,
                 Err(error) => {
@@ -380,7 +380,7 @@ impl Job {
                 is_ending = true;
             }
             if let Some(ElasticJob { min, .. }) = self.elastic.filter(|_| died && !asked_to_end)
-                && let Some(first) = alive.first()
+                && !alive.is_empty()
             {
                 let how = status.terminating_signal().map_or_else(
                     || format!("exit status {}", status.exit_status().unwrap_or(-1)),
@@ -390,9 +390,11 @@ impl Job {
                 if restarts > 0 {
                     restarts -= 1;
                     let new = self.first_rank + pids.len() as u32;
-                    let contact = self.number_of(&ports[(first - self.first_rank) as usize]);
+                    // Some of these may be dead as well, which is not known yet.
+                    let there = alive.iter().map(|rank| (rank - self.first_rank) as usize);
+                    let there = there.filter_map(|index| self.number_of(&ports[index])).collect();
                     let started =
-                        OwnPort::held().and_then(|port| Ok((launch(new, &port, contact)?, port)));
+                        OwnPort::held().and_then(|port| Ok((launch(new, &port, there)?, port)));
                     match started {
                         Ok(((pid, child, error, end), port)) => {
                             pids.push(pid);
@@ -500,7 +502,7 @@ impl Job {
         place: &RankPlace<'_>,
         records: Option<&Path>,
     ) -> io::Result<(Child, Option<UnixStream>)> {
-        let &RankPlace { rank, local_rank, port: own_port, join } = place;
+        let &RankPlace { rank, local_rank, port: own_port, ref join } = place;
         let own_port = match own_port {
             OwnPort::Held(held) => Some(held),
             OwnPort::Any | OwnPort::Master => None,
@@ -509,6 +511,7 @@ impl Job {
             Master::Given(host, port) => (&host[..], *port, None),
             Master::Held(held) => ("127.0.0.1", held.port(), Some(held.variable())),
         };
+        let there: Vec<_> = join.iter().map(|port| address(host, *port)).collect();
         // By way of this program, which ties it to the launcher's life: see `become_rank`.
         let stdio =
             || if self.output == JobOutput::Theirs { Stdio::inherit() } else { Stdio::piped() };
@@ -535,7 +538,7 @@ impl Job {
             .envs(self.elastic.map(|_| ("FARWIRE_ELASTIC", "1")))
             .envs(own_port.map(|held| ("FARWIRE_PORT", held.port().to_string())))
             .envs(own_port.map(HeldPort::variable))
-            .envs(join.map(|port| ("FARWIRE_JOIN", address(host, port))))
+            .envs((!join.is_empty()).then(|| ("FARWIRE_JOIN", there.join(","))))
             .stdout(stdio())
             .stderr(stdio())
             // A group of its own, so that signals reach what it starts, too.
@@ -562,8 +565,8 @@ struct RankPlace<'a> {
     rank: u32,
     local_rank: u32,
     port: &'a OwnPort,
-    /// The port of one that it is to join.
-    join: Option<u16>,
+    /// The ports of those that it is to join.
+    join: Vec<u16>,
 }
 
 /// A host and a port as one reads them.

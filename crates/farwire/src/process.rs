@@ -1,6 +1,6 @@
 //! Ranks as processes: joining a job, and leaving it.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -9,6 +9,7 @@ use farwire_proto::membership::{MAX_MESSAGE, Message, View};
 use farwire_proto::{Config, Engine, FrameKind, Options, Peer, WorldSize};
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc;
+use tokio::task::JoinSet;
 
 use crate::comm::Communicator;
 use crate::driver::Driver;
@@ -19,9 +20,9 @@ use crate::join::env::Place;
 use crate::join::gathering::Newcomer;
 use crate::join::identity::Identity;
 use crate::join::rendezvous::{
-    self, Acquaintance, Group, JOINER, JoinError, Member, Purpose, Terms,
+    self, Acquaintance, Book, Entry, Group, JOINER, JoinError, Member, Purpose, Terms,
 };
-use crate::join::running::{Called, Joiner};
+use crate::join::running::Joiner;
 use crate::link::negotiation::{self, Linked};
 use crate::link::{Arrival, Link, LinkChoice, Pair};
 use crate::lobby::{Addresses, Lobby, MAX_NEWCOMERS};
@@ -96,19 +97,23 @@ impl Builder {
         Communicator::of_world(node)
     }
 
-    /// Joins a job that runs, and that others may join ([`elastic`](Self::elastic)): calls any of
-    /// its members at `address`, a host and a port, and blocks until the members
-    /// [admit](Communicator::admit) this process. Its rank is then the last.
+    /// Joins a job that runs, and that others may join ([`elastic`](Self::elastic)): calls one of
+    /// its members, and blocks until the members [admit](Communicator::admit) this process. Its rank
+    /// is then the last.
     ///
-    /// Every member can be called, not only rank 0, and none is needed by the others.
-    pub fn join_running(mut self, address: &str) -> Result<Communicator, Error> {
+    /// `addresses` are a host and a port, or several, separated by commas: the first that answers
+    /// counts. Every member can be called, not only rank 0, and none is needed by the others.
+    pub fn join_running(mut self, addresses: &str) -> Result<Communicator, Error> {
         let system = |what| move |error| Error::System { what, error };
-        self = self.place(Place::to_join(address)?).elastic(true);
+        let places: Result<Vec<_>, _> =
+            addresses.split(',').map(|address| Place::to_join(address.trim())).collect();
+        let places = places?;
+        self = self.place(places[0].clone()).elastic(true);
         let settings = self.settings(&|name| std::env::var_os(name))?;
         let bell = Bell::new().map_err(system("could not get shared memory"))?;
         let runtime = network_thread()?;
         let (lobby, newcomers) = mpsc::channel(MAX_NEWCOMERS);
-        let admitted = match apart(&runtime, settings.wait_to_join(&bell, lobby)) {
+        let admitted = match apart(&runtime, settings.wait_to_join(&places, &bell, lobby)) {
             Ok(admitted) => admitted,
             Err(error) => {
                 runtime.shutdown_background();
@@ -238,10 +243,15 @@ impl Settings {
     /// Calls all members of a job that runs, and waits until they let this process in.
     async fn wait_to_join(
         &self,
+        places: &[Place],
         bell: &Bell,
         lobby: mpsc::Sender<Newcomer>,
     ) -> Result<Admitted, JoinError> {
-        let contact = rendezvous::resolve(&self.place).await?;
+        let contact = rendezvous::resolve(&places[0]).await?;
+        let mut contacts = vec![contact];
+        for place in &places[1..] {
+            contacts.extend(rendezvous::resolve(place).await);
+        }
         let (token, epoch) = (self.token_for(contact)?, self.config.epoch);
         let identity = Arc::new(Identity::new(&token, JOINER, epoch, &self.job)?);
         let terms = self.terms(contact, Some(lobby));
@@ -251,22 +261,22 @@ impl Settings {
         let mut waiting: BTreeMap<Peer, Waiting> = BTreeMap::new();
         let (mut early, mut last) = (Vec::new(), "nobody has answered".to_owned());
         let mut met_somebody = false;
+        let mut calls = Calls::new(Suitor {
+            joiner: joiner.clone(),
+            link: self.link,
+            payload: longest_payload(&self.config),
+            bell: bell.clone(),
+            beats: self.preset.beats(),
+        });
         loop {
-            let mut answered = false;
             // Whoever answers first: the one that this process was told of may be gone.
             let known: Vec<_> = waiting.values().map(|peer| peer.address).collect();
-            for address in known.into_iter().chain([contact]) {
-                match joiner.call(address, Purpose::Look).await {
-                    Ok(Called { book, known }) => {
-                        known.connection.close(0u32.into(), b"seen");
-                        self.call_all(&joiner, &book, bell, &mut waiting, &mut last).await;
-                        answered = true;
-                        break;
-                    }
-                    Err(reason) => last = reason,
-                }
+            let answer = joiner.look(known.into_iter().chain(contacts.iter().copied())).await;
+            let answered = answer.is_ok();
+            match answer {
+                Ok(book) => calls.make(&book, |peer| waiting.contains_key(&peer)),
+                Err(reason) => last = reason,
             }
-            met_somebody |= !waiting.is_empty();
             if met_somebody && waiting.is_empty() && !answered {
                 let last = "all its ranks have left or are lost".to_owned();
                 let waited = started.elapsed();
@@ -274,6 +284,15 @@ impl Settings {
             }
             let listened = tokio::time::Instant::now() + LISTEN;
             while tokio::time::Instant::now() < listened {
+                while let Some((peer, call)) = calls.next_made() {
+                    match call {
+                        Ok(made) => {
+                            waiting.insert(peer, made);
+                            met_somebody = true;
+                        }
+                        Err(reason) => last = reason,
+                    }
+                }
                 if let Some(view) = listen(&mut waiting, joiner.process(), &mut early) {
                     return Ok(admitted(view, &joiner, waiting, early));
                 }
@@ -285,57 +304,6 @@ impl Settings {
                 }
                 let waited = self.join_timeout;
                 return Err(JoinError::NotAdmitted { address: contact, waited, last });
-            }
-        }
-    }
-
-    /// Sets up links to the members in a book that this process has none to.
-    async fn call_all(
-        &self,
-        joiner: &Joiner,
-        book: &rendezvous::Book,
-        bell: &Bell,
-        waiting: &mut BTreeMap<Peer, Waiting>,
-        last: &mut String,
-    ) {
-        let members: Vec<_> = book.entries.iter().map(|entry| entry.member.clone()).collect();
-        for entry in &book.entries {
-            let (peer, Some(address)) = (Peer(entry.number), entry.address) else { continue };
-            if waiting.contains_key(&peer) {
-                continue;
-            }
-            let known = match joiner.call(address, Purpose::Join).await {
-                Ok(called) if called.book.here == entry.number => called.known,
-                Ok(_) => continue, // another process has its address by now
-                Err(reason) => {
-                    *last = reason;
-                    continue;
-                }
-            };
-            let same_host = rendezvous::is_this_host(&entry.member);
-            let mut beats = self.preset.beats();
-            beats.lost_after *= crowd(&entry.member, same_host, &members);
-            let pair = Pair {
-                me: JOINER,
-                peer,
-                same_host,
-                payload: longest_payload(&self.config),
-                bell: bell.clone(),
-                met: Some(Met {
-                    connection: known.connection.clone(),
-                    called: known.called,
-                    peer: Peer(known.member.rank),
-                    again: Arc::new(joiner.again.within(LINK_TIMEOUT)),
-                }),
-            };
-            let linked =
-                tokio::time::timeout(LINK_TIMEOUT, acquaint(pair, known, self.link, beats));
-            match linked.await.unwrap_or_else(|_| Err(took_too_long(peer))) {
-                Ok(linked) => {
-                    let (process, member) = (entry.process, entry.member.clone());
-                    waiting.insert(peer, Waiting { linked, process, member, address });
-                }
-                Err(error) => *last = error.to_string(),
             }
         }
     }
@@ -436,6 +404,82 @@ impl Settings {
                  run `export FARWIRE_TOKEN=$(farwire token)` and give all ranks the same"
             ))),
         }
+    }
+}
+
+/// What sets up links to members for a process that waits to be let in.
+#[derive(Clone, Debug)]
+struct Suitor {
+    joiner: Joiner,
+    link: LinkChoice,
+    payload: usize,
+    bell: Bell,
+    beats: Beats,
+}
+
+impl Suitor {
+    /// Calls a member and sets up a link. `members` are all.
+    async fn call(self, entry: Entry, members: Arc<[Member]>) -> Result<Waiting, String> {
+        let peer = Peer(entry.number);
+        let address = entry.address.ok_or_else(|| format!("nobody knows where {peer} is"))?;
+        let called = self.joiner.call(address, Purpose::Join).await?;
+        if called.book.here != entry.number {
+            return Err(format!("another process has the address of {peer} by now"));
+        }
+        let known = called.known;
+        let same_host = rendezvous::is_this_host(&entry.member);
+        let mut beats = self.beats;
+        beats.lost_after *= crowd(&entry.member, same_host, &members);
+        let pair = Pair {
+            me: JOINER,
+            peer,
+            same_host,
+            payload: self.payload,
+            bell: self.bell,
+            met: Some(Met {
+                connection: known.connection.clone(),
+                called: known.called,
+                peer: Peer(known.member.rank),
+                again: Arc::new(self.joiner.again.within(LINK_TIMEOUT)),
+            }),
+        };
+        let linked = tokio::time::timeout(LINK_TIMEOUT, acquaint(pair, known, self.link, beats));
+        let linked = linked.await.unwrap_or_else(|_| Err(took_too_long(peer)));
+        let linked = linked.map_err(|error| error.to_string())?;
+        Ok(Waiting { linked, process: entry.process, member: entry.member, address })
+    }
+}
+
+/// Calls to members, side by side: one that is lost holds up none of the others.
+#[derive(Debug)]
+struct Calls {
+    suitor: Suitor,
+    pending: BTreeSet<Peer>,
+    made: JoinSet<(Peer, Result<Waiting, String>)>,
+}
+
+impl Calls {
+    fn new(suitor: Suitor) -> Self {
+        Self { suitor, pending: BTreeSet::new(), made: JoinSet::new() }
+    }
+
+    /// Calls all in a book that are not known and not being called.
+    fn make(&mut self, book: &Book, is_known: impl Fn(Peer) -> bool) {
+        let members: Arc<[_]> = book.entries.iter().map(|entry| entry.member.clone()).collect();
+        for entry in &book.entries {
+            let peer = Peer(entry.number);
+            if !is_known(peer) && self.pending.insert(peer) {
+                let call = self.suitor.clone().call(entry.clone(), members.clone());
+                self.made.spawn(async move { (peer, call.await) });
+            }
+        }
+    }
+
+    /// What came of one of them.
+    fn next_made(&mut self) -> Option<(Peer, Result<Waiting, String>)> {
+        let (peer, result) = self.made.try_join_next()?.ok()?;
+        self.pending.remove(&peer);
+        Some((peer, result))
     }
 }
 

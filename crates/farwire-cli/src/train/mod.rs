@@ -144,8 +144,9 @@ pub(crate) struct Args {
     /// to it as the ranks can share evenly, and so does the learning rate. For data parallelism.
     #[arg(long, conflicts_with_all = ["compare", "checkpoint", "init", "shard_optimizer"])]
     elastic: bool,
-    /// Join a run that was started with --elastic: the address of any of its ranks. Give the same
-    /// model, data and steps. What `farwire launch --elastic` sets as FARWIRE_JOIN counts the same.
+    /// Join a run that was started with --elastic: the address of any of its ranks, or of several,
+    /// separated by commas. Give the same model, data and steps. What `farwire launch --elastic` sets
+    /// as FARWIRE_JOIN counts the same.
     #[arg(long, value_name = "HOST:PORT", conflicts_with_all = ["compare", "checkpoint", "init", "ranks"])]
     join: Option<String>,
     /// Where the report goes.

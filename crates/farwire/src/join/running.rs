@@ -16,6 +16,7 @@ use farwire_proto::Peer;
 use farwire_proto::membership::MAX_MEMBERS;
 use quinn::Endpoint;
 use tokio::sync::mpsc;
+use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 
 use super::again::{Again, Expected};
@@ -34,8 +35,11 @@ const CALL_TIMEOUT: Duration = Duration::from_secs(5);
 /// Bytes of the longest book.
 const MAX_BOOK: usize = 512 * MAX_MEMBERS + (16 << 10);
 
+/// How long to wait for one answer before another is called, too.
+const NEXT_CALL: Duration = Duration::from_millis(300);
+
 /// A process that wants to join.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Joiner {
     caller: Arc<Caller>,
     pub(crate) again: Arc<Again>,
@@ -90,6 +94,34 @@ impl Joiner {
     /// What others are told about it.
     pub(crate) fn member(&self) -> &Member {
         &self.caller.hello.member
+    }
+
+    /// Who is in the job, as the first says that answers at one of these addresses.
+    pub(crate) async fn look(
+        &self,
+        addresses: impl Iterator<Item = SocketAddr>,
+    ) -> Result<Book, String> {
+        let mut last = "there is nobody to call".to_owned();
+        let mut calls = JoinSet::new();
+        let mut addresses = addresses.fuse();
+        loop {
+            let next = addresses.next();
+            if let Some(address) = next {
+                let joiner = self.clone();
+                calls.spawn(async move { joiner.call(address, Purpose::Look).await });
+            }
+            let patience = if next.is_some() { NEXT_CALL } else { CALL_TIMEOUT };
+            match timeout(patience, calls.join_next()).await {
+                Ok(Some(Ok(Ok(Called { book, known })))) => {
+                    known.connection.close(0u32.into(), b"seen");
+                    return Ok(book);
+                }
+                Ok(Some(Ok(Err(reason)))) => last = reason,
+                Ok(Some(Err(bug))) => last = bug.to_string(),
+                Ok(None) => return Err(last),
+                Err(_) => {} // it may still answer
+            }
+        }
     }
 
     /// Calls a member, to set up a link with it or only to look.
