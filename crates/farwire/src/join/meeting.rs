@@ -1,14 +1,18 @@
 //! How two ranks meet, once rank 0 has told both where the other is.
 //!
 //! The higher calls the lower. If it does not get through for a while, because the lower one is behind
-//! NAT or a firewall, the lower calls the higher, too. That is enough if one of them can be reached;
-//! and often if neither can, since each call opens the way for the other's answer.
+//! NAT or a firewall, the lower calls the higher, too. That is enough if one of them can be reached.
+//!
+//! If neither can, they often meet all the same. The lower *knocks* at once: it sends a byte that means
+//! nothing, so that its NAT takes what the higher one sends for an answer, as the other NAT does with
+//! what the lower one sends. (A call would do, too. But many NATs are spoilt for that by a packet that
+//! comes from outside before one has gone out, so it must not be late.)
 //!
 //! Both calls may get through. Then the lower one decides: it keeps one of the connections, and says
 //! who it is on that one only.
 
 use std::collections::BTreeMap;
-use std::net::SocketAddr;
+use std::net::{SocketAddr, UdpSocket};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -26,6 +30,13 @@ const PATIENCE: Duration = Duration::from_secs(2);
 
 /// What rank 0 knows of all ranks.
 type Table = [(Member, Option<SocketAddr>)];
+
+/// Lets the NAT of this process, if there is one, know that higher ranks may call.
+pub(super) fn knock(socket: &UdpSocket, me: Peer, table: &Table) {
+    for (_, address) in table.iter().skip(me.index() + 1) {
+        let _ = address.map(|address| socket.send_to(&[0], address)); // or else there is the call
+    }
+}
 
 /// Meets all lower ranks but 0. `from_below` are those that called this one.
 pub(super) async fn lower(

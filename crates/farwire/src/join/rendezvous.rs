@@ -13,7 +13,7 @@
 //! taken, of another version) is told so and forgotten; the group goes on waiting for its own
 //! ranks. The same happens to any that come when the group is complete.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -309,7 +309,7 @@ pub(crate) async fn join(
     let &Terms { place, master, timeout, .. } = terms;
     let deadline = Instant::now() + timeout;
     let (me, world) = (place.rank, place.world);
-    let (endpoint, server) = listen(terms, &identity)?;
+    let (endpoint, server, socket) = listen(terms, &identity)?;
     let hello = Hello::new(terms, Purpose::Start)?;
     let (door, mut newcomers) = mpsc::channel(world.len());
     let (side_door, from_below) = mpsc::channel(world.len());
@@ -346,6 +346,7 @@ pub(crate) async fn join(
         there.member = table[0].0.clone();
         first = Some(there);
     }
+    meeting::knock(&socket, me, &table);
     let below = meeting::lower(caller.clone(), &table, from_below);
     let above = async {
         let mut gathering = Gathering::new(me, world, door.clone(), refusals.clone());
@@ -396,11 +397,12 @@ impl Hello {
     }
 }
 
-/// This process's socket, rank 0's where all look for it; and how it answers those that connect.
+/// This process's socket, rank 0's where all look for it; how it answers those that connect; and the
+/// socket once more, for what is not QUIC.
 pub(super) fn listen(
     terms: &Terms<'_>,
     identity: &Identity,
-) -> Result<(Endpoint, ServerConfig), JoinError> {
+) -> Result<(Endpoint, ServerConfig, UdpSocket), JoinError> {
     let master = terms.master;
     let any = match (master.ip().is_loopback(), terms.interface, master.is_ipv6()) {
         (true, ..) => master.ip(),
@@ -415,11 +417,12 @@ pub(super) fn listen(
     let listen = || {
         let socket = held_port::bind(address, terms.port_is_held)?;
         widen(&socket);
-        let runtime = Arc::new(quinn::TokioRuntime);
-        Endpoint::new(Transport::endpoint(), Some(server.clone()), socket, runtime)
+        let (runtime, same) = (Arc::new(quinn::TokioRuntime), socket.try_clone()?);
+        let endpoint = Endpoint::new(Transport::endpoint(), Some(server.clone()), socket, runtime)?;
+        Ok((endpoint, same))
     };
-    let endpoint = listen().map_err(|error| JoinError::Listen { address, error })?;
-    Ok((endpoint, server))
+    let (endpoint, socket) = listen().map_err(|error| JoinError::Listen { address, error })?;
+    Ok((endpoint, server, socket))
 }
 
 /// The address of a network interface, of the family that rank 0's address has.

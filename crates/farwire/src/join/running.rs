@@ -59,7 +59,7 @@ impl Joiner {
         transport: Transport,
     ) -> Result<Self, JoinError> {
         let deadline = Instant::now() + terms.timeout;
-        let (endpoint, server) = listen(terms, &identity)?;
+        let (endpoint, server, _) = listen(terms, &identity)?;
         let hello = Hello::new(terms, Purpose::Join)?;
         // Nobody comes by the doors of a process that was not there at the start.
         let ((door, _), (side_door, _)) = (mpsc::channel(1), mpsc::channel(1));

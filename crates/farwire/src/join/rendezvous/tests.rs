@@ -48,7 +48,7 @@ impl Listening {
             lobby: None,
         };
         let identity = Arc::new(Identity::new(&token, Peer(1), Epoch(0), &job).unwrap());
-        let (endpoint, server) = listen(&terms, &identity).unwrap();
+        let (endpoint, server, _) = listen(&terms, &identity).unwrap();
         let address = endpoint.local_addr().unwrap();
         let (door, newcomers) = mpsc::channel(100);
         let expected = Arc::new(Expected::default());
