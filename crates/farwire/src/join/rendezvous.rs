@@ -3,7 +3,7 @@
 //! 1. Rank 0 listens; every other rank connects to it and says hello.
 //! 2. When all have come, rank 0 sends everyone the table of addresses.
 //! 3. Of every other pair, the higher rank connects to the lower, or else the lower to the higher
-//!    ([`meeting`](super::meeting)).
+//!    ([`meeting`]).
 //!
 //! Every connection is QUIC with certificates on both sides ([`Identity`]), and each of these has a
 //! *control stream*, on which the hello was said and heartbeats will be. A pair that needs more
