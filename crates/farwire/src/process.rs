@@ -1,15 +1,16 @@
 //! Ranks as processes: joining a job, and leaving it.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+mod waiting;
+
+use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use farwire_proto::membership::{MAX_MESSAGE, Message, View};
-use farwire_proto::{Config, Engine, FrameKind, Options, Peer, WorldSize};
+use farwire_proto::membership::MAX_MESSAGE;
+use farwire_proto::{Config, Engine, Options, Peer, WorldSize};
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc;
-use tokio::task::JoinSet;
 
 use crate::comm::Communicator;
 use crate::driver::Driver;
@@ -19,12 +20,9 @@ use crate::join::again::{Again, Met};
 use crate::join::env::Place;
 use crate::join::gathering::Newcomer;
 use crate::join::identity::Identity;
-use crate::join::rendezvous::{
-    self, Acquaintance, Book, Entry, Group, JOINER, JoinError, Member, Purpose, Terms,
-};
-use crate::join::running::Joiner;
+use crate::join::rendezvous::{self, Acquaintance, Group, JoinError, Member, Terms};
 use crate::link::negotiation::{self, Linked};
-use crate::link::{Arrival, Link, LinkChoice, Pair};
+use crate::link::{Link, LinkChoice, Pair};
 use crate::lobby::{Addresses, Lobby, MAX_NEWCOMERS};
 use crate::metrics;
 use crate::node::{self, Node};
@@ -34,6 +32,7 @@ use crate::quic::transport::Transport;
 use crate::settings::{Builder, Settings};
 use crate::shm::bell::Bell;
 use crate::token::Token;
+use waiting::Admitted;
 
 impl Communicator {
     /// Joins the job that this process was started in, by the environment that its launcher set:
@@ -182,35 +181,6 @@ struct Joined {
     again: Option<Arc<Again>>,
 }
 
-/// What a process has once it was let into a job that runs.
-#[derive(Debug)]
-struct Admitted {
-    me: Peer,
-    view: View,
-    links: Vec<Option<Box<dyn Link>>>,
-    /// What has come on them.
-    early: Vec<(Peer, Arrival)>,
-    endpoint: quinn::Endpoint,
-    healths: Healths,
-    addresses: Addresses,
-    again: Arc<Again>,
-}
-
-/// A link of a process that waits to be let in.
-#[derive(Debug)]
-struct Waiting {
-    linked: Linked,
-    /// What calls itself so, at the other end.
-    process: u64,
-    member: Member,
-    address: SocketAddr,
-}
-
-/// How long it may take to set up a link with a member.
-const LINK_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long to listen before looking again who is in the job.
-const LISTEN: Duration = Duration::from_millis(300);
-
 impl Settings {
     /// What receives those that want to join later.
     fn lobby(
@@ -237,74 +207,6 @@ impl Settings {
             interface: self.interface.as_deref(),
             timeout: self.join_timeout,
             lobby,
-        }
-    }
-
-    /// Calls all members of a job that runs, and waits until they let this process in.
-    async fn wait_to_join(
-        &self,
-        places: &[Place],
-        bell: &Bell,
-        lobby: mpsc::Sender<Newcomer>,
-    ) -> Result<Admitted, JoinError> {
-        let contact = rendezvous::resolve(&places[0]).await?;
-        let mut contacts = vec![contact];
-        for place in &places[1..] {
-            contacts.extend(rendezvous::resolve(place).await);
-        }
-        let (token, epoch) = (self.token_for(contact)?, self.config.epoch);
-        let identity = Arc::new(Identity::new(&token, JOINER, epoch, &self.job)?);
-        let terms = self.terms(contact, Some(lobby));
-        let started = tokio::time::Instant::now();
-        let deadline = started + self.join_timeout;
-        let joiner = Joiner::new(&terms, identity, Transport { congestion: self.congestion })?;
-        let mut waiting: BTreeMap<Peer, Waiting> = BTreeMap::new();
-        let (mut early, mut last) = (Vec::new(), "nobody has answered".to_owned());
-        let mut met_somebody = false;
-        let mut calls = Calls::new(Suitor {
-            joiner: joiner.clone(),
-            link: self.link,
-            payload: longest_payload(&self.config),
-            bell: bell.clone(),
-            beats: self.preset.beats(),
-        });
-        loop {
-            // Whoever answers first: the one that this process was told of may be gone.
-            let known: Vec<_> = waiting.values().map(|peer| peer.address).collect();
-            let answer = joiner.look(known.into_iter().chain(contacts.iter().copied())).await;
-            let answered = answer.is_ok();
-            match answer {
-                Ok(book) => calls.make(&book, |peer| waiting.contains_key(&peer)),
-                Err(reason) => last = reason,
-            }
-            if met_somebody && waiting.is_empty() && !answered {
-                let last = "all its ranks have left or are lost".to_owned();
-                let waited = started.elapsed();
-                return Err(JoinError::NotAdmitted { address: contact, waited, last });
-            }
-            let listened = tokio::time::Instant::now() + LISTEN;
-            while tokio::time::Instant::now() < listened {
-                while let Some((peer, call)) = calls.next_made() {
-                    match call {
-                        Ok(made) => {
-                            waiting.insert(peer, made);
-                            met_somebody = true;
-                        }
-                        Err(reason) => last = reason,
-                    }
-                }
-                if let Some(view) = listen(&mut waiting, joiner.process(), &mut early) {
-                    return Ok(admitted(view, &joiner, waiting, early));
-                }
-                tokio::time::sleep(Duration::from_millis(1)).await;
-            }
-            if tokio::time::Instant::now() > deadline {
-                if !waiting.is_empty() {
-                    last = "all members know that it waits, and none has said more".to_owned();
-                }
-                let waited = self.join_timeout;
-                return Err(JoinError::NotAdmitted { address: contact, waited, last });
-            }
         }
     }
 
@@ -405,148 +307,6 @@ impl Settings {
             ))),
         }
     }
-}
-
-/// What sets up links to members for a process that waits to be let in.
-#[derive(Clone, Debug)]
-struct Suitor {
-    joiner: Joiner,
-    link: LinkChoice,
-    payload: usize,
-    bell: Bell,
-    beats: Beats,
-}
-
-impl Suitor {
-    /// Calls a member and sets up a link. `members` are all.
-    async fn call(self, entry: Entry, members: Arc<[Member]>) -> Result<Waiting, String> {
-        let peer = Peer(entry.number);
-        let address = entry.address.ok_or_else(|| format!("nobody knows where {peer} is"))?;
-        let called = self.joiner.call(address, Purpose::Join).await?;
-        if called.book.here != entry.number {
-            return Err(format!("another process has the address of {peer} by now"));
-        }
-        let known = called.known;
-        let same_host = rendezvous::is_this_host(&entry.member);
-        let mut beats = self.beats;
-        beats.lost_after *= crowd(&entry.member, same_host, &members);
-        let pair = Pair {
-            me: JOINER,
-            peer,
-            same_host,
-            payload: self.payload,
-            bell: self.bell,
-            met: Some(Met {
-                connection: known.connection.clone(),
-                called: known.called,
-                peer: Peer(known.member.rank),
-                again: Arc::new(self.joiner.again.within(LINK_TIMEOUT)),
-            }),
-        };
-        let linked = tokio::time::timeout(LINK_TIMEOUT, acquaint(pair, known, self.link, beats));
-        let linked = linked.await.unwrap_or_else(|_| Err(took_too_long(peer)));
-        let linked = linked.map_err(|error| error.to_string())?;
-        Ok(Waiting { linked, process: entry.process, member: entry.member, address })
-    }
-}
-
-/// Calls to members, side by side: one that is lost holds up none of the others.
-#[derive(Debug)]
-struct Calls {
-    suitor: Suitor,
-    pending: BTreeSet<Peer>,
-    made: JoinSet<(Peer, Result<Waiting, String>)>,
-}
-
-impl Calls {
-    fn new(suitor: Suitor) -> Self {
-        Self { suitor, pending: BTreeSet::new(), made: JoinSet::new() }
-    }
-
-    /// Calls all in a book that are not known and not being called.
-    fn make(&mut self, book: &Book, is_known: impl Fn(Peer) -> bool) {
-        let members: Arc<[_]> = book.entries.iter().map(|entry| entry.member.clone()).collect();
-        for entry in &book.entries {
-            let peer = Peer(entry.number);
-            if !is_known(peer) && self.pending.insert(peer) {
-                let call = self.suitor.clone().call(entry.clone(), members.clone());
-                self.made.spawn(async move { (peer, call.await) });
-            }
-        }
-    }
-
-    /// What came of one of them.
-    fn next_made(&mut self) -> Option<(Peer, Result<Waiting, String>)> {
-        let (peer, result) = self.made.try_join_next()?.ok()?;
-        self.pending.remove(&peer);
-        Some((peer, result))
-    }
-}
-
-fn took_too_long(peer: Peer) -> JoinError {
-    JoinError::Lost { peer, reason: format!("it set up no link within {LINK_TIMEOUT:?}") }
-}
-
-/// What has come from members, until one says that this process is one of them.
-fn listen(
-    waiting: &mut BTreeMap<Peer, Waiting>,
-    process: u64,
-    early: &mut Vec<(Peer, Arrival)>,
-) -> Option<View> {
-    let mut view = None;
-    waiting.retain(|peer, Waiting { linked, .. }| {
-        loop {
-            match linked.link.poll_arrived() {
-                Ok(None) => return true,
-                Ok(Some(arrival)) => {
-                    if let Arrival::Notice(header, payload) = &arrival
-                        && header.frame == FrameKind::Members
-                        && let Ok(message) = Message::decode(payload)
-                        && let Some(decided) = message.decided()
-                        && decided.find(process).is_some()
-                    {
-                        view = Some(decided.clone());
-                    }
-                    let gone = matches!(arrival, Arrival::Closed);
-                    early.push((*peer, arrival));
-                    if gone || view.is_some() {
-                        return !gone;
-                    }
-                }
-                Err(_lost) => {
-                    linked.link.give_up();
-                    return false;
-                }
-            }
-        }
-    });
-    view
-}
-
-/// What a process that was let in needs. Members that it has no link to are lost to it.
-fn admitted(
-    view: View,
-    joiner: &Joiner,
-    waiting: BTreeMap<Peer, Waiting>,
-    mut early: Vec<(Peer, Arrival)>,
-) -> Admitted {
-    let me = view.find(joiner.process()).expect("it is in the view").peer;
-    let mut links: Vec<Option<Box<dyn Link>>> = (0..view.next_peer()).map(|_| None).collect();
-    let mut healths = Vec::new();
-    let mut addresses = HashMap::from([(joiner.process(), (joiner.member().clone(), None))]);
-    for (peer, mut there) in waiting {
-        if view.contains(peer) {
-            healths.push(there.linked.health);
-            addresses.insert(there.process, (there.member, Some(there.address)));
-            links[peer.index()] = Some(there.linked.link);
-        } else {
-            there.linked.link.give_up();
-        }
-    }
-    early.retain(|(peer, _)| links.get(peer.index()).is_some_and(Option::is_some));
-    let (healths, addresses) = (Arc::new(Mutex::new(healths)), Arc::new(Mutex::new(addresses)));
-    let (endpoint, again) = (joiner.endpoint().clone(), joiner.again.clone());
-    Admitted { me, view, links, early, endpoint, healths, addresses, again }
 }
 
 /// By how much a crowded host stretches the time that a peer has to answer: a thread that has to
