@@ -27,6 +27,9 @@ use errors::{Errors, TELL_PARENT, lost_rank};
 /// How long the others have to find out by themselves that one has failed, and to say what they
 /// were doing: as long as heartbeats take.
 const FIND_OUT: Duration = Duration::from_millis(2500);
+/// How a rank ends that was told to stop, and has.
+const TOLD_BY_INT: i32 = 128 + 2;
+const TOLD_BY_TERM: i32 = 128 + 15;
 /// How long they have to end once they were asked to.
 pub(crate) const GRACE: Duration = Duration::from_secs(5);
 /// How long a rank's output is read after its end.
@@ -375,7 +378,9 @@ impl Job {
             let status = status.map_err(system("could not wait for a rank"))?;
             alive.remove(&rank);
             let died = status.exit_status() != Some(0);
-            if !died {
+            // A rank that was told to stop tells the others.
+            let told = matches!(status.exit_status(), Some(TOLD_BY_INT | TOLD_BY_TERM));
+            if !died || told {
                 restarts = 0; // the job comes to its end, and lets nobody in any more
                 is_ending = true;
             }

@@ -97,6 +97,8 @@ pub(crate) struct Args {
 /// Why it did not run.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum NetlabError {
+    #[error("there is no host {host}; they are counted from 0, so the last is {last}")]
+    NoSuchHost { host: usize, last: u32 },
     #[error("{0}")]
     Lab(#[from] LabError),
     #[error("{0}")]
@@ -154,6 +156,10 @@ impl Args {
 
 /// Runs the command.
 pub(crate) fn run(args: &Args) -> Result<ExitCode, NetlabError> {
+    let named = args.partition.iter().flat_map(|partition| &partition.side).chain(&args.hidden);
+    if let Some(&host) = named.max().filter(|host| **host >= args.hosts as usize) {
+        return Err(NetlabError::NoSuchHost { host, last: args.hosts - 1 });
+    }
     let lab = Lab::new(args.hosts as usize, &args.impairments(), args.seed)?;
     let unset = |name: &str| std::env::var_os(name).is_none();
     let has_token = !unset("FARWIRE_TOKEN") || !unset("FARWIRE_TOKEN_FILE");

@@ -85,6 +85,16 @@ impl Job {
         self.next("step");
     }
 
+    /// Until the group has changed to so many ranks and then to others, without a step in between.
+    fn changed_by_way_of(&mut self, first: u64, then: u64) {
+        for ranks in [first, then] {
+            let change = self.next("change");
+            self.epoch = change["epoch"].as_u64().unwrap();
+            assert_eq!(change["ranks"].as_u64(), Some(ranks), "{change}");
+        }
+        self.next("step");
+    }
+
     /// The process that was started as a rank, and its environment.
     fn rank(&self, rank: u32) -> (u32, HashMap<String, String>) {
         let processes = std::fs::read_dir("/proc").unwrap();
@@ -121,15 +131,27 @@ fn a_run_goes_on_when_those_that_speak_for_it_are_killed_and_others_join() {
         job.changed_to(2);
 
         let (_, variables) = job.rank(2);
-        let mut joiner = Command::new(env!("CARGO_BIN_EXE_farwire"))
-            .args(TRAIN.split_whitespace())
-            .args(["--join", &format!("127.0.0.1:{}", variables["FARWIRE_PORT"])])
-            .current_dir(&folder)
-            .envs(["FARWIRE_TOKEN", "FARWIRE_JOB"].map(|name| (name, &variables[name])))
-            .envs([("FARWIRE_LINK", link), ("FARWIRE_FLIGHT_DIR", "")])
-            .stdout(Stdio::null())
-            .spawn()
-            .unwrap();
+        let join = |more: &[&str]| {
+            Command::new(env!("CARGO_BIN_EXE_farwire"))
+                .args(TRAIN.split_whitespace())
+                .args(more)
+                .args(["--join", &format!("127.0.0.1:1,127.0.0.1:{}", variables["FARWIRE_PORT"])])
+                .current_dir(&folder)
+                .envs(["FARWIRE_TOKEN", "FARWIRE_JOB"].map(|name| (name, &variables[name])))
+                .envs([("FARWIRE_LINK", link), ("FARWIRE_FLIGHT_DIR", "")])
+                .stdout(Stdio::null())
+                .stderr(Stdio::piped())
+                .spawn()
+                .unwrap()
+        };
+        let stranger = join(&["--lr", "0.5"]);
+        let _limit = limit(&stranger);
+        let ended = stranger.wait_with_output().unwrap();
+        let said = String::from_utf8_lossy(&ended.stderr).into_owned();
+        assert!(!ended.status.success() && said.contains("data and settings"), "{said}");
+        job.changed_by_way_of(3, 2);
+
+        let mut joiner = join(&[]);
         let _limit = limit(&joiner);
         job.changed_to(3);
 

@@ -128,6 +128,8 @@ fn what_cannot_be_parsed_shows_what_can() {
         ("--queue", "long", "256KiB"),
         ("--outage", "8s..5s", "5s..8s"),
         ("--loss", "200%", "0.1%"),
+        ("--partition", "3@5s..8s", "counted from 0, so the last is 1"),
+        ("--hidden", "2", "counted from 0, so the last is 1"),
     ] {
         let output =
             Command::new(FARWIRE).args(["netlab", flag, value, "--", "true"]).output().unwrap();

@@ -720,10 +720,10 @@ impl ElasticState for Trainer {
             self.adam.steps().into(),
             self.owed.to_bits(),
         ];
-        // Whoever has another model, other data or another plan must not take part: the names differ.
+        // Whoever has other settings, other data or another plan must not take part: the names differ.
         let (plan, data) = (self.plan.hash(), self.batches.sha256());
-        let model = format!("{:?} seed {}", self.settings.model, self.settings.seed);
-        let about = format!("model {model}, parameters {plan:016x}, data {data}");
+        let settings = Settings { dp: 0, batch: self.asked_batch, ..self.settings.clone() };
+        let about = format!("{settings:?}, parameters {plan:016x}, data {data}");
         let counters = counters.iter().flat_map(|counter| counter.to_le_bytes()).collect();
         let mut saved = vec![(about, counters)];
         for (name, Place { param, chunk }) in &self.params {

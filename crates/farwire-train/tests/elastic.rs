@@ -89,6 +89,27 @@ fn a_run_that_loses_ranks_ends_alike_on_all_that_are_left() {
     }
 }
 
+/// A rank that joins with other settings must not take part; ranks compare the names of buffers.
+#[test]
+fn other_settings_show_in_the_state() {
+    let about = |settings: Settings| {
+        let comm = farwire::local(1).unwrap().remove(0);
+        let trainer = Trainer::new(&TOY, &comm, settings, &text()).unwrap();
+        trainer.save()[0].0.clone()
+    };
+    let mine = || Settings { dp: 1, ..settings("int8") };
+    assert_eq!(about(mine()), about(mine()));
+    for other in [
+        Settings { steps: STEPS + 1, ..mine() },
+        Settings { codec: "none".parse().unwrap(), ..mine() },
+        Settings { learning_rate: 2e-2, ..mine() },
+        Settings { batch: 24, ..mine() },
+        Settings { seed: 7, ..mine() },
+    ] {
+        assert_ne!(about(mine()), about(other));
+    }
+}
+
 #[test]
 fn what_cannot_be_elastic_is_refused() {
     let comm = farwire::local(1).unwrap().remove(0);

@@ -46,7 +46,7 @@ pub enum StateError {
     /// Its buffers have other names or lengths.
     #[error(
         "this rank's state has other buffers than that of rank {source_rank}, in names or lengths; \
-         give all ranks the same model and settings"
+         give all ranks the same model, data and settings"
     )]
     Layout {
         /// A rank that has what counts.
