@@ -7,7 +7,7 @@ The job is `farwire launch --elastic -- farwire train --elastic`: the launcher s
 Faults come one after another, as soon as all ranks are there again, and the links take turns. They are:
 
     kill       a rank, with SIGKILL
-    speaker    the rank that shows how it goes: the lowest number, rank 0 at first
+    speaker    the oldest process, which as a rule shows how it goes: rank 0 at first
     two        two ranks at once
     newcomer   a rank that has just been started, before or while it joins
     stop       a rank is stopped for 6 s, longer than it may be silent, and then goes on
