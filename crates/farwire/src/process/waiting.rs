@@ -10,6 +10,7 @@ use farwire_proto::membership::{Message, View};
 use farwire_proto::{FrameKind, Peer};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
+use tokio::time::timeout_at;
 
 use super::{Healths, acquaint, crowd, longest_payload};
 use crate::join::again::{Again, Met};
@@ -17,7 +18,7 @@ use crate::join::env::Place;
 use crate::join::gathering::Newcomer;
 use crate::join::identity::Identity;
 use crate::join::rendezvous::{self, Book, Entry, JOINER, JoinError, Member, Purpose};
-use crate::join::running::Joiner;
+use crate::join::running::{CallError, Joiner};
 use crate::link::negotiation::Linked;
 use crate::link::{Arrival, Link, LinkChoice, Pair};
 use crate::lobby::Addresses;
@@ -25,6 +26,7 @@ use crate::quic::control::Beats;
 use crate::quic::transport::Transport;
 use crate::settings::Settings;
 use crate::shm::bell::Bell;
+
 /// What a process has once it was let into a job that runs.
 #[derive(Debug)]
 pub(super) struct Admitted {
@@ -86,11 +88,16 @@ impl Settings {
         loop {
             // Whoever answers first: the one that this process was told of may be gone.
             let known: Vec<_> = waiting.values().map(|peer| peer.address).collect();
-            let answer = joiner.look(known.into_iter().chain(contacts.iter().copied())).await;
-            let answered = answer.is_ok();
+            let look = joiner.look(known.into_iter().chain(contacts.iter().copied()));
+            let answer = timeout_at(deadline, look).await;
+            let answered = matches!(answer, Ok(Ok(_)));
             match answer {
-                Ok(book) => calls.make(&book, |peer| waiting.contains_key(&peer)),
-                Err(reason) => last = reason,
+                Ok(Ok(book)) => calls.make(&book, |peer| waiting.contains_key(&peer)),
+                Ok(Err(CallError::Refused(address, reason))) if waiting.is_empty() => {
+                    return Err(JoinError::TurnedAway { address, reason });
+                }
+                Ok(Err(error)) => last = error.to_string(),
+                Err(_) => {} // time is up
             }
             if met_somebody && waiting.is_empty() && !answered {
                 let last = "all its ranks have left or are lost".to_owned();
@@ -109,6 +116,8 @@ impl Settings {
                     }
                 }
                 if let Some(view) = listen(&mut waiting, joiner.process(), &mut early) {
+                    // A member may have a link to this process that it does not have itself yet.
+                    waiting.extend(calls.finish(&view).await);
                     return Ok(admitted(view, &joiner, waiting, early));
                 }
                 tokio::time::sleep(Duration::from_millis(1)).await;
@@ -139,7 +148,8 @@ impl Suitor {
     async fn call(self, entry: Entry, members: Arc<[Member]>) -> Result<Waiting, String> {
         let peer = Peer(entry.number);
         let address = entry.address.ok_or_else(|| format!("nobody knows where {peer} is"))?;
-        let called = self.joiner.call(address, Purpose::Join).await?;
+        let called = self.joiner.call(address, Purpose::Join).await;
+        let called = called.map_err(|error| error.to_string())?;
         if called.book.here != entry.number {
             return Err(format!("another process has the address of {peer} by now"));
         }
@@ -190,6 +200,20 @@ impl Calls {
                 self.made.spawn(async move { (peer, call.await) });
             }
         }
+    }
+
+    /// Those that come of calls to members of a view.
+    async fn finish(mut self, view: &View) -> Vec<(Peer, Waiting)> {
+        let mut made = Vec::new();
+        while self.pending.iter().any(|peer| view.contains(*peer))
+            && let Some(call) = self.made.join_next().await
+        {
+            // A call that panicked says not to whom it was. It is one less to wait for all the same.
+            let Ok((peer, result)) = call else { continue };
+            self.pending.remove(&peer);
+            made.extend(result.ok().map(|waiting| (peer, waiting)));
+        }
+        made
     }
 
     /// What came of one of them.
