@@ -241,6 +241,7 @@ pub(crate) fn random_name() -> String {
 pub(crate) struct Wishes {
     interrupted: tokio::signal::unix::Signal,
     terminated: tokio::signal::unix::Signal,
+    quit: tokio::signal::unix::Signal,
     hung_up: Option<tokio::signal::unix::Signal>,
 }
 
@@ -249,6 +250,7 @@ impl Wishes {
         Ok(Self {
             interrupted: signal(SignalKind::interrupt())?,
             terminated: signal(SignalKind::terminate())?,
+            quit: signal(SignalKind::quit())?,
             // Under nohup it stays ignored.
             hung_up: if is_hangup_ignored() { None } else { Some(signal(SignalKind::hangup())?) },
         })
@@ -264,6 +266,8 @@ impl Wishes {
         tokio::select! {
             _ = self.interrupted.recv() => Signal::INT,
             _ = self.terminated.recv() => Signal::TERM,
+            // Ctrl-\, which would leave what ranks have started behind.
+            _ = self.quit.recv() => Signal::TERM,
             _ = hung_up => Signal::HUP,
         }
     }

@@ -121,6 +121,22 @@ impl Default for Settings {
 }
 
 impl Settings {
+    /// All of them, one in a line, for ranks to [agree on](farwire::Builder::agree_on).
+    pub fn lines(&self) -> String {
+        fn add(lines: &mut String, name: &str, value: &serde_json::Value) {
+            match value {
+                serde_json::Value::Object(fields) => {
+                    fields.iter().for_each(|(name, value)| add(lines, name, value));
+                }
+                serde_json::Value::String(text) => *lines += &format!("{name} {text}\n"),
+                value => *lines += &format!("{name} {value}\n"),
+            }
+        }
+        let mut lines = String::new();
+        add(&mut lines, "settings", &serde_json::json!(self));
+        lines
+    }
+
     /// Fails if they contradict each other.
     pub fn check(&self) -> Result<(), TrainError> {
         let wrong = |text: String| Err(TrainError::Settings(text));

@@ -104,10 +104,11 @@ impl Builder {
     /// counts. Every member can be called, not only rank 0, and none is needed by the others.
     pub fn join_running(mut self, addresses: &str) -> Result<Communicator, Error> {
         let system = |what| move |error| Error::System { what, error };
-        let places: Result<Vec<_>, _> =
-            addresses.split(',').map(|address| Place::to_join(address.trim())).collect();
+        let listed = addresses.split(',').map(str::trim).filter(|address| !address.is_empty());
+        let places: Result<Vec<_>, _> = listed.map(Place::to_join).collect();
         let places = places?;
-        self = self.place(places[0].clone()).elastic(true);
+        let first = places.first().cloned().map_or_else(|| Place::to_join(addresses), Ok)?;
+        self = self.place(first).elastic(true);
         let settings = self.settings(&|name| std::env::var_os(name))?;
         let bell = Bell::new().map_err(system("could not get shared memory"))?;
         let runtime = network_thread()?;
@@ -200,6 +201,7 @@ impl Settings {
         Terms {
             place: &self.place,
             job: &self.job,
+            agree_on: &self.agree_on,
             epoch: self.config.epoch,
             master,
             port_is_held: self.port_is_held,

@@ -49,6 +49,8 @@ impl Preset {
 }
 
 const MILLISECOND: Duration = Duration::from_millis(1);
+/// Bytes of what processes agree on: with all else a hello says, it fits into one message.
+const MAX_AGREED: usize = 2048;
 /// How long to wait for the other ranks, unless somebody says.
 const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
 /// Frames that a lane may have under way, as [`Config::credit`] counts them.
@@ -66,6 +68,7 @@ const CREDIT: NonZeroU32 = NonZeroU32::new(4).expect("it is not zero");
 /// |---|---|---|
 /// | [`place`](Self::place) | `RANK` and so on, as the launcher sets them | an error |
 /// | [`job`](Self::job) | `FARWIRE_JOB` | the launcher's name for the job, else none |
+/// | [`agree_on`](Self::agree_on) | | nothing |
 /// | [`token`](Self::token) | `FARWIRE_TOKEN`, else `FARWIRE_TOKEN_FILE` | on loopback, the user's key file |
 /// | [`link`](Self::link) | `FARWIRE_LINK` | `auto` |
 /// | | `FARWIRE_CONGESTION` | `auto`: CUBIC within 5 ms, else a model of the path |
@@ -84,6 +87,7 @@ const CREDIT: NonZeroU32 = NonZeroU32::new(4).expect("it is not zero");
 pub struct Builder {
     place: Option<Place>,
     job: Option<String>,
+    agree_on: String,
     token: Option<Token>,
     preset: Option<Preset>,
     link: Option<LinkChoice>,
@@ -109,6 +113,13 @@ impl Builder {
     /// to the same address, with the same token, is told so and refused.
     pub fn job(self, job: impl Into<String>) -> Self {
         Self { job: Some(job.into()), ..self }
+    }
+
+    /// What all processes of the job must have in common, as lines of text: say, the settings of a
+    /// run. A process that has other lines is told which, and refused, when it comes and not when
+    /// results begin to differ. Up to 2 KiB.
+    pub fn agree_on(self, lines: impl Into<String>) -> Self {
+        Self { agree_on: lines.into(), ..self }
     }
 
     /// The cluster token.
@@ -199,6 +210,10 @@ impl Builder {
             (None, None, Some(job)) => named("the launcher's job", job.as_ref())?,
             (None, None, None) => JobName::default(),
         };
+        if self.agree_on.len() > MAX_AGREED {
+            let (name, what) = ("Builder::agree_on", "text of at most 2048 bytes");
+            return Err(wrong(name, &self.agree_on, what).into());
+        }
         let token = match (
             self.token,
             variables.text("FARWIRE_TOKEN"),
@@ -247,6 +262,7 @@ impl Builder {
             port_is_held: held_port.is_some() && held_port == own_port,
             place,
             job,
+            agree_on: self.agree_on,
             token,
             preset: preset.unwrap_or_default(),
             link: link.unwrap_or_default(),
@@ -315,6 +331,7 @@ impl Variables<'_> {
 pub(crate) struct Settings {
     pub(crate) place: Place,
     pub(crate) job: JobName,
+    pub(crate) agree_on: String,
     pub(crate) token: Option<Token>,
     pub(crate) preset: Preset,
     pub(crate) link: LinkChoice,

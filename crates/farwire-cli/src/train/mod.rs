@@ -241,7 +241,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, TrainCommandError> {
         args.check_elastic()?;
     }
     if let Some(address) = join {
-        let comm = Communicator::builder().join_running(&address)?;
+        let lines = args.settings(1, args.codec.clone())?.lines();
+        let comm = Communicator::builder().agree_on(lines).join_running(&address)?;
         return elastic::run(args, comm, true);
     }
     match Place::from_env() {
@@ -252,11 +253,13 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, TrainCommandError> {
             }
             let here = std::env::var("LOCAL_WORLD_SIZE").ok().and_then(|ranks| ranks.parse().ok());
             if args.elastic {
-                let comm = Communicator::builder().elastic(true).join()?;
+                let lines = args.settings(1, args.codec.clone())?.lines();
+                let comm = Communicator::builder().agree_on(lines).elastic(true).join()?;
                 return elastic::run(args, comm, false);
             }
             args.check(world, here.unwrap_or(1))?;
-            be_a_rank(args, &Communicator::from_env()?)
+            let lines = args.settings(world, args.codec.clone())?.lines();
+            be_a_rank(args, &Communicator::builder().agree_on(lines).join()?)
         }
         Err(EnvError::Nothing) => start_ranks(args, args.ranks.unwrap_or(4)),
         Err(error) => Err(error.into()),

@@ -1,6 +1,7 @@
 //! Where this process stands, from the environment that launchers set.
 
 use std::fmt;
+use std::net::IpAddr;
 use std::time::Duration;
 
 use farwire_proto::{Peer, WorldSize};
@@ -84,7 +85,7 @@ pub enum EnvError {
 }
 
 /// A value as it is shown: escaped, and not longer than a line.
-fn shown(value: &str) -> String {
+pub(super) fn shown(value: &str) -> String {
     match value.char_indices().nth(60) {
         None => format!("{value:?}"),
         Some((end, _)) => format!("{:?}… ({} bytes)", &value[..end], value.len()),
@@ -188,7 +189,7 @@ impl Place {
             .filter(|world| rank < world.get())
             .ok_or(EnvError::OutOfRange { rank_name: launcher.rank, rank, size_name, size })?;
         let local_size = number(lookup, "OMPI_COMM_WORLD_LOCAL_SIZE")?;
-        let master_host = lookup("MASTER_ADDR")
+        let master_host = master_host(lookup)?
             .or_else(|| lookup("SLURM_LAUNCH_NODE_IPADDR").filter(|_| launcher.source == "Slurm"))
             .or_else(|| (local_size == Some(size) || size == 1).then(|| "127.0.0.1".to_owned()))
             .ok_or(EnvError::Missing("MASTER_ADDR", launcher.rank))?;
@@ -216,6 +217,19 @@ impl fmt::Display for Place {
         let Self { rank, world, master_host, master_port, source, .. } = self;
         write!(f, "{rank} of {world} (as {source} says), rank 0 at {master_host}:{master_port}")
     }
+}
+
+/// Rank 0's host, as MASTER_ADDR says it. An address of IPv6 may stand in brackets.
+fn master_host(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Option<String>, EnvError> {
+    let Some(value) = lookup("MASTER_ADDR") else { return Ok(None) };
+    let host = value.trim();
+    let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+    let is_anywhere = host.parse().is_ok_and(|address: IpAddr| address.is_unspecified());
+    if host.is_empty() || is_anywhere {
+        let what = "the address of rank 0, by which all ranks can reach it";
+        return Err(EnvError::Value { name: "MASTER_ADDR", value, what });
+    }
+    Ok(Some(host.to_owned()))
 }
 
 /// A variable that must be a whole number if it is set.
@@ -401,6 +415,11 @@ mod tests {
             assert!(error.contains(name), "{name}={value}: {error}");
         }
         assert!(with("MASTER_ADDR", "b").is_ok());
+        assert_eq!(with("MASTER_ADDR", " [::1]").unwrap().master_host, "::1");
+        for nowhere in ["", " ", "0.0.0.0", "::", "[::]", "[]"] {
+            let error = with("MASTER_ADDR", nowhere).unwrap_err().to_string();
+            assert!(error.contains("by which all ranks can reach it"), "{nowhere}: {error}");
+        }
         assert_eq!(place(&[]), Err(EnvError::Nothing));
         assert_eq!(place(&[("WORLD_SIZE", "4")]), Err(EnvError::Missing("RANK", "WORLD_SIZE")));
         assert_eq!(

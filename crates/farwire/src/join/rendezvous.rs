@@ -27,7 +27,7 @@ use tokio::time::{Instant, timeout, timeout_at};
 
 use super::again::{Again, Expected, Ticket};
 use super::calling::Caller;
-use super::env::Place;
+use super::env::{self, Place};
 use super::gathering::{Gathering, Newcomer};
 use super::identity::{Identity, IdentityError};
 use super::job::JobName;
@@ -81,6 +81,8 @@ pub(super) struct Hello {
     /// Read before the rest, which another version may lay out differently.
     version: u8,
     job: JobName,
+    /// What all processes of a job have in common, in lines.
+    agree_on: String,
     world: u32,
     epoch: u32,
     /// Random: tells a process that comes again from another that claims the same rank.
@@ -153,6 +155,7 @@ pub(super) enum Answer {
 pub(crate) struct Terms<'a> {
     pub(crate) place: &'a Place,
     pub(crate) job: &'a JobName,
+    pub(crate) agree_on: &'a str,
     pub(crate) epoch: Epoch,
     /// Where rank 0 listens.
     pub(crate) master: SocketAddr,
@@ -172,7 +175,10 @@ pub(crate) struct Terms<'a> {
 #[derive(Debug, thiserror::Error)]
 pub enum JoinError {
     /// The address of rank 0 is not one.
-    #[error("could not resolve {host}: {error}; set MASTER_ADDR to rank 0's address")]
+    #[error(
+        "could not resolve {host}: {error}; give an address that this machine can find (MASTER_ADDR, or \
+         the address to join)"
+    )]
     Resolve {
         /// What was given.
         host: String,
@@ -202,6 +208,17 @@ pub enum JoinError {
         family: &'static str,
         /// All there are, with their addresses.
         there: String,
+    },
+    /// An interface that leads to no other machine.
+    #[error(
+        "interface {name:?} does not leave this machine, and rank 0 is on another, at {master}; set \
+         FARWIRE_INTERFACE to one that leads there, or leave it unset"
+    )]
+    Loopback {
+        /// What was given.
+        name: String,
+        /// Where rank 0 is.
+        master: IpAddr,
     },
     /// Rank 0, or a peer that it named, was not reached.
     #[error(
@@ -241,6 +258,14 @@ pub enum JoinError {
         by: Peer,
         /// To whom.
         here: Peer,
+        /// Why.
+        reason: String,
+    },
+    /// A job that runs does not want this process.
+    #[error("was refused at {address}: {reason}")]
+    TurnedAway {
+        /// Where it asked.
+        address: SocketAddr,
         /// Why.
         reason: String,
     },
@@ -387,6 +412,7 @@ impl Hello {
         Ok(Self {
             version: VERSION,
             job: terms.job.clone(),
+            agree_on: terms.agree_on.to_owned(),
             world: terms.place.world.get(),
             epoch: terms.epoch.0,
             // Those that a job starts with are named by their ranks later, so this is never one.
@@ -406,7 +432,12 @@ pub(super) fn listen(
     let master = terms.master;
     let any = match (master.ip().is_loopback(), terms.interface, master.is_ipv6()) {
         (true, ..) => master.ip(),
-        (false, Some(name), _) => address_of(name, master.is_ipv6())?,
+        (false, Some(name), _) => match address_of(name, master.is_ipv6())? {
+            address if address.is_loopback() => {
+                return Err(JoinError::Loopback { name: name.to_owned(), master: master.ip() });
+            }
+            address => address,
+        },
         (false, None, true) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
         (false, None, false) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
     };
@@ -541,13 +572,11 @@ impl Listener {
             }
             Ok(Ok(Some(newcomer))) => {
                 use mpsc::error::TrySendError::{Closed, Full};
-                let (known, reason) = match &self.lobby {
-                    None => (newcomer.known, CLOSED),
-                    Some(lobby) => match lobby.try_send(newcomer) {
-                        Ok(()) => return,
-                        Err(Full(newcomer)) => (newcomer.known, CROWDED),
-                        Err(Closed(newcomer)) => (newcomer.known, LEAVING),
-                    },
+                let Some(lobby) = &self.lobby else { return };
+                let (known, reason) = match lobby.try_send(newcomer) {
+                    Ok(()) => return,
+                    Err(Full(newcomer)) => (newcomer.known, CROWDED),
+                    Err(Closed(newcomer)) => (newcomer.known, LEAVING),
                 };
                 turn_away(known, reason.to_owned(), &self.refusals);
             }
@@ -572,6 +601,11 @@ impl Listener {
             },
             Err(_) => judge(&text, &connection, &self.identity, &self.hello),
         };
+        let closed = self.lobby.is_none();
+        let judgement = judgement.and_then(|hello| match hello.purpose {
+            Purpose::Join | Purpose::Look if closed => Err(CLOSED.to_owned()),
+            _ => Ok(hello),
+        });
         match judgement {
             Ok(Hello { process, purpose, member, .. }) => {
                 write(&mut to, &Answer::Heard).await?;
@@ -623,6 +657,11 @@ fn judge(
             hello.job, mine.job
         ));
     }
+    if let Some((theirs, ours)) = difference(&hello.agree_on, &mine.agree_on) {
+        return Err(format!(
+            "{who} has {theirs}, {here} has {ours}; start all ranks of a job with the same settings"
+        ));
+    }
     if hello.purpose != Purpose::Start && there != JOINER {
         return Err(format!("{there} has a rank; only a process without one can join"));
     }
@@ -650,6 +689,19 @@ fn judge(
         return Err("the name of its host is too long".to_owned());
     }
     Ok(hello)
+}
+
+/// The first line in which two texts differ, as it is in each.
+fn difference(theirs: &str, ours: &str) -> Option<(String, String)> {
+    let shown = |line: Option<&str>| line.map_or("nothing".to_owned(), env::shown);
+    let (mut theirs, mut ours) = (theirs.lines(), ours.lines());
+    loop {
+        match (theirs.next(), ours.next()) {
+            (None, None) => return None,
+            (there, here) if there == here => {}
+            (there, here) => return Some((shown(there), shown(here))),
+        }
+    }
 }
 
 /// A message: its length, then JSON.

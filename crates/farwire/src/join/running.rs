@@ -8,6 +8,7 @@
 //!
 //! Until then it costs the job nothing. If it stalls or dies, the members drop a link.
 
+use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -49,6 +50,30 @@ pub(crate) struct Joiner {
 pub(crate) struct Called {
     pub(crate) known: Acquaintance,
     pub(crate) book: Book,
+}
+
+/// Why a call came to nothing.
+#[derive(Debug)]
+pub(crate) enum CallError {
+    /// A process of the job said no, and would again.
+    Refused(SocketAddr, String),
+    /// Anything else: another call may go better.
+    Failed(String),
+}
+
+impl From<String> for CallError {
+    fn from(reason: String) -> Self {
+        Self::Failed(reason)
+    }
+}
+
+impl fmt::Display for CallError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Refused(address, reason) => write!(f, "{address} refused: {reason}"),
+            Self::Failed(reason) => f.write_str(reason),
+        }
+    }
 }
 
 impl Joiner {
@@ -100,8 +125,8 @@ impl Joiner {
     pub(crate) async fn look(
         &self,
         addresses: impl Iterator<Item = SocketAddr>,
-    ) -> Result<Book, String> {
-        let mut last = "there is nobody to call".to_owned();
+    ) -> Result<Book, CallError> {
+        let mut last = CallError::Failed("there is nobody to call".to_owned());
         let mut calls = JoinSet::new();
         let mut addresses = addresses.fuse();
         loop {
@@ -116,8 +141,9 @@ impl Joiner {
                     known.connection.close(0u32.into(), b"seen");
                     return Ok(book);
                 }
-                Ok(Some(Ok(Err(reason)))) => last = reason,
-                Ok(Some(Err(bug))) => last = bug.to_string(),
+                Ok(Some(Ok(Err(error)))) if !matches!(last, CallError::Refused(..)) => last = error,
+                Ok(Some(Ok(Err(_)))) => {}
+                Ok(Some(Err(bug))) => last = CallError::Failed(bug.to_string()),
                 Ok(None) => return Err(last),
                 Err(_) => {} // it may still answer
             }
@@ -129,33 +155,33 @@ impl Joiner {
         &self,
         address: SocketAddr,
         purpose: Purpose,
-    ) -> Result<Called, String> {
+    ) -> Result<Called, CallError> {
         timeout(CALL_TIMEOUT, self.try_call(address, purpose))
             .await
-            .unwrap_or_else(|_| Err(format!("{address} did not answer")))
+            .unwrap_or_else(|_| Err(CallError::Failed(format!("{address} did not answer"))))
     }
 
-    async fn try_call(&self, address: SocketAddr, purpose: Purpose) -> Result<Called, String> {
+    async fn try_call(&self, address: SocketAddr, purpose: Purpose) -> Result<Called, CallError> {
         let Caller { identity, hello, .. } = &*self.caller;
         let (name, mut hello) = (identity.name_of_any(), hello.clone());
         hello.purpose = purpose;
         let said = self.caller.say_hello(&hello, &name, address, CALL_TIMEOUT).await;
-        let refused = |reason| format!("{address} refused: {reason}");
         let mut known = match said.map_err(|error| format!("{address}: {error}"))? {
             (known, Answer::Heard) => known,
-            (_, Answer::Refused(reason)) => return Err(refused(reason)),
-            _ => return Err(NONSENSE.to_owned()),
+            (_, Answer::Refused(reason)) => return Err(CallError::Refused(address, reason)),
+            _ => return Err(NONSENSE.to_owned().into()),
         };
         let mut book: Book = match read_up_to(&mut known.from, MAX_BOOK).await? {
             Answer::Book(book) => book,
-            Answer::Refused(reason) => return Err(refused(reason)),
-            _ => return Err(NONSENSE.to_owned()),
+            // It has no place for this process, or is about to leave.
+            Answer::Refused(reason) => return Err(format!("{address} refused: {reason}").into()),
+            _ => return Err(NONSENSE.to_owned().into()),
         };
         let here = book.entries.iter_mut().find(|entry| entry.number == book.here);
         let here = here.ok_or_else(|| NONSENSE.to_owned())?;
         here.address = Some(address);
         if !identity.is_of_this_job(&known.connection, Peer(here.member.rank)) {
-            return Err(format!("{address}: its certificate is of another job"));
+            return Err(format!("{address}: its certificate is of another job").into());
         }
         known.member = here.member.clone();
         Ok(Called { known, book })

@@ -8,6 +8,7 @@ fn hello(job: &str, rank: u32, version: u8) -> Hello {
     Hello {
         version,
         job: JobName::new(job).unwrap(),
+        agree_on: "steps 3\ncodec dense".to_owned(),
         world: 4,
         epoch: 0,
         process: 7,
@@ -39,6 +40,7 @@ impl Listening {
         let terms = Terms {
             place: &place,
             job: &job,
+            agree_on: "",
             epoch: Epoch(0),
             master: SocketAddr::from(([127, 0, 0, 1], 1)),
             port_is_held: false,
@@ -131,6 +133,9 @@ async fn a_further_connection_is_for_the_rank_that_has_the_ticket() {
 async fn every_rank_refuses_strangers_and_says_why() {
     let large = Hello { world: 5, ..hello("here", 2, VERSION) };
     let older = Hello { epoch: 1, ..hello("here", 2, VERSION) };
+    let other = "steps 3\ncodec topk:0.01".to_owned();
+    let other = Hello { agree_on: other, ..hello("here", 2, VERSION) };
+    let less = Hello { agree_on: "steps 3".to_owned(), ..hello("here", 2, VERSION) };
     let mut long = hello("here", 2, VERSION);
     long.member.host = "h".repeat(65);
     let cases = [
@@ -142,6 +147,8 @@ async fn every_rank_refuses_strangers_and_says_why() {
         (large, "started for 5 ranks, rank 1 for 4"),
         (hello("here", 4, VERSION), "rank 4 is not below the world size"),
         (older, "generation"),
+        (other, "rank 2 has \"codec topk:0.01\", rank 1 has \"codec dense\""),
+        (less, "rank 2 has nothing, rank 1 has \"codec dense\""),
         (long, "too long"),
     ];
     let (hellos, says): (Vec<_>, Vec<_>) = cases.into_iter().unzip();
