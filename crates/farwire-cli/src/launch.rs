@@ -30,6 +30,8 @@ const FIND_OUT: Duration = Duration::from_millis(2500);
 /// How a rank ends that was told to stop, and has.
 const TOLD_BY_INT: i32 = 128 + 2;
 const TOLD_BY_TERM: i32 = 128 + 15;
+/// How one ends that was told to leave, and has, while the others go on.
+pub(crate) const LEFT: u8 = 128 + 10;
 /// How long they have to end once they were asked to.
 pub(crate) const GRACE: Duration = Duration::from_secs(5);
 /// How long a rank's output is read after its end.
@@ -381,6 +383,10 @@ impl Job {
             let Ok((rank, status, last)) = ended else { continue };
             let status = status.map_err(system("could not wait for a rank"))?;
             alive.remove(&rank);
+            if status.exit_status() == Some(LEFT.into()) {
+                eprintln!("farwire: rank {rank} has left; {} go on", alive.len());
+                continue;
+            }
             let died = status.exit_status() != Some(0);
             // A rank that was told to stop tells the others.
             let told = matches!(status.exit_status(), Some(TOLD_BY_INT | TOLD_BY_TERM));
@@ -422,7 +428,7 @@ impl Job {
                 }
             }
             // One that was to take the place of another may come too late, and say so.
-            let came_late = is_ending && rank >= self.first_rank + self.ranks;
+            let came_late = is_ending && !told && rank >= self.first_rank + self.ranks;
             if died && !came_late {
                 failed.push((rank, last));
                 next = next.or(Some((Instant::now() + FIND_OUT, Signal::TERM)));

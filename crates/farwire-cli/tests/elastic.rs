@@ -147,6 +147,10 @@ fn a_run_goes_on_when_those_that_speak_for_it_are_killed_and_others_join() {
         job.changed_to(3);
         assert_eq!(job.epoch, before + 1, "the one that was refused has cost the others nothing");
 
+        // The one that speaks is told to leave: the others go on, and none is started in its place.
+        kill(job.rank(2).0, Signal::USR1);
+        job.changed_to(2);
+
         kill(job.launcher.id(), Signal::TERM);
         let summary = job.next("summary");
         let last = summary["changes"].as_array().unwrap().last().unwrap();

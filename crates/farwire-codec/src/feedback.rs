@@ -88,15 +88,19 @@ impl State {
                 if part.is_empty() {
                     continue;
                 }
-                let owed = &owed[part.start - start..part.end - start];
-                let sum = match self.worker.get(part.clone()) {
-                    Some(own) => own.iter().zip(owed).map(|(own, owed)| own + owed).collect(),
-                    None => owed.to_vec(),
-                };
-                self.worker.set(part.start, sum);
+                self.add(part.start, &owed[part.start - start..part.end - start]);
                 self.owner.cut(&part);
             }
         }
+    }
+
+    /// Adds to the worker residual of the elements from `start` on.
+    fn add(&mut self, start: usize, owed: &[f32]) {
+        let sum = match self.worker.get(start..start + owed.len()) {
+            Some(own) => own.iter().zip(owed).map(|(own, owed)| own + owed).collect(),
+            None => owed.to_vec(),
+        };
+        self.worker.set(start, sum);
     }
 }
 
@@ -154,6 +158,22 @@ impl ErrorFeedback {
         Some(Norms { worker: state.worker.norm(), owner: state.owner.norm() })
     }
 
+    /// How much is owed for a tensor in all, as last committed: the norm of worker and owner
+    /// residual together. A [`reshard`](Self::reshard) does not change it, but for rounding.
+    pub fn owed(&self, tensor: &str) -> f64 {
+        let tensors = lock(&self.tensors);
+        let Some(Entry { state, .. }) = tensors.get(tensor) else { return 0.0 };
+        let shared = |(start, owner): (&usize, &Arc<Vec<f32>>)| {
+            let worker = state.worker.get(*start..start + owner.len());
+            worker.map_or(0.0, |worker| {
+                let products = worker.iter().zip(&**owner).map(|(a, b)| f64::from(*a) * f64::from(*b));
+                products.sum::<f64>()
+            })
+        };
+        let shared: f64 = state.owner.0.iter().map(shared).sum();
+        (state.worker.norm().powi(2) + state.owner.norm().powi(2) + 2.0 * shared).max(0.0).sqrt()
+    }
+
     /// Moves every owner residual into the worker residual of the same elements. Call it on every
     /// rank when the set of ranks changes.
     ///
@@ -169,6 +189,22 @@ impl ErrorFeedback {
         for Entry { state, .. } in tensors.values_mut() {
             state.own(&[]);
             state.warm = None;
+        }
+        Ok(())
+    }
+
+    /// Takes over what another rank owes that is about to leave, after a [`reshard`](Self::reshard)
+    /// of both: from now on this one owes it as a worker.
+    pub fn take_over(&self, other: Self) -> Result<(), FeedbackError> {
+        self.reshard()?;
+        other.reshard()?;
+        let theirs = std::mem::take(&mut *lock(&other.tensors));
+        let mut tensors = lock(&self.tensors);
+        for (name, Entry { state, .. }) in theirs {
+            let mine = &mut tensors.entry(name).or_default().state;
+            for (start, owed) in state.worker.0 {
+                mine.add(start, &owed);
+            }
         }
         Ok(())
     }
@@ -424,7 +460,10 @@ mod tests {
     #[test]
     fn resharding_moves_owner_residuals_to_the_worker() {
         let feedback = with(&[1.0, 2.0, 3.0], &[10.0, 20.0]);
+        let norm = (1.0f64 + 4.0 + 13.0 * 13.0 + 400.0).sqrt();
+        assert!((feedback.owed("w") - norm).abs() < 1e-12);
         feedback.reshard().unwrap();
+        assert!((feedback.owed("w") - norm).abs() < 1e-12);
         let transaction = feedback.begin("w").unwrap();
         assert!(matches!(
             transaction.worker(0..4).residual(),
@@ -432,6 +471,23 @@ mod tests {
         ));
         assert!(matches!(transaction.owner(0..4).residual(), Residual::Zero));
         assert!(transaction.warm().is_none());
+    }
+
+    #[test]
+    fn what_a_rank_owes_that_leaves_is_owed_by_another() {
+        let heir = with(&[1.0, 2.0, 3.0], &[10.0]);
+        let leaver = with(&[0.5; 5], &[100.0, 200.0]);
+        let mut other = leaver.begin("v").unwrap();
+        other.set_worker(1, vec![7.0]);
+        other.commit();
+        heir.take_over(leaver).unwrap();
+        let worker = |name, range| heir.begin(name).unwrap().worker(range);
+        let owed = worker("w", 0..5);
+        assert!(matches!(owed.residual(), Residual::Owed([1.5, 2.5, 113.5, 200.5, 0.5])));
+        assert!(matches!(worker("v", 0..2).residual(), Residual::Owed([0.0, 7.0])));
+        let open = heir.begin("w").unwrap();
+        assert!(heir.take_over(with(&[1.0], &[])).is_err(), "an operation holds it");
+        drop(open);
     }
 
     #[test]

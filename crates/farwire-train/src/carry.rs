@@ -53,7 +53,9 @@ pub(crate) fn send(comm: &Communicator, to: usize, arrays: Arrays) -> Result<(),
 pub(crate) fn receive(comm: &Communicator, from: usize) -> Result<Arrays, TrainError> {
     let Header(header) = Header::parse(&receive_bytes(comm, from)?)?;
     let arrays = header.into_iter().map(|(name, shape)| {
-        let data = comm.recv::<f32>(shape.iter().product(), from, TAG).wait()?;
+        let elements = shape.iter().try_fold(1usize, |product, size| product.checked_mul(*size));
+        let too_large = || TrainError::Settings(format!("`{name}` is too large: {shape:?}"));
+        let data = comm.recv::<f32>(elements.ok_or_else(too_large)?, from, TAG).wait()?;
         Ok((name, Array { shape, data }))
     });
     arrays.collect()
@@ -111,12 +113,12 @@ pub(crate) fn broadcast_bytes(
     Ok(comm.broadcast(bytes, length, 0).wait()?)
 }
 
-fn send_bytes(comm: &Communicator, to: usize, bytes: Vec<u8>) -> Result<(), TrainError> {
+pub(crate) fn send_bytes(comm: &Communicator, to: usize, bytes: Vec<u8>) -> Result<(), TrainError> {
     comm.send(vec![bytes.len() as u64], to, TAG).wait()?;
     Ok(comm.send(bytes, to, TAG).wait()?)
 }
 
-fn receive_bytes(comm: &Communicator, from: usize) -> Result<Vec<u8>, TrainError> {
+pub(crate) fn receive_bytes(comm: &Communicator, from: usize) -> Result<Vec<u8>, TrainError> {
     let length = comm.recv::<u64>(1, from, TAG).wait()?[0];
     Ok(comm.recv::<u8>(length as usize, from, TAG).wait()?)
 }

@@ -337,13 +337,25 @@ struct Saved {
 
 /// Reads a checkpoint if it is whole, and says what is wrong with it otherwise.
 fn read(folder: &Path) -> Result<(Checkpoint, Saved), String> {
-    let sums = match fs::read_to_string(folder.join(SUMS)) {
-        Ok(sums) => sums,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {
-            return Err(format!("it has no {SUMS}, or was written by a version that made none"));
+    read_files(&|name| fs::read(folder.join(name)))
+}
+
+/// The same from any files: that no bytes make it panic is what fuzzing wants to know.
+#[doc(hidden)]
+pub fn checkpoint_of(file: &dyn Fn(&str) -> io::Result<Vec<u8>>) -> Result<Checkpoint, String> {
+    read_files(file).map(|(about, _)| about)
+}
+
+fn read_files(
+    contents: &dyn Fn(&str) -> io::Result<Vec<u8>>,
+) -> Result<(Checkpoint, Saved), String> {
+    let sums = contents(SUMS).map_err(|error| match error.kind() {
+        io::ErrorKind::NotFound => {
+            format!("it has no {SUMS}, or was written by a version that made none")
         }
-        Err(error) => return Err(format!("{SUMS}: {error}")),
-    };
+        _ => format!("{SUMS}: {error}"),
+    })?;
+    let sums = String::from_utf8(sums).map_err(|error| format!("{SUMS}: {error}"))?;
     let sums: BTreeMap<&str, &str> = sums
         .lines()
         .map(|line| line.split_once("  ").map(|(sum, name)| (name, sum)))
@@ -351,7 +363,7 @@ fn read(folder: &Path) -> Result<(Checkpoint, Saved), String> {
         .ok_or_else(|| format!("{SUMS} is not a list of hashes"))?;
     let file = |name: &str| -> Result<Vec<u8>, String> {
         let expected = sums.get(name).ok_or_else(|| format!("{SUMS} does not name {name}"))?;
-        let bytes = fs::read(folder.join(name)).map_err(|error| match error.kind() {
+        let bytes = contents(name).map_err(|error| match error.kind() {
             io::ErrorKind::NotFound => format!("{name} is missing"),
             _ => format!("{name}: {error}"),
         })?;

@@ -52,7 +52,7 @@ pub use farwire;
 
 pub use adamw::{AdamW, Gradient, Moments};
 pub use carry::tell;
-pub use checkpoint::Checkpoint;
+pub use checkpoint::{Checkpoint, checkpoint_of};
 pub use compressed::{Compressed, DENSE_BELOW};
 pub use corpus::{Batch, Batches, embedded};
 pub use error::{SAID, TrainError};

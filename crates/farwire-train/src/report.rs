@@ -31,6 +31,9 @@ pub struct StepReport {
     pub times: Times,
     /// Whether some rank wants to stop.
     pub stop: bool,
+    /// How many ranks want to leave while the others go on.
+    #[serde(default)]
+    pub leaving: usize,
 }
 
 /// Where a rank's time went in a step, in seconds.

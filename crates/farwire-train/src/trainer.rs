@@ -65,6 +65,8 @@ pub struct Trainer {
     asked_batch: usize,
     /// Whether ranks come and go.
     elastic: bool,
+    /// Whether this rank wants to leave.
+    leaving: bool,
     /// The gradients of a step are exchanged, and it is not known yet whether it counts.
     undecided: bool,
     /// What error feedback owed on all ranks after the last step that counted: the sum of squares.
@@ -160,6 +162,7 @@ impl Trainer {
             seen: 0,
             asked_batch,
             elastic: false,
+            leaving: false,
             undecided: false,
             owed: 0.0,
             lost: 0.0,
@@ -225,8 +228,7 @@ impl Trainer {
     /// The sum of squares of what error feedback owes on this rank.
     fn owed_here(&self) -> f64 {
         let Some(feedback) = self.exchange.reducer().feedback() else { return 0.0 };
-        let norms = feedback.names().into_iter().filter_map(|name| feedback.norms(&name));
-        norms.map(|norms| norms.worker.powi(2) + norms.owner.powi(2)).sum()
+        feedback.names().iter().map(|name| feedback.owed(name).powi(2)).sum()
     }
 
     /// The norm of what error feedback owed on ranks that were lost in the last change of the
@@ -276,6 +278,17 @@ impl Trainer {
     /// way.
     pub fn trace(&self) -> &[Span] {
         &self.trace
+    }
+
+    /// Whether this rank wants to leave while the others go on. All ranks' reports then count it,
+    /// so that all can [part](farwire::Elastic::part) after the same step.
+    pub fn set_leaving(&mut self, leaving: bool) {
+        self.leaving = leaving;
+    }
+
+    /// Whether it does, as the last step's report counts it.
+    pub fn is_leaving(&self) -> bool {
+        self.leaving
     }
 
     /// One step. If any rank has a `wish` to stop, every rank's report says so.
@@ -332,6 +345,7 @@ impl Trainer {
             hidden: if self.settings.dp > 1 { summary.hidden() } else { 1.0 },
             times,
             stop: agreed.stop,
+            leaving: agreed.leaving,
         };
         self.step += 1;
         self.seen += self.settings.batch as u64;
@@ -355,7 +369,7 @@ impl Trainer {
         let is_bad = !(norm.is_finite() && self.exchange.is_finite());
         let flag = |is: bool| f64::from(u8::from(is));
         let owed = if self.elastic { self.owed_here() } else { 0.0 };
-        let mine = vec![loss, bytes as f64, flag(wish), flag(is_bad), owed];
+        let mine = vec![loss, bytes as f64, flag(wish), flag(is_bad), owed, flag(self.leaving)];
         let all = world.all_reduce(mine, ReduceOp::Sum).wait()?;
         let is_finite = all[0].is_finite() && all[3] == 0.0;
         Ok(Agreed {
@@ -365,6 +379,7 @@ impl Trainer {
             stop: all[2] > 0.0,
             is_finite,
             owed: all[4],
+            leaving: all[5] as usize,
         })
     }
 
@@ -792,10 +807,32 @@ impl ElasticState for Trainer {
             self.exchange.reducer_mut().restore(feedback);
         }
         let left = world.all_reduce(vec![self.owed_here()], ReduceOp::Sum).wait()?[0];
-        // Sums of squares of the same numbers, in another order.
+        // Squares of the same sums; but those that are resharded have been rounded.
         let lost = self.owed - left;
-        self.lost = if lost > 1e-9 * self.owed { lost.sqrt() } else { 0.0 };
+        self.lost = if lost > 1e-6 * self.owed { lost.sqrt() } else { 0.0 };
         self.owed = left;
+        Ok(())
+    }
+
+    /// What those that leave owe goes to the first that stays, which sends it with its next gradient.
+    fn hand_over(&mut self, world: &Communicator, leaving: &[usize]) -> Result<(), TrainError> {
+        let heir = (0..world.size()).find(|rank| !leaving.contains(rank));
+        let (Some(heir), Some(mine)) = (heir, self.exchange.reducer().feedback()) else {
+            return Ok(());
+        };
+        let me = world.rank();
+        if leaving.contains(&me) {
+            carry::send_bytes(world, heir, mine.to_bytes())?;
+        } else if me == heir {
+            for rank in leaving {
+                let theirs = ErrorFeedback::from_bytes(&carry::receive_bytes(world, *rank)?);
+                let theirs = theirs.map_err(farwire::Error::from)?;
+                mine.take_over(theirs).map_err(farwire::Error::from)?;
+            }
+        }
+        // The sum of what two ranks owed has another norm than the two.
+        let here = if leaving.contains(&me) { 0.0 } else { self.owed_here() };
+        self.owed = world.all_reduce(vec![here], ReduceOp::Sum).wait()?[0];
         Ok(())
     }
 }
@@ -811,6 +848,8 @@ struct Agreed {
     is_finite: bool,
     /// What will be owed on all ranks if the step counts: the sum of squares.
     owed: f64,
+    /// How many ranks want to leave.
+    leaving: usize,
 }
 
 /// An exchange over dp.

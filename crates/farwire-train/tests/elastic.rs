@@ -35,8 +35,17 @@ fn text() -> Vec<u8> {
 /// What a rank ends with: its losses, and all its state.
 type End = (Vec<f64>, Vec<(String, Vec<u8>)>);
 
-/// Trains on four ranks, of which some leave after a step: (rank, step). Those that are left.
-fn train(codec: &str, leaving: &[(usize, usize)]) -> Vec<End> {
+/// How ranks go.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Going {
+    /// Without a word.
+    Lost,
+    /// In good order.
+    Leaving,
+}
+
+/// Trains on four ranks, of which some go after a step: (rank, step). Those that are left.
+fn train(codec: &str, leaving: &[(usize, usize)], going: Going) -> Vec<End> {
     let rank = |comm: Communicator| -> Result<Option<End>, TrainError> {
         let me = comm.rank();
         let mut trainer = Trainer::new(&TOY, &comm, settings(codec), &text())?;
@@ -45,17 +54,24 @@ fn train(codec: &str, leaving: &[(usize, usize)]) -> Vec<End> {
         let mut losses = Vec::new();
         let mut lost = 0.0;
         while trainer.steps_done() < STEPS {
-            if leaving.contains(&(me, trainer.steps_done())) {
+            let goes = leaving.contains(&(me, trainer.steps_done()));
+            if goes && going == Going::Lost {
                 return Ok(None);
             }
+            trainer.set_leaving(goes);
             let report: StepReport =
                 elastic.step(&mut trainer, |_, trainer| trainer.step(false))?;
             losses.push(report.loss);
+            if report.leaving > 0 && elastic.part(&mut trainer, goes)? {
+                return Ok(None);
+            }
             if !elastic.take_changes().is_empty() {
                 lost += trainer.lost_residual();
             }
         }
-        assert_eq!(lost > 0.0, codec != "none" && !leaving.is_empty(), "{codec} lost {lost}");
+        let loses = codec != "none" && !leaving.is_empty() && going == Going::Lost;
+        assert_eq!(lost > 0.0, loses, "{codec} lost {lost}");
+        assert!(going == Going::Lost || losses.len() == STEPS, "no step was made twice");
         assert_eq!(elastic.comm().size(), 4 - leaving.len());
         assert!(trainer.replicas_agree()?);
         let saved = trainer.save();
@@ -74,18 +90,20 @@ fn train(codec: &str, leaving: &[(usize, usize)]) -> Vec<End> {
 #[test]
 fn a_run_that_loses_ranks_ends_alike_on_all_that_are_left() {
     for codec in ["none", "int8", "topk:0.1"] {
-        let whole = train(codec, &[]);
-        let left = train(codec, &[(0, 5), (2, 12)]);
-        assert_eq!((whole.len(), left.len()), (4, 2));
-        for run in [&whole, &left] {
-            assert!(run.iter().all(|(_, state)| *state == run[0].1), "{codec}: the same bits");
-            // A rank that missed the end of a step has no report of it.
-            assert!(run.iter().all(|(losses, _)| losses.len() + 2 >= STEPS), "{codec}");
-        }
+        let whole = train(codec, &[], Going::Lost);
         let last = |run: &[End]| run[0].0.iter().rev().take(5).sum::<f64>() / 5.0;
-        let (whole, left) = (last(&whole), last(&left));
-        println!("{codec}: loss {whole:.4} with all, {left:.4} with losses on the way");
-        assert!((left / whole - 1.0).abs() < 0.05, "{codec}: {left} and {whole}");
+        for going in [Going::Lost, Going::Leaving] {
+            let left = train(codec, &[(0, 5), (2, 12)], going);
+            assert_eq!((whole.len(), left.len()), (4, 2));
+            for run in [&whole, &left] {
+                assert!(run.iter().all(|(_, state)| *state == run[0].1), "{codec}: the same bits");
+                // A rank that missed the end of a step has no report of it.
+                assert!(run.iter().all(|(losses, _)| losses.len() + 2 >= STEPS), "{codec}");
+            }
+            let (whole, left) = (last(&whole), last(&left));
+            println!("{codec}, {going:?}: loss {whole:.4} with all, {left:.4} with fewer");
+            assert!((left / whole - 1.0).abs() < 0.05, "{codec}: {left} and {whole}");
+        }
     }
 }
 

@@ -4,6 +4,9 @@ use crate::comm::Communicator;
 use crate::error::Error;
 use crate::sync::StateSync;
 
+/// The tag by which ranks wait for others to leave.
+const PARTING: u32 = u32::MAX - 1;
+
 /// What all ranks of an elastic job have in common, and newcomers must get: weights, an optimizer's
 /// state, where in the data the run is.
 pub trait ElasticState {
@@ -18,6 +21,11 @@ pub trait ElasticState {
     /// The group has changed, and all have the same state: whatever depends on who is in it, say
     /// communicators that were split off, has to be made anew. All ranks call it at the same point.
     fn regroup(&mut self, _comm: &Communicator) -> Result<(), Self::Error> {
+        Ok(())
+    }
+    /// The ranks in `leaving` are about to [leave](Elastic::part): what only they have, say what
+    /// error feedback owes, goes to another. All ranks call it at the same point.
+    fn hand_over(&mut self, _comm: &Communicator, _leaving: &[usize]) -> Result<(), Self::Error> {
         Ok(())
     }
 }
@@ -135,6 +143,38 @@ impl Elastic {
                 Err(error) => return Err(error),
             }
         }
+    }
+
+    /// Lets ranks leave in good order: they [hand over](ElasticState::hand_over) what only they
+    /// have, and the others go on without them and without losing a step. All ranks must call it at
+    /// the same point, say when a step has told all that somebody wants to leave.
+    ///
+    /// Returns whether this rank, which called it with `leave`, is out. At least one has to stay.
+    pub fn part<S: ElasticState>(&mut self, state: &mut S, leave: bool) -> Result<bool, S::Error> {
+        match self.try_part(state, leave) {
+            // Whoever is lost now leaves as well, with what it has. The next step mends the group.
+            Err(error) if error.is_group_fault() => {
+                tracing::warn!(error = %error.describe(), "a rank is lost while others leave");
+                Ok(leave)
+            }
+            parted => parted.map(|()| leave),
+        }
+    }
+
+    fn try_part<S: ElasticState>(&mut self, state: &mut S, leave: bool) -> Result<(), S::Error> {
+        let all = self.comm.all_gather(vec![u8::from(leave)]).wait()?;
+        let leaving: Vec<_> = (0..all.len()).filter(|rank| all[*rank] == 1).collect();
+        state.hand_over(&self.comm, &leaving)?;
+        // All have what they were to get. Then those that leave say goodbye, and the others wait for
+        // that: for words that never come.
+        self.comm.barrier().wait()?;
+        if !leave && !leaving.is_empty() {
+            for rank in leaving {
+                let _gone = self.comm.recv::<u8>(1, rank, PARTING).wait();
+            }
+            self.replace(self.comm.shrink()?);
+        }
+        Ok(())
     }
 
     /// Lets in who waits, and sees to it that all have the same state.

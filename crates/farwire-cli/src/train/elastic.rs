@@ -5,14 +5,17 @@
 //! does.
 
 use std::process::ExitCode;
-use std::sync::atomic::Ordering;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use farwire::{Change, Communicator, Elastic, GroupFault, ReduceOp};
 use farwire_train::gpt::Writer;
 use farwire_train::{TrainError, Trainer, embedded};
+use tokio::signal::unix::{SignalKind, signal};
 
 use super::view::{Run, View};
 use super::{Args, LIBRARY, SAMPLE, TrainCommandError, files, report, text, watch_for_signals};
+use crate::launch::{LEFT, LaunchError};
 
 /// Trains as one rank of many, from the start or as one that has joined.
 pub(super) fn run(
@@ -20,7 +23,7 @@ pub(super) fn run(
     comm: Communicator,
     joined: bool,
 ) -> Result<ExitCode, TrainCommandError> {
-    let stop = watch_for_signals()?;
+    let (stop, leave) = (watch_for_signals()?, watch_for_leave()?);
     files::check_report(&args.report)?;
     let text = match (&args.data, joined) {
         // One that joins has to have the data; whether they are the same is found out.
@@ -45,6 +48,7 @@ pub(super) fn run(
     view.begin(&run, &trainer)?;
     while trainer.steps_done() < steps && !run.stopped {
         let wish = stop.load(Ordering::Relaxed) != 0;
+        trainer.set_leaving(leave.load(Ordering::Relaxed));
         let report = elastic.step(&mut trainer, |_, trainer| trainer.step(wish))?;
         if elastic.comm().rank() == 0 && !view.is_shown() {
             view = View::new(true, args.json);
@@ -55,7 +59,19 @@ pub(super) fn run(
             view.change(&change, &what)?;
             run.changes.push(what);
         }
-        run.stopped = report.stop;
+        let ranks = elastic.comm().size();
+        run.stopped = report.stop || report.leaving == ranks;
+        // Not the flag as it is by now: all have to part after the same step.
+        let leaves = trainer.is_leaving();
+        if report.leaving > 0 && !run.stopped && elastic.part(&mut trainer, leaves)? {
+            view.end();
+            eprintln!(
+                "left after step {} of {steps}, and handed over what was owed; {} ranks go on",
+                trainer.steps_done(),
+                ranks - report.leaving
+            );
+            return Ok(ExitCode::from(LEFT));
+        }
         run.seconds += report.times.total;
         run.skipped = trainer.steps_skipped();
         view.step(&run, &report)?;
@@ -98,6 +114,24 @@ pub(super) fn run(
     shown?;
     written.map_err(|source| TrainCommandError::Report { path: args.report.clone(), source })?;
     Ok(if run.stopped { ExitCode::from(128 + signal as u8) } else { ExitCode::SUCCESS })
+}
+
+/// Whether SIGUSR1 has come: this rank is to leave, and the others to go on.
+fn watch_for_leave() -> Result<Arc<AtomicBool>, TrainCommandError> {
+    let leave = Arc::new(AtomicBool::new(false));
+    let asked = leave.clone();
+    let system = |source| LaunchError::System { what: "could not watch for signals", source };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    let runtime = runtime.map_err(system)?;
+    let guard = runtime.enter();
+    let mut signal = signal(SignalKind::user_defined1()).map_err(system)?;
+    drop(guard);
+    let watch = move || {
+        runtime.block_on(signal.recv());
+        asked.store(true, Ordering::Relaxed);
+    };
+    std::thread::Builder::new().name("farwire-leave".into()).spawn(watch).map_err(system)?;
+    Ok(leave)
 }
 
 /// A change of the group in a sentence.

@@ -623,6 +623,23 @@ impl Listener {
     }
 }
 
+/// Reads any bytes as each of the messages that come before anything is agreed on: that none makes
+/// it panic is what fuzzing wants to know.
+pub(crate) fn read_anything(bytes: &[u8]) {
+    let _ = serde_json::from_slice::<Ticket>(bytes);
+    if let Ok(answer) = serde_json::from_slice::<Answer>(bytes) {
+        encode(&answer).expect("what was read can be written");
+    }
+    if let Ok(hello) = serde_json::from_slice::<Hello>(bytes) {
+        encode(&hello).expect("what was read can be written");
+        let (mut mine, who) = (hello.clone(), Peer(hello.member.rank).to_string());
+        assert_eq!(disagreement(&hello, &mine, &who), None);
+        mine.job = JobName::new("another").expect("it is short");
+        mine.agree_on += "\nmore";
+        disagreement(&hello, &mine, &who).expect("they differ");
+    }
+}
+
 /// A hello from a process that may take part, or why it may not.
 fn judge(
     text: &[u8],
@@ -650,17 +667,8 @@ fn judge(
         JOINER => "a process that wants to join".to_owned(),
         there => there.to_string(),
     };
-    if hello.job != mine.job {
-        return Err(format!(
-            "{who} belongs to {}, {here} to {}; give all ranks of a job the same FARWIRE_JOB, and every \
-             job a MASTER_PORT of its own",
-            hello.job, mine.job
-        ));
-    }
-    if let Some((theirs, ours)) = difference(&hello.agree_on, &mine.agree_on) {
-        return Err(format!(
-            "{who} has {theirs}, {here} has {ours}; start all ranks of a job with the same settings"
-        ));
+    if let Some(reason) = disagreement(&hello, mine, &who) {
+        return Err(reason);
     }
     if hello.purpose != Purpose::Start && there != JOINER {
         return Err(format!("{there} has a rank; only a process without one can join"));
@@ -689,6 +697,22 @@ fn judge(
         return Err("the name of its host is too long".to_owned());
     }
     Ok(hello)
+}
+
+/// In what a process does not agree with this one.
+fn disagreement(hello: &Hello, mine: &Hello, who: &str) -> Option<String> {
+    let here = Peer(mine.member.rank);
+    if hello.job != mine.job {
+        return Some(format!(
+            "{who} belongs to {}, {here} to {}; give all ranks of a job the same FARWIRE_JOB, and every \
+             job a MASTER_PORT of its own",
+            hello.job, mine.job
+        ));
+    }
+    let (theirs, ours) = difference(&hello.agree_on, &mine.agree_on)?;
+    Some(format!(
+        "{who} has {theirs}, {here} has {ours}; start all ranks of a job with the same settings"
+    ))
 }
 
 /// The first line in which two texts differ, as it is in each.
