@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
-"""Kills, stops and slows the ranks of a training job at random, and checks that it goes on. Linux.
+"""Kills, stops, slows and cuts off the ranks of a training job at random, and checks that it goes on. Linux.
 
-    python3 scripts/chaos.py [--minutes 2] [--seed 1] [--ranks 5] [--links shm,quic] [--farwire PATH] [--json FILE]
+    python3 scripts/chaos.py [--minutes 2] [--seed 1] [--ranks 5] [--links shm,quic,net] [--farwire PATH] [--json FILE]
 
-The job is `farwire launch --elastic -- farwire train --elastic`: the launcher starts a rank for every one that is lost.
-Faults come one after another, as soon as all ranks are there again, and the links take turns. They are:
+With shm and quic the job is `farwire launch --elastic -- farwire train --elastic`: the launcher starts a rank for every one
+that is lost. With net, which needs root, it is `farwire netlab`: a host for each rank, 2 ms apart, that loses 0.5 % of all
+packets in bursts; on each host a shell starts the program again when it ends. Faults come one after another, as soon as all
+ranks are there again, and the links take turns. They are:
 
     kill       a rank, with SIGKILL
     speaker    the oldest process, which as a rule shows how it goes: rank 0 at first
@@ -13,6 +15,8 @@ Faults come one after another, as soon as all ranks are there again, and the lin
     stop       a rank is stopped for 6 s, longer than it may be silent, and then goes on
     pause      a rank is stopped for 0.3 s, which nobody should mind
     slow       a rank runs half of the time for 2 s, which nobody should mind either
+    leave      a rank is told to leave (SIGUSR1), and another process joins
+    cut        with net: one host or two hear nothing from the others for 5 s, and nobody hears them
 
 Checked: the group changes after each fault that takes a rank, and grows to its size again, within a minute; nothing
 changes after one that does not; no rank that got the state had drifted; files and memory of each rank stay flat; at the
@@ -25,6 +29,7 @@ import os
 import random
 import re
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -34,7 +39,17 @@ import time
 
 TRAIN = "train --layers 2 --heads 2 --width 16 --context 16 --batch 60 --codec int8 --steps 100000000 --json --elastic"
 PATIENCE = 60  # seconds, for anything
-TAKES_A_RANK = {"kill": 1, "speaker": 1, "two": 2, "newcomer": 1, "stop": 1, "pause": 0, "slow": 0}
+TAKES_A_RANK = {"kill": 1, "speaker": 1, "two": 2, "newcomer": 1, "stop": 1, "pause": 0, "slow": 0, "leave": 1, "cut": 1}
+# With net: seconds from one cut to the next, how long it lasts, and how long before it nothing else is begun.
+CUT_EVERY, CUT, CUT_REST = 16, 5, 5
+# What a host of the laboratory does: takes part, and joins again whenever that ends and nobody had said to stop.
+HOST = """
+export FARWIRE_PORT=29500 FARWIRE_FLIGHT_DIR= FARWIRE_JOIN_TIMEOUT=10s
+"$@" --elastic --report $RANK.html; code=$?
+while [ $code != 0 ] && [ $code != 143 ] && [ -e running ]; do
+  env -u RANK -u WORLD_SIZE -u MASTER_ADDR -u MASTER_PORT "$@" --join $ADDRESSES --report $RANK.html; code=$?
+done
+"""
 
 
 class Violation(Exception):
@@ -45,19 +60,23 @@ class Job:
     """A launcher and its ranks, and what the one that speaks has said."""
 
     def __init__(self, options, link, folder):
-        self.size = options.ranks
+        self.size, self.options, self.folder = options.ranks, options, folder
         environment = {**os.environ, "FARWIRE_LINK": link, "FARWIRE_FLIGHT_DIR": ""}
         command = [options.farwire, "launch", "--elastic", f"-n{self.size}", "--restarts=1000000", "--", options.farwire]
         self.launcher = subprocess.Popen(
             command + TRAIN.split(), cwd=folder, env=environment,
             stdout=subprocess.PIPE, stderr=options.log, text=True,
         )
+        self.watch()
+
+    def watch(self):
+        self.guests = []  # processes that join and are not the launcher's
         self.changed = threading.Condition()
         self.epoch, self.now, self.steps, self.changes, self.summary = 0, self.size, 0, [], None
-        threading.Thread(target=self.listen, daemon=True).start()
+        threading.Thread(target=self.listen, args=[self.launcher.stdout], daemon=True).start()
 
-    def listen(self):
-        for line in self.launcher.stdout:
+    def listen(self, output):
+        for line in output:
             start = line.find("{")
             if start < 0:
                 continue
@@ -84,8 +103,14 @@ class Job:
                 raise Violation(f"{what}: the launcher has ended with {self.launcher.returncode}")
 
     def is_whole(self):
-        steps = self.steps
-        self.wait(lambda: self.now == self.size and self.steps > steps + 1, f"a group of {self.size}")
+        steps, until = self.steps, time.monotonic() + PATIENCE
+        while not (self.now == self.size and self.steps > steps + 1):
+            for guest in [guest for guest in self.guests if guest.poll() is not None]:
+                self.guests.remove(guest)
+                self.invite()
+            if time.monotonic() > until or self.launcher.poll() is not None:
+                raise Violation(f"a group of {self.size}: not within {PATIENCE} s, or the launcher has ended")
+            time.sleep(0.02)
 
     def ranks(self):
         """The processes, the oldest first."""
@@ -94,11 +119,85 @@ class Job:
             try:
                 with open(f"/proc/{name}/stat") as file:
                     fields = file.read().rsplit(") ", 1)[1].split()
-                if int(fields[1]) == self.launcher.pid and fields[0] != "Z":
+                if self.is_rank(int(name), int(fields[1])) and fields[0] != "Z":
                     found.append((int(fields[19]), int(name)))
-            except (OSError, IndexError):
+            except (OSError, IndexError, ValueError):
                 pass
         return [pid for _, pid in sorted(found)]
+
+    def is_rank(self, pid, parent):
+        return parent == self.launcher.pid or pid in [guest.pid for guest in self.guests]
+
+    def left(self):
+        """One has left, and nobody is started in its place."""
+        self.invite()
+
+    def invite(self):
+        """Starts a process that joins, by the addresses of all that are there."""
+        ports, environment = [], {}
+        for pid in self.ranks():
+            with open(f"/proc/{pid}/environ") as file:
+                found = dict(line.split("=", 1) for line in file.read().split("\0") if "=" in line)
+            if pid not in [guest.pid for guest in self.guests]:
+                environment = found
+            ports.append(found.get("FARWIRE_PORT"))
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind(("127.0.0.1", 0))
+            environment["FARWIRE_PORT"] = str(probe.getsockname()[1])
+        for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FARWIRE_JOIN"):
+            environment.pop(name, None)
+        addresses = ",".join(f"127.0.0.1:{port}" for port in ports if port)
+        command = [self.options.farwire, *TRAIN.replace("--elastic", f"--join {addresses}").split()]
+        guest = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=subprocess.PIPE, stderr=self.options.log, text=True)
+        threading.Thread(target=self.listen, args=[guest.stdout], daemon=True).start()
+        self.guests.append(guest)
+
+    def end(self):
+        self.launcher.send_signal(signal.SIGTERM)
+
+    def next_cut(self):
+        """When the network is cut next; never, here."""
+        return float("inf")
+
+
+class Laboratory(Job):
+    """Hosts and the network between them."""
+
+    def __init__(self, options, folder, chance, seconds):
+        self.size, self.options, self.folder = options.ranks, options, folder
+        self.name = f"chaos-{os.getpid()}"
+        addresses = ",".join(f"10.77.0.{host + 1}:29500" for host in range(self.size))
+        environment = {**os.environ, "FARWIRE_LINK": "quic", "FARWIRE_JOB": self.name, "ADDRESSES": addresses}
+        open(os.path.join(folder, "running"), "w").close()
+        cuts = []
+        for at in range(CUT_EVERY, int(seconds) + CUT_EVERY, CUT_EVERY):
+            hosts = chance.sample(range(self.size), chance.randint(1, (self.size - 1) // 2))
+            cuts += ["--partition", f"{','.join(map(str, hosts))}@{at}s..{at + CUT}s"]
+        command = [options.farwire, "netlab", f"--hosts={self.size}", "--delay=2ms", "--loss=0.5%", "--burst=4", *cuts]
+        command += ["--", "sh", "-c", HOST, "sh", options.farwire, *TRAIN.replace(" --elastic", "").split()]
+        self.began = time.monotonic()
+        self.launcher = subprocess.Popen(
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=options.log, text=True
+        )
+        self.watch()
+
+    def is_rank(self, pid, parent):
+        with open(f"/proc/{pid}/cmdline") as file:
+            if not file.read().startswith(f"{self.options.farwire}\0train"):
+                return False
+        with open(f"/proc/{pid}/environ") as file:
+            return f"FARWIRE_JOB={self.name}\0" in file.read()
+
+    def left(self):
+        pass  # its host starts it again
+
+    def end(self):
+        os.remove(os.path.join(self.folder, "running"))
+        send(self.ranks()[0], signal.SIGTERM)  # which tells the others
+
+    def next_cut(self):
+        since = time.monotonic() - self.began
+        return max(1, -(-since // CUT_EVERY)) * CUT_EVERY - since
 
 
 def is_there(pid):
@@ -147,6 +246,11 @@ class Chaos:
                 time.sleep(0.01)
             time.sleep(self.random.uniform(0, 0.6))
             send(young[0], signal.SIGKILL)
+        elif kind == "leave":
+            send(victims[0], signal.SIGUSR1)
+        elif kind == "cut":
+            time.sleep(max(0, job.next_cut()))
+            began = time.monotonic()
         elif kind in ("stop", "pause"):
             send(victims[0], signal.SIGSTOP)
             time.sleep(6 if kind == "stop" else 0.3)
@@ -166,6 +270,8 @@ class Chaos:
             if job.epoch != epoch:
                 raise Violation(f"the group has changed after {kind}: {job.changes[-1]}")
             at = began
+        if kind == "leave":
+            job.left()
         # One that was stopped and goes on ends only when it finds out that it was given up.
         job.is_whole()
         self.faults.append({"kind": kind, "link": link, "change": at - began, "whole": time.monotonic() - began})
@@ -188,27 +294,33 @@ class Chaos:
 
     def run(self, link, until, folder):
         before = set(os.listdir("/dev/shm"))
-        job = Job(self.options, link, folder)
+        if link == "net":
+            job = Laboratory(self.options, folder, self.random, until - time.monotonic())
+        else:
+            job = Job(self.options, link, folder)
         try:
             job.wait(lambda: job.steps > 2, "the first steps")
+            weights = {"speaker": 3, "kill": 3, "stop": 1, "cut": 0}
+            kinds = [kind for kind in TAKES_A_RANK for _ in range(weights.get(kind, 2))]
+            if link == "net":
+                kinds = [kind for kind in kinds if kind not in ("stop", "newcomer")]  # they take too long between two cuts
             while time.monotonic() < until:
-                kinds = [kind for kind in TAKES_A_RANK for _ in range({"speaker": 3, "kill": 3, "stop": 1}.get(kind, 2))]
-                self.strike(job, self.random.choice(kinds), link)
+                self.strike(job, "cut" if job.next_cut() < CUT_REST else self.random.choice(kinds), link)
                 self.look(job)
                 print(f"\r{len(self.faults)} faults; {link}, epoch {job.epoch}, {job.steps} steps ", end="", file=sys.stderr, flush=True)
             ranks, steps = job.ranks(), job.steps
-            job.launcher.send_signal(signal.SIGTERM)
+            job.end()
             job.wait(lambda: job.summary is not None, "a summary")
             last = job.summary["changes"][-1]
             if last != "at the end, all replicas have the same bits":
                 raise Violation(last)
             job.launcher.wait(PATIENCE)
         finally:
+            left = job.ranks()
             if job.launcher.poll() is None:
-                left = job.ranks()
-                job.launcher.kill()
-                for pid in left:
-                    send(pid, signal.SIGKILL)
+                job.launcher.terminate() if link == "net" else job.launcher.kill()  # the laboratory clears up
+            for pid in left:
+                send(pid, signal.SIGKILL)
         left = [pid for pid in ranks if is_there(pid)]
         files = set(os.listdir("/dev/shm")) - before
         if left or files:
