@@ -44,7 +44,8 @@ const LONGEST_LINE: u64 = 64 << 10;
 /// Start a command once per rank, and end all when one fails.
 ///
 /// Sets what torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR,
-/// MASTER_PORT) and, for jobs on this machine, a fresh FARWIRE_TOKEN and FARWIRE_JOB. Puts the rank
+/// MASTER_PORT), RAYON_NUM_THREADS to this machine's cores over its ranks unless it is set, and, for
+/// jobs on this machine, a fresh FARWIRE_TOKEN and FARWIRE_JOB. Puts the rank
 /// before each line of output, passes signals on, and exits with the code of the first rank that
 /// failed. Ranks that were asked to end and have not within 5 s are killed.
 #[derive(Debug, clap::Args)]
@@ -374,7 +375,13 @@ impl Job {
                 () = tokio::time::sleep_until(due), if next.is_some() => {
                     stopped.extend(self.stopped(&pids));
                     said.show(self.ranks); // the others may take long
-                    tell(&pids, next.map_or(Signal::KILL, |(_, signal)| signal));
+                    let signal = next.map_or(Signal::KILL, |(_, signal)| signal);
+                    if signal == Signal::KILL {
+                        let grace = self.grace.as_secs_f64();
+                        let who: Vec<_> = alive.iter().map(|rank| format!("rank {rank}")).collect();
+                        eprintln!("farwire: killing what did not end within {grace} s: {}", who.join(", "));
+                    }
+                    tell(&pids, signal);
                     next = Some((Instant::now() + self.grace, Signal::KILL));
                     continue;
                 }
@@ -384,7 +391,7 @@ impl Job {
             let status = status.map_err(system("could not wait for a rank"))?;
             alive.remove(&rank);
             if status.exit_status() == Some(LEFT.into()) {
-                eprintln!("farwire: rank {rank} has left; {} go on", alive.len());
+                eprintln!("farwire: rank {rank} has left; {} on", go(alive.len()));
                 continue;
             }
             let died = status.exit_status() != Some(0);
@@ -394,14 +401,15 @@ impl Job {
                 restarts = 0; // the job comes to its end, and lets nobody in any more
                 is_ending = true;
             }
-            if let Some(ElasticJob { min, .. }) = self.elastic.filter(|_| died && !asked_to_end)
+            let goes_on = died && !told && !asked_to_end;
+            if let Some(ElasticJob { min, .. }) = self.elastic.filter(|_| goes_on)
                 && !alive.is_empty()
             {
                 let how = status.terminating_signal().map_or_else(
                     || format!("exit status {}", status.exit_status().unwrap_or(-1)),
                     |signal| format!("signal {signal}"),
                 );
-                eprintln!("farwire: rank {rank} has ended ({how}); {} go on", alive.len());
+                eprintln!("farwire: rank {rank} has ended ({how}); {} on", go(alive.len()));
                 if restarts > 0 {
                     restarts -= 1;
                     let new = self.first_rank + pids.len() as u32;
@@ -442,6 +450,15 @@ impl Job {
         let status_of = |rank: &u32| statuses.get(rank.checked_sub(self.first_rank)? as usize);
         let status = *status_of(rank).expect("it is one of those that were started");
         said.show(self.ranks);
+        let was_told = |rank: &u32| {
+            let code = status_of(rank).and_then(ExitStatus::code);
+            matches!(code, Some(TOLD_BY_INT | TOLD_BY_TERM))
+        };
+        if !asked_to_end && self.elastic.is_some() && failed.iter().all(|(rank, _)| was_told(rank))
+        {
+            eprintln!("farwire: a rank was told to stop, and told the others; all have ended");
+            return Ok(ExitCode::from(code(status)));
+        }
         // Where all that failed say the same, it does not matter who was first.
         let is_explained =
             said.shown.len() == 1 && said.said.iter().any(|(other, _)| other == rank);
@@ -473,6 +490,15 @@ impl Job {
             eprintln!("farwire: rank {lost} was lost: {what}");
         }
         Ok(ExitCode::from(code(status)))
+    }
+
+    /// Ranks share the cores: more threads of candle than that would only wait for each other. What
+    /// the user has set stays.
+    fn threads(&self) -> Option<(&'static str, String)> {
+        const THREADS: &str = "RAYON_NUM_THREADS";
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let share = (cores / self.ranks as usize).max(1);
+        std::env::var_os(THREADS).is_none().then(|| (THREADS, share.to_string()))
     }
 
     /// Where a rank listens. In an elastic job this launcher has to know, to tell others.
@@ -549,6 +575,7 @@ impl Job {
             .env("LOCAL_WORLD_SIZE", local_world.to_string())
             .env("MASTER_ADDR", host)
             .env("MASTER_PORT", port.to_string())
+            .envs(self.threads())
             .envs(self.variables.iter().map(|(name, value)| (name, value)))
             .envs(self.elastic.map(|_| ("FARWIRE_ELASTIC", "1")))
             .envs(own_port.map(|held| ("FARWIRE_PORT", held.port().to_string())))
@@ -610,6 +637,11 @@ impl OwnPort {
             .map(Self::Held)
             .map_err(|source| LaunchError::System { what: "could not find a free port", source })
     }
+}
+
+/// How many go.
+fn go(ranks: usize) -> String {
+    if ranks == 1 { "1 goes".to_owned() } else { format!("{ranks} go") }
 }
 
 /// The code to exit with: the rank's own, or 128 and the signal that ended it, as shells do.

@@ -9,6 +9,7 @@ use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::time::Duration;
 
+use farwire::LinkChoice;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -111,7 +112,7 @@ fn a_run_goes_on_when_those_that_speak_for_it_are_killed_and_others_join() {
     let name = format!("farwire-elastic-{}", std::process::id());
     let folder = std::env::temp_dir().join(name);
     std::fs::create_dir_all(&folder).unwrap();
-    for link in ["shm", "quic"] {
+    for link in LinkChoice::all().skip(1).map(LinkChoice::name) {
         let mut job = Job::start(&folder, link, "1");
         job.next("step");
         kill(job.rank(0).0, Signal::KILL);

@@ -381,7 +381,7 @@ fn tokens_are_random_and_accepted() {
 
 #[test]
 fn bench_measures_and_checks_every_operation_over_every_link() {
-    for link in ["inproc", "shm", "quic"] {
+    for link in farwire::link_names() {
         for kind in farwire_proto::Kind::ALL {
             let arguments = [
                 "bench",

@@ -14,6 +14,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc;
 use std::time::Duration;
 
+use farwire::LinkChoice;
 use farwire::{Communicator, Fault, Peer, ReduceOp};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -152,14 +153,14 @@ fn signalled(link: &str, signal: Signal) -> Vec<Duration> {
 
 #[test]
 fn survivors_of_a_killed_rank_know() {
-    for link in ["shm", "quic"] {
+    for link in LinkChoice::all().skip(1).map(LinkChoice::name) {
         table(&format!("SIGKILL, {link}"), || signalled(link, Signal::KILL));
     }
 }
 
 #[test]
 fn survivors_of_a_stopped_rank_know() {
-    for link in ["shm", "quic"] {
+    for link in LinkChoice::all().skip(1).map(LinkChoice::name) {
         table(&format!("SIGSTOP, {link}"), || signalled(link, Signal::STOP));
     }
 }

@@ -166,7 +166,8 @@ impl ErrorFeedback {
         let shared = |(start, owner): (&usize, &Arc<Vec<f32>>)| {
             let worker = state.worker.get(*start..start + owner.len());
             worker.map_or(0.0, |worker| {
-                let products = worker.iter().zip(&**owner).map(|(a, b)| f64::from(*a) * f64::from(*b));
+                let products =
+                    worker.iter().zip(&**owner).map(|(a, b)| f64::from(*a) * f64::from(*b));
                 products.sum::<f64>()
             })
         };

@@ -28,7 +28,9 @@ fn change(input: &mut Vec<u8>, others: &[Vec<u8>], random: &mut ChaCha8Rng) {
         let at = random.random_range(0..=input.len());
         match random.random_range(0..6) {
             0 if at < input.len() => input[at] ^= 1 << random.random_range(0..8),
-            1 if at < input.len() => input[at] = [0, 1, 0x7f, 0x80, 0xff][random.random_range(0..5)],
+            1 if at < input.len() => {
+                input[at] = [0, 1, 0x7f, 0x80, 0xff][random.random_range(0..5)]
+            }
             2 => input.truncate(at),
             3 => input.insert(at, random.random()),
             4 => {

@@ -253,7 +253,7 @@ pub(crate) enum Local {
         /// In the output.
         to: Span,
     },
-    /// Its input is the whole result: the reduction over one rank.
+    /// Its input is the whole result: a rank alone, or the first of a scan.
     InputIsResult,
     /// Fills the output with the operator's identity.
     Identity,

@@ -542,7 +542,7 @@ impl Driver {
             // Nothing has failed.
             MachineEvent::CommFailed { fault: Fault::Replaced { .. }, .. } => {}
             MachineEvent::CommFailed { comm, fault, reporter } => {
-                tracing::warn!(?comm, %fault, %reporter, "a communicator has failed");
+                tracing::debug!(?comm, %fault, %reporter, "a communicator has failed");
                 self.observer.failed(fault);
             }
             MachineEvent::WantsCoding(op) => self.wants_coding(op),

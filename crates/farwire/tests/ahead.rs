@@ -9,8 +9,6 @@ use std::time::Duration;
 use common::{assert_succeeds, on_processes, on_threads, resident_megabytes, start_processes};
 use farwire::{Communicator, Fault, Options, ReduceOp};
 
-const LINKS: [&str; 2] = ["shm", "quic"];
-
 fn hurried(comm: &Communicator, deadline: Duration) -> Communicator {
     comm.with_options(Options { deadline: Some(deadline), ..Options::default() })
 }
@@ -58,7 +56,7 @@ fn a_million_messages_are_held_back_and_arrive_in_order() {
 }
 
 fn hold_back(test: &str, messages: u32) {
-    for link in LINKS {
+    for link in common::links() {
         let children = start_processes(test, 2, link, |comm| {
             let other = comm.split(0, 0).unwrap();
             let before = resident_megabytes();
@@ -105,7 +103,7 @@ fn assert_small(link: &str, who: &str, before: usize) {
 fn a_rank_that_is_hundreds_of_operations_ahead_waits() {
     const OPERATIONS: usize = 700;
     let length = |i: usize| if i.is_multiple_of(10) { 40_000 } else { 1 + i };
-    for link in LINKS {
+    for link in common::links() {
         on_processes("a_rank_that_is_hundreds_of_operations_ahead_waits", 2, link, |comm| {
             let start = |i: usize| comm.all_reduce(vec![i as u32; length(i)], ReduceOp::Sum);
             let check = |i: usize, sum: Vec<u32>| assert_eq!(sum, vec![2 * i as u32; length(i)]);
@@ -126,7 +124,7 @@ fn a_rank_that_is_hundreds_of_operations_ahead_waits() {
 /// first.
 #[test]
 fn a_thousand_sends_at_once_are_received_one_by_one() {
-    for link in LINKS {
+    for link in common::links() {
         on_processes("a_thousand_sends_at_once_are_received_one_by_one", 2, link, |comm| {
             if comm.rank() == 0 {
                 let sends: Vec<_> =

@@ -53,7 +53,7 @@ fn threads_choose_alike() {
 
 #[test]
 fn processes_choose_alike() {
-    for link in ["shm", "quic"] {
+    for link in common::links() {
         on_processes("processes_choose_alike", 3, link, |comm| {
             all_ranks_choose_alike(&comm);
             comm.shutdown().unwrap();

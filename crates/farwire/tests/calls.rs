@@ -68,7 +68,7 @@ fn any_rank_calls_any_rank() {
 
 #[test]
 fn any_process_calls_any_process() {
-    for link in ["shm", "quic"] {
+    for link in common::links() {
         on_processes("any_process_calls_any_process", 3, link, |comm| {
             serve_and_call(&comm);
             comm.shutdown().unwrap();

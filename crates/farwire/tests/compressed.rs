@@ -96,7 +96,7 @@ fn threads_equal_the_simulation() {
 
 #[test]
 fn processes_equal_the_simulation() {
-    for link in ["shm", "quic"] {
+    for link in common::links() {
         for ranks in [2, 3, 4, 7] {
             on_processes("processes_equal_the_simulation", ranks, link, |comm| {
                 equals_the_simulation(&comm, 100_000);
@@ -312,7 +312,7 @@ fn what_cannot_be_is_refused_with_a_reason() {
 #[test]
 fn a_rank_that_dies_half_way_leaves_the_others_owing_what_they_owed() {
     const TEST: &str = "a_rank_that_dies_half_way_leaves_the_others_owing_what_they_owed";
-    for link in ["shm", "quic"] {
+    for link in common::links() {
         let children = start_processes(TEST, 3, link, |comm| {
             let top = Compressor::new("topk:0.01".parse().unwrap());
             for step in 0.. {

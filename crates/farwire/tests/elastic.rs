@@ -71,7 +71,7 @@ fn survive(test: &str, n: usize, link: &str, victims: &[usize]) {
 
 #[test]
 fn a_group_goes_on_without_rank_0() {
-    for link in ["shm", "quic"] {
+    for link in common::links() {
         survive("a_group_goes_on_without_rank_0", 4, link, &[0]);
     }
 }
@@ -134,7 +134,7 @@ fn processes_join_a_running_group_that_has_lost_rank_0() {
         println!("joined as rank {} of {} in {:?}", comm.rank(), comm.size(), begin.elapsed());
         return work_until(comm, 4, None);
     }
-    for link in ["shm", "quic"] {
+    for link in common::links() {
         let token = Token::generate();
         let port = common::free_port();
         let settings = [("FARWIRE_ELASTIC", "1")];
@@ -171,7 +171,7 @@ fn one_that_waits_hears_that_the_job_has_ended() {
         assert!(error.contains("all its ranks have left or are lost"), "{error}");
         return;
     }
-    for link in ["shm", "quic"] {
+    for link in common::links() {
         let token = Token::generate();
         let port = common::free_port();
         let settings = [("FARWIRE_ELASTIC", "1")];

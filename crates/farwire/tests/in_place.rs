@@ -92,7 +92,7 @@ fn in_place_gives_the_bits_of_the_call_that_keeps_its_input() {
 
 #[test]
 fn in_place_works_between_processes_over_every_link() {
-    for link in ["shm", "quic"] {
+    for link in common::links() {
         on_processes("in_place_works_between_processes_over_every_link", 3, link, |comm| {
             for len in [0, 1, 4, 1009] {
                 compare_all(&comm, len);

@@ -53,7 +53,7 @@ fn survivors_learn(test: &str, link: &str, signal: Signal) {
 
 #[test]
 fn a_killed_rank_is_an_error_for_the_others() {
-    for link in ["shm", "quic"] {
+    for link in common::links() {
         survivors_learn("a_killed_rank_is_an_error_for_the_others", link, Signal::KILL);
     }
 }
@@ -64,7 +64,7 @@ fn a_killed_rank_is_an_error_for_the_others() {
 fn a_rank_killed_during_an_in_place_call_leaves_the_others_their_memory() {
     const TEST: &str = "a_rank_killed_during_an_in_place_call_leaves_the_others_their_memory";
     const LEN: usize = 8 << 20;
-    for link in ["shm", "quic"] {
+    for link in common::links() {
         let mut children = start_processes(TEST, 3, link, |comm| {
             // All have joined. (A slow rank may hear of the death before it has left the barrier.)
             let _maybe_lost = comm.barrier().wait();
@@ -101,7 +101,7 @@ fn a_rank_killed_during_an_in_place_call_leaves_the_others_their_memory() {
 
 #[test]
 fn a_stopped_rank_is_an_error_for_the_others() {
-    for link in ["shm", "quic"] {
+    for link in common::links() {
         survivors_learn("a_stopped_rank_is_an_error_for_the_others", link, Signal::STOP);
     }
 }

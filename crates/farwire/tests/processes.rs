@@ -12,11 +12,9 @@ use half::bf16;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-const LINKS: [&str; 2] = ["shm", "quic"];
-
 #[test]
 fn every_collective_equals_the_oracle_over_every_link() {
-    for link in LINKS {
+    for link in common::links() {
         for n in [1, 2, 3, 5, 8] {
             on_processes("every_collective_equals_the_oracle_over_every_link", n, link, |comm| {
                 for len in [0, 1, n - 1, n, n + 1, 1009] {
@@ -35,7 +33,7 @@ fn every_collective_equals_the_oracle_over_every_link() {
 
 #[test]
 fn some_processes_form_a_group_while_the_others_do_something_else() {
-    for link in LINKS {
+    for link in common::links() {
         on_processes(
             "some_processes_form_a_group_while_the_others_do_something_else",
             5,
@@ -59,7 +57,7 @@ fn resident() -> u64 {
 #[test]
 fn ten_thousand_operations_keep_memory_flat() {
     const TEST: &str = "ten_thousand_operations_keep_memory_flat";
-    for link in LINKS {
+    for link in common::links() {
         let children = start_processes(TEST, 3, link, |comm| {
             let mut rng = ChaCha8Rng::seed_from_u64(comm.rank() as u64);
             let mut early = 0;
@@ -93,7 +91,7 @@ fn ten_thousand_operations_keep_memory_flat() {
 
 #[test]
 fn a_process_that_leaves_right_after_sending_loses_nothing() {
-    for link in LINKS {
+    for link in common::links() {
         on_processes("a_process_that_leaves_right_after_sending_loses_nothing", 2, link, |comm| {
             if comm.rank() == 0 {
                 comm.send(vec![7u8; 3_000_000], 1, 0).wait().unwrap();
@@ -107,7 +105,7 @@ fn a_process_that_leaves_right_after_sending_loses_nothing() {
 /// The receiver asks only when the sender's process is gone.
 #[test]
 fn a_message_outlives_its_sender() {
-    for link in LINKS {
+    for link in common::links() {
         on_processes("a_message_outlives_its_sender", 2, link, |comm| {
             let sizes = [1000, 600_000, 1_000_000];
             if comm.rank() == 0 {
@@ -129,7 +127,7 @@ fn a_message_outlives_its_sender() {
 
 #[test]
 fn sixty_four_operations_in_flight_at_once() {
-    for link in LINKS {
+    for link in common::links() {
         on_processes("sixty_four_operations_in_flight_at_once", 3, link, |comm| {
             let pending: Vec<_> = (0..64u32)
                 .map(|i| comm.all_reduce(vec![i; 30_000 + i as usize], ReduceOp::Sum))

@@ -73,7 +73,7 @@ pub(crate) struct Args {
     /// How to move the data; chosen if not given.
     #[arg(short, long, value_parser = named::<Algorithm, _>(Algorithm::ALL.map(Algorithm::name)))]
     algorithm: Option<Algorithm>,
-    /// Measured iterations; by size if not given.
+    /// Measured iterations. If not given: by size, and no more than fit into about 5 s.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     iters: Option<u32>,
     /// Iterations before those.
@@ -217,6 +217,8 @@ fn check_memory(args: &Args) -> Result<(), BenchError> {
 
 /// Vectors that a rank holds: what goes in, what comes out.
 const VECTORS: u128 = 2;
+/// How long the iterations of one size may take, about, unless their number is given.
+const LONGEST_ROW: Duration = Duration::from_secs(5);
 
 /// A wrong result is a failure.
 fn exit_code(wrong: u64) -> ExitCode {
@@ -363,12 +365,15 @@ fn measure<T: Element>(
     }
     trial.compressor = compressor;
     trial.data = trial.input(rank).map_err(Error::from)?;
-    let iters = args.iters.unwrap_or_else(|| {
-        (512usize << 20).checked_div(bytes).unwrap_or(1000).clamp(10, 1000) as u32
-    });
+    let iters = (512usize << 20).checked_div(bytes).unwrap_or(1000).clamp(10, 1000) as u32;
+    let mut warm = Duration::ZERO;
     for _ in 0..args.warmup {
-        trial.turn()?;
+        warm = trial.turn()?;
     }
+    // A slow network must not make a table take hours: as many as fit, the same number on all ranks.
+    let warm = comm.all_reduce(vec![warm.as_nanos() as u64], ReduceOp::Max).wait()?[0].max(1);
+    let fitting = (LONGEST_ROW.as_nanos() as u64 / warm).max(10) as u32;
+    let iters = args.iters.unwrap_or(iters.min(fitting));
     comm.barrier().wait()?;
     let (traffic, cpu) = (comm.traffic(), cpu_time());
     let mut times = Vec::with_capacity(iters as usize);

@@ -181,6 +181,25 @@ fn blame(flights: &Flights, absent: &BTreeSet<u32>) -> Vec<String> {
             by.entry(*whom).or_default().push(*rank);
         }
     }
+    // An operation may have ended, with an error, before anybody waited for long.
+    let lost = absent.iter().filter_map(|whom| {
+        let says = |(rank, flight): (&u32, &Flight)| {
+            flight.reason.contains(&format!("rank {whom} is lost")).then_some(*rank)
+        };
+        let who: Vec<_> = flights.iter().filter_map(says).collect();
+        let look = "Look at its output, its machine, and the system's log (out of memory?).";
+        (!who.is_empty()).then(|| {
+            let verb = if who.len() == 1 { "says" } else { "say" };
+            format!(
+                "rank {whom} was lost: {} {verb} so, and it left no record. {look}",
+                ranks(&who)
+            )
+        })
+    });
+    let lost: Vec<_> = lost.collect();
+    if by.is_empty() && !lost.is_empty() {
+        return lost;
+    }
     if by.is_empty() {
         return vec![
             "No missing rank was waited for; see each rank's own reason above.".to_owned(),

@@ -141,7 +141,8 @@ pub(crate) struct Args {
     #[arg(long, requires = "checkpoint")]
     resume: bool,
     /// Go on when ranks are lost, and let others join (--join). The batch stays as it is, or as near
-    /// to it as the ranks can share evenly, and so does the learning rate. For data parallelism.
+    /// to it as the ranks can share evenly, and so does the learning rate. For data parallelism. A rank
+    /// that gets SIGUSR1 leaves in good order, and the others go on.
     #[arg(long, conflicts_with_all = ["compare", "checkpoint", "init", "shard_optimizer"])]
     elastic: bool,
     /// Join a run that was started with --elastic: the address of any of its ranks, or of several,
@@ -345,8 +346,6 @@ fn start_ranks(args: &Args, ranks: u32) -> Result<ExitCode, TrainCommandError> {
     let system = |source| LaunchError::System { what: "could not find this program", source };
     let mut command = vec![std::env::current_exe().map_err(system)?.into_os_string()];
     command.extend(std::env::args_os().skip(1));
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    let threads = (cores / ranks as usize).max(1);
     let job = Job {
         command,
         ranks,
@@ -355,11 +354,7 @@ fn start_ranks(args: &Args, ranks: u32) -> Result<ExitCode, TrainCommandError> {
         master: hold_port()?,
         name: Some(random_name()),
         token: Some(farwire::Token::generate()),
-        // Ranks share the cores; more threads than that would only wait for each other.
-        variables: match std::env::var_os("RAYON_NUM_THREADS") {
-            Some(_) => Vec::new(),
-            None => vec![("RAYON_NUM_THREADS", threads.to_string())],
-        },
+        variables: Vec::new(),
         output: JobOutput::Theirs,
         grace: GRACE,
         namespaces: Vec::new(),

@@ -1,6 +1,7 @@
 //! A report as one HTML file: nothing to load, plots as SVG.
 
 use std::fmt::Write as _;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use farwire_train::{Span, StepReport, Times};
 
@@ -35,6 +36,7 @@ type Part = (&'static str, fn(&Times) -> f64);
 pub(crate) fn html(runs: &[Run]) -> String {
     let mut page = String::from(HEAD);
     let _ = writeln!(page, "<h1>farwire train</h1>\n<p class=\"sub\">{}</p>", escape(&about(runs)));
+    let _ = writeln!(page, "<p class=\"sub\">{}</p>", escape(&origin()));
     page += &table(runs);
     let losses: Vec<Line> =
         runs.iter().map(|run| Line::of(run, |step, _| step.step as f64 + 1.0)).collect();
@@ -109,6 +111,27 @@ fn about(runs: &[Run]) -> String {
     )
 }
 
+/// What made this page, and on what.
+fn origin() -> String {
+    let words = std::env::args().skip(1).collect::<Vec<_>>().join(" ");
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let version = env!("CARGO_PKG_VERSION");
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let date = date(now.as_secs() / 86_400);
+    format!("farwire {version}, `farwire {words}`, {date}, a machine with {cores} cores")
+}
+
+/// A day, counted from 1970-01-01, as people write it.
+fn date(day: u64) -> String {
+    // Of 400 years, counted from a first of March, so that the day that leaps is the last of a year.
+    let (era, day) = ((day + 719_468) / 146_097, (day + 719_468) % 146_097);
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let (day, month) = (day - (153 * month + 2) / 5 + 1, (month + 2) % 12 + 1);
+    format!("{}-{month:02}-{day:02}", 400 * era + year + u64::from(month <= 2))
+}
+
 fn table(runs: &[Run]) -> String {
     let mut rows = String::new();
     for (run, colour) in runs.iter().zip(COLOURS.iter().cycle()) {
@@ -150,7 +173,7 @@ fn table(runs: &[Run]) -> String {
         }
     }
     format!(
-        "<div class=\"wide\"><table><thead><tr><th>codec</th><th>steps</th><th>first loss</th><th>final loss</th><th>time</th><th>tokens/s</th><th>bytes/step</th><th>ratio</th><th>ratio at the end</th><th>hidden</th></tr></thead>\n<tbody>\n{rows}</tbody></table></div>\n"
+        "<div class=\"wide\"><table><thead><tr><th>codec</th><th>steps</th><th>first loss</th><th>final loss</th><th>time</th><th>tokens/s</th><th>bytes/step</th><th>ratio</th><th>ratio at the end</th><th>hidden</th></tr></thead>\n<tbody>\n{rows}</tbody></table></div>\n<p class=\"sub\">ratio: dense bytes over bytes sent. hidden: the share of the exchange's time in which rank 0 computed.</p>\n"
     )
 }
 
@@ -489,6 +512,15 @@ polyline { fill: none; } .line { stroke-width: 2; } .raw { stroke-width: 1; opac
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn days_have_the_dates_of_the_calendar() {
+        for (day, text) in
+            [(0, "1970-01-01"), (59, "1970-03-01"), (11_016, "2000-02-29"), (20_773, "2026-11-16")]
+        {
+            assert_eq!(date(day), text);
+        }
+    }
 
     #[test]
     fn ticks_are_round_and_within() {

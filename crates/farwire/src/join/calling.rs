@@ -8,9 +8,10 @@ use farwire_proto::Peer;
 use quinn::{ClientConfig, Connection, Endpoint};
 use tokio::time::{Instant, timeout, timeout_at};
 
+use super::door;
 use super::identity::Identity;
 use super::rendezvous::{
-    Acquaintance, Answer, Hello, JoinError, NONSENSE, read, read_up_to, write,
+    Acquaintance, Answer, Hello, JoinError, NONSENSE, OTHER_TOKEN, read, read_up_to, write,
 };
 use crate::quic::transport::Transport;
 
@@ -18,6 +19,8 @@ use crate::quic::transport::Transport;
 /// limit. A peer that is not there yet should be found soon, a slow one needs time.
 const FIRST_RETRY: Duration = Duration::from_secs(3);
 const MAX_RETRY: Duration = Duration::from_secs(12);
+/// How long a process with another token may be at a peer's address.
+const OTHER_JOB: Duration = Duration::from_secs(5);
 
 /// A process that calls others.
 #[derive(Debug)]
@@ -44,7 +47,13 @@ impl Caller {
         client.transport_config(self.transport.to(address));
         let connecting = self.endpoint.connect_with(client, address, name);
         let connecting = connecting.map_err(|error| error.to_string())?;
-        connecting.await.map_err(|error| error.to_string())
+        connecting.await.map_err(|error| {
+            if door::is_about_certificates(&error) {
+                OTHER_TOKEN.to_owned()
+            } else {
+                error.to_string()
+            }
+        })
     }
 
     /// Connects to a peer and says hello, again and again until it is heard.
@@ -56,6 +65,7 @@ impl Caller {
         let here = self.rank();
         let mut last = "no answer".to_owned();
         let mut patience = FIRST_RETRY;
+        let begun = Instant::now();
         while Instant::now() < self.deadline {
             let name = self.identity.name_of(peer);
             let hello = self.say_hello(&self.hello, &name, address, patience);
@@ -71,6 +81,10 @@ impl Caller {
                     return Err(JoinError::Refused { by: peer, here, reason });
                 }
                 Ok(Ok(_)) => return Err(JoinError::Lost { peer, reason: NONSENSE.to_owned() }),
+                // A job that is about to end may still be there.
+                Ok(Err(reason)) if reason == OTHER_TOKEN && begun.elapsed() > OTHER_JOB => {
+                    return Err(JoinError::Refused { by: peer, here, reason });
+                }
                 Ok(Err(reason)) => {
                     last = reason;
                     tokio::time::sleep(Duration::from_millis(100)).await;

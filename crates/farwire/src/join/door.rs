@@ -81,7 +81,7 @@ pub(crate) async fn keep(
 }
 
 /// Whether one of the two sides did not accept the other's certificate: they have different tokens.
-fn is_about_certificates(error: &ConnectionError) -> bool {
+pub(super) fn is_about_certificates(error: &ConnectionError) -> bool {
     /// TLS's bad_certificate, certificate_unknown, unknown_ca and decrypt_error.
     const ALERTS: [u64; 4] = [42, 46, 48, 51];
     /// Where QUIC's codes for TLS's alerts begin.
@@ -132,19 +132,19 @@ impl Log {
     pub(crate) fn say(&self, what: &str) {
         let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
         if said.at.is_some_and(|at| at.elapsed() < QUIET) {
-            said.left_out += 1;
+            said.not_shown += 1;
             return;
         }
-        let left_out = std::mem::take(&mut said.left_out);
+        let not_shown = std::mem::take(&mut said.not_shown);
         said.at = Some(Instant::now());
-        tracing::warn!(left_out, "{what}");
+        tracing::warn!(not_shown, "{what}");
     }
 }
 
 #[derive(Debug, Default)]
 struct Said {
     at: Option<Instant>,
-    left_out: u64,
+    not_shown: u64,
 }
 
 /// Who is in the middle of a handshake, oldest first.

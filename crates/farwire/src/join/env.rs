@@ -27,7 +27,7 @@ impl Place {
     /// The place of a process that joins a job that runs, at one of its members' addresses.
     pub(crate) fn to_join(address: &str) -> Result<Self, EnvError> {
         let wrong = || EnvError::Value {
-            name: "the address to join",
+            name: "address to join",
             value: address.to_owned(),
             what: "a host and a port, like 10.0.0.1:29500 or [::1]:29500",
         };
@@ -224,6 +224,11 @@ fn master_host(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Option<String>
     let Some(value) = lookup("MASTER_ADDR") else { return Ok(None) };
     let host = value.trim();
     let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+    // An address and a port in one; of IPv6 more than one colon is right.
+    if host.matches(':').count() == 1 {
+        let what = "an address without a port, which goes into MASTER_PORT";
+        return Err(EnvError::Value { name: "MASTER_ADDR", value, what });
+    }
     let is_anywhere = host.parse().is_ok_and(|address: IpAddr| address.is_unspecified());
     if host.is_empty() || is_anywhere {
         let what = "the address of rank 0, by which all ranks can reach it";
@@ -239,11 +244,11 @@ fn number(
 ) -> Result<Option<u32>, EnvError> {
     lookup(name)
         .map(|value| {
-            value.trim().parse().map_err(|_| EnvError::Value {
-                name,
-                value,
-                what: "a whole number from 0 to 4294967295",
-            })
+            let what = match name {
+                "MASTER_PORT" => "a port from 1 to 65535",
+                _ => "a whole number from 0 to 4294967295",
+            };
+            value.trim().parse().map_err(|_| EnvError::Value { name, value, what })
         })
         .transpose()
 }
@@ -416,6 +421,8 @@ mod tests {
         }
         assert!(with("MASTER_ADDR", "b").is_ok());
         assert_eq!(with("MASTER_ADDR", " [::1]").unwrap().master_host, "::1");
+        let port = with("MASTER_ADDR", "127.0.0.1:5000").unwrap_err().to_string();
+        assert!(port.contains("goes into MASTER_PORT"), "{port}");
         for nowhere in ["", " ", "0.0.0.0", "::", "[::]", "[]"] {
             let error = with("MASTER_ADDR", nowhere).unwrap_err().to_string();
             assert!(error.contains("by which all ranks can reach it"), "{nowhere}: {error}");

@@ -523,10 +523,10 @@ pub(super) fn turn_away(known: Box<Acquaintance>, reason: String, refusals: &Ref
 }
 
 pub(crate) const NONSENSE: &str = "it answered something unexpected";
-const OTHER_TOKEN: &str = "it has another token; give all ranks the same FARWIRE_TOKEN";
+pub(super) const OTHER_TOKEN: &str = "it has another token; give all ranks the same FARWIRE_TOKEN";
 const COMPLETE: &str = "the group is complete and running";
-const CLOSED: &str = "the job lets nobody join (start its ranks with FARWIRE_ELASTIC=1, or \
-                      `farwire launch --elastic`)";
+const CLOSED: &str = "the job lets nobody join; start its ranks with FARWIRE_ELASTIC=1, or with \
+                      `--elastic`";
 const CROWDED: &str = "too many wait to join; try again later";
 const LEAVING: &str = "it is leaving the job; call another member";
 
@@ -599,13 +599,8 @@ impl Listener {
                 }
                 _ => Err("its ticket is not of this process".to_owned()),
             },
-            Err(_) => judge(&text, &connection, &self.identity, &self.hello),
+            Err(_) => judge(&text, &connection, &self.identity, &self.hello, self.lobby.is_some()),
         };
-        let closed = self.lobby.is_none();
-        let judgement = judgement.and_then(|hello| match hello.purpose {
-            Purpose::Join | Purpose::Look if closed => Err(CLOSED.to_owned()),
-            _ => Ok(hello),
-        });
         match judgement {
             Ok(Hello { process, purpose, member, .. }) => {
                 write(&mut to, &Answer::Heard).await?;
@@ -646,6 +641,7 @@ fn judge(
     connection: &Connection,
     identity: &Identity,
     mine: &Hello,
+    may_join: bool,
 ) -> Result<Hello, String> {
     #[derive(Deserialize)]
     struct Version {
@@ -667,6 +663,9 @@ fn judge(
         JOINER => "a process that wants to join".to_owned(),
         there => there.to_string(),
     };
+    if hello.purpose != Purpose::Start && !may_join {
+        return Err(CLOSED.to_owned());
+    }
     if let Some(reason) = disagreement(&hello, mine, &who) {
         return Err(reason);
     }

@@ -26,8 +26,8 @@ use super::gathering::Newcomer;
 use super::identity::Identity;
 use super::refusals::Refusals;
 use super::rendezvous::{
-    Acquaintance, Answer, Book, Hello, JoinError, Listener, Member, NONSENSE, Purpose, Terms,
-    listen, read_up_to, write,
+    Acquaintance, Answer, Book, Hello, JoinError, Listener, Member, NONSENSE, OTHER_TOKEN, Purpose,
+    Terms, listen, read_up_to, write,
 };
 use crate::quic::transport::Transport;
 
@@ -166,7 +166,11 @@ impl Joiner {
         let (name, mut hello) = (identity.name_of_any(), hello.clone());
         hello.purpose = purpose;
         let said = self.caller.say_hello(&hello, &name, address, CALL_TIMEOUT).await;
-        let mut known = match said.map_err(|error| format!("{address}: {error}"))? {
+        let said = said.map_err(|error| match error {
+            error if error == OTHER_TOKEN => CallError::Refused(address, error),
+            error => CallError::Failed(format!("{address}: {error}")),
+        });
+        let mut known = match said? {
             (known, Answer::Heard) => known,
             (_, Answer::Refused(reason)) => return Err(CallError::Refused(address, reason)),
             _ => return Err(NONSENSE.to_owned().into()),

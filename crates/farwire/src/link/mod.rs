@@ -31,7 +31,7 @@ static KINDS: &[&dyn LinkKind] = &[&SharedMemory, &Quic];
 
 /// A way to link two processes.
 pub(crate) trait LinkKind: Send + Sync + std::fmt::Debug {
-    /// Its name, one word in lower case: what users write, and what its links call themselves.
+    /// Its name, one word of the letters a to z: what users write, and what its links call themselves.
     fn name(&self) -> &'static str;
     /// What it is, in a sentence for `--help`.
     fn about(&self) -> &'static str;

@@ -16,6 +16,11 @@ use farwire_sim::oracle;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+/// All kinds of link between processes, by name.
+pub(crate) fn links() -> impl Iterator<Item = &'static str> {
+    farwire::LinkChoice::all().skip(1).map(farwire::LinkChoice::name)
+}
+
 /// One random element: an integer of any value, or a float of many magnitudes.
 fn sample<T: Element>(rng: &mut ChaCha8Rng) -> T {
     let float = rng.random_range(-4.0..4.0f64) * 2f64.powi(rng.random_range(-12..12));
