@@ -1,0 +1,462 @@
+// The largest elements: codecs/topk/select.rs on the card.
+//
+// Which k are kept is settled by (magnitude, then lowest index) alone, so every way to find them
+// gives the same ones. They are left in `indices` and `picked`, in ascending order.
+//
+// Of each chunk (`select_chunks`): a thread block holds a chunk in registers. Every thread knows
+// the largest of its sixteen elements; the k-th largest of those is reached by k elements at least,
+// and by few more. Those are ranked one against the other. A chunk that defeats this (equal
+// magnitudes, zeros), has another size or is not full is searched bit by bit (`select_any`).
+//
+// Of the whole vector: `guess` takes a floor from a sample; `collect` fuses, writes and lists what
+// reaches the floor, by tiles of 4,096; `histogram` settles 11, 10 and 10 bits of the k-th
+// magnitude; `tile_count`, `tile_scan` and `emit` copy what is kept to its place. Where the guess
+// fails they look at every element instead of the lists (`dense`).
+//
+// Set by the host: CHUNK, a power of two from 1,024 to 8,192 (or 0: not per chunk).
+
+#define TILE 4096
+#define LISTED 512 // candidates of a tile, at most
+#define CANDIDATES 512 // of a chunk
+
+// How far the search has come. One for each job, zeroed by the host.
+struct State {
+    u32 floor; // magnitudes of candidates, at least
+    u32 dense; // a list was too short
+    u32 prefix; // bits of the k-th magnitude that are settled
+    u32 remaining; // how many of those with this prefix are kept
+    u64 listed; // candidates in all lists
+    u64 total; // elements kept
+    u32 tickets[3];
+    u32 padding;
+    u32 bins[3][2048];
+};
+
+struct Select {
+    const void* values;
+    const float* owed;
+    float* left;
+    u64* bad;
+    u64 len;
+    u32* indices;
+    float* picked;
+    State* state;
+    u32* counts; // of each tile's list
+    u16* places; // LISTED for each tile
+    u32* magnitudes; // the same
+    u32* above; // of each tile: larger than the k-th
+    u32* ties; // of each tile: equal to it
+    u64 keep;
+    u32 all; // keep whatever is not zero
+    u32 rank; // of the floor in the sample, or 0: no lists
+};
+
+// Whether to look at every element.
+__device__ __forceinline__ bool is_dense(const Select& a) {
+    return a.rank == 0 || a.state->dense || a.state->listed < a.keep;
+}
+
+// Sum over the threads of a block, in every thread; `warps` is shared memory for 32.
+__device__ __forceinline__ u32 block_sum(u32 x, u32* warps) {
+    const u32 count = (blockDim.x + 31) >> 5;
+    x = warp_sum(x);
+    __syncthreads();
+    if ((threadIdx.x & 31) == 0) warps[threadIdx.x >> 5] = x;
+    __syncthreads();
+    x = 0;
+    for (u32 i = 0; i < count; i++) x += warps[i];
+    return x;
+}
+
+// Sum over the threads before this one; the sum over all in *total.
+__device__ __forceinline__ u32 block_before(u32 x, u32* warps, u32* total) {
+    const u32 count = (blockDim.x + 31) >> 5, warp = threadIdx.x >> 5;
+    const u32 inclusive = warp_inclusive(x);
+    __syncthreads();
+    if ((threadIdx.x & 31) == 31) warps[warp] = inclusive;
+    __syncthreads();
+    u32 before = 0, all = 0;
+    for (u32 i = 0; i < count; i++) {
+        before += i < warp ? warps[i] : 0;
+        all += warps[i];
+    }
+    *total = all;
+    return before + inclusive - x;
+}
+
+// Appends the `keep` largest of n fused values, whose first is element `at`, at `to`. A multiple of
+// 32 threads, all of them.
+__device__ void select_slow(const float* values, u32 n, u32 keep, u64 at, u32* indices,
+                            float* picked) {
+    __shared__ u32 warps[32];
+    if (keep == 0) return;
+    u32 threshold = 0;
+    for (int bit = 30; bit >= 0; bit--) {
+        const u32 trial = threshold | 1u << bit;
+        u32 count = 0;
+        for (u32 i = threadIdx.x; i < n; i += blockDim.x) count += magnitude(values[i]) >= trial;
+        count = block_sum(count, warps);
+        if (count >= keep) threshold = trial;
+    }
+    u32 above = 0;
+    for (u32 i = threadIdx.x; i < n; i += blockDim.x) above += magnitude(values[i]) > threshold;
+    u32 ties = keep - block_sum(above, warps), done = 0;
+    for (u32 first = 0; first < n; first += blockDim.x) {
+        const u32 i = first + threadIdx.x;
+        const float value = i < n ? values[i] : 0.0f;
+        const bool tie = i < n && magnitude(value) == threshold;
+        u32 tied, kept;
+        const u32 rank = block_before(tie, warps, &tied);
+        const bool mine = i < n && (magnitude(value) > threshold || (tie && rank < ties));
+        const u32 place = block_before(mine, warps, &kept);
+        if (mine) {
+            indices[done + place] = (u32)(at + i);
+            picked[done + place] = value;
+        }
+        done += kept;
+        ties -= min(ties, tied);
+    }
+}
+
+struct Chunks {
+    u64 origin; // index of the job's first element in the whole vector
+    u64 first_piece; // which piece the grid starts with
+    u64 chunk; // elements of a chunk
+    u64 keep; // of a full chunk
+    u64 keep_first; // of the first piece, which may be short
+};
+
+// Piece p of the job: its elements, how many of them are kept, and where those go.
+__device__ __forceinline__ void piece(const Select& a, const Chunks& c, u64 p, u64* at, u32* n,
+                                      u32* keep, u64* to) {
+    const u64 grid = c.origin / c.chunk;
+    const u64 start = max((grid + p) * c.chunk, c.origin) - c.origin;
+    const u64 end = min((grid + p + 1) * c.chunk - c.origin, a.len);
+    *at = start;
+    *n = (u32)(end - start);
+    *keep = p == 0 ? (u32)c.keep_first : (u32)((c.keep * *n + c.chunk - 1) / c.chunk);
+    *to = p == 0 ? 0 : c.keep_first + (p - 1) * c.keep;
+}
+
+extern "C" __global__ __launch_bounds__(256) void select_any(const __grid_constant__ Select a,
+                                                              const __grid_constant__ Chunks c) {
+    u64 at, to;
+    u32 n, keep;
+    piece(a, c, c.first_piece + blockIdx.x, &at, &n, &keep, &to);
+    if (blockIdx.x == 0 && threadIdx.x == 0) a.state->total = a.keep;
+    for (u32 i = threadIdx.x; i < n; i += blockDim.x) {
+        const float x = fuse1(a.values, a.owed, at + i);
+        if (magnitude(x) >= INFINITE) atomicMin(a.bad, at + i);
+        a.left[at + i] = x;
+    }
+    __syncthreads();
+    select_slow(a.left + at, n, keep, at, a.indices + to, a.picked + to);
+}
+
+#if CHUNK > 0
+#define THREADS (CHUNK / 16)
+
+// Full chunks only.
+extern "C" __global__ __launch_bounds__(THREADS) void select_chunks(const __grid_constant__ Select a,
+                                                                    const __grid_constant__ Chunks c) {
+    __shared__ u64 keys[CANDIDATES];
+    __shared__ u32 order[CANDIDATES];
+    __shared__ u32 count;
+    u64 at, to;
+    u32 n, keep;
+    piece(a, c, c.first_piece + blockIdx.x, &at, &n, &keep, &to);
+    if (blockIdx.x == 0 && threadIdx.x == 0) a.state->total = a.keep;
+    const bool wide = is_wide(a.values, a.owed, a.left, at);
+    float x[16];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const u32 e = 4 * threadIdx.x + CHUNK / 4 * j;
+        fuse4(a.values, a.owed, at + e, 4, wide, a.bad, &x[4 * j]);
+    }
+    u32 top = 0;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        store4(a.left + at + 4 * threadIdx.x + CHUNK / 4 * j, wide, &x[4 * j]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) top = max(top, magnitude(x[4 * j + i]));
+    }
+    if (threadIdx.x == 0) count = 0;
+    // A floor that `keep` threads reach, to six bits of the mantissa.
+    u32 floor = 0;
+    if (keep <= THREADS) {
+        for (int bit = 30; bit >= 17; bit--) {
+            const u32 trial = floor | 1u << bit;
+            if (__syncthreads_count(top >= trial) >= (int)keep) floor = trial;
+        }
+    } else {
+        __syncthreads();
+    }
+    if (top >= floor) {
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            const u32 m = magnitude(x[i]);
+            if (m >= floor) {
+                const u32 e = (i & 3) + 4 * threadIdx.x + CHUNK / 4 * (i >> 2);
+                const u32 k = atomicAdd(&count, 1);
+                // By magnitude, then lowest index; the sign rides along.
+                if (k < CANDIDATES) keys[k] = (u64)m << 32 | (0x7fff - e) << 1 | bits_of(x[i]) >> 31;
+            }
+        }
+    }
+    __syncthreads();
+    const u32 total = count;
+    if (total > CANDIDATES) {
+        select_slow(a.left + at, n, keep, at, a.indices + to, a.picked + to);
+        return;
+    }
+    for (u32 k = threadIdx.x; k < total; k += THREADS) {
+        const u64 mine = keys[k];
+        u32 rank = 0;
+        for (u32 i = 0; i < total; i++) rank += keys[i] > mine;
+        order[k] = rank < keep ? 0x7fff - ((u32)mine >> 1) : FULL;
+    }
+    __syncthreads();
+    for (u32 k = threadIdx.x; k < total; k += THREADS) {
+        const u32 e = order[k];
+        if (e == FULL) continue;
+        u32 place = 0;
+        for (u32 i = 0; i < total; i++) place += order[i] < e;
+        const u64 key = keys[k];
+        a.indices[to + place] = (u32)(at + e);
+        a.picked[to + place] = __uint_as_float((u32)(key >> 32) | (u32)key << 31);
+    }
+}
+#endif
+
+#define SAMPLES 16
+
+// A magnitude that probably a few more than `keep` elements reach: 1,024 threads, one block.
+extern "C" __global__ __launch_bounds__(1024) void guess(const __grid_constant__ Select a) {
+    __shared__ u32 warps[32];
+    u32 m[SAMPLES];
+    const u64 stride = a.len / 1024;
+    const u64 at = threadIdx.x * stride + mix32(0, threadIdx.x) % (stride - SAMPLES + 1);
+#pragma unroll
+    for (int i = 0; i < SAMPLES; i++) m[i] = magnitude(fuse1(a.values, a.owed, at + i));
+    u32 floor = 0;
+    for (int bit = 30; bit >= 12; bit--) {
+        const u32 trial = floor | 1u << bit;
+        u32 count = 0;
+#pragma unroll
+        for (int i = 0; i < SAMPLES; i++) count += m[i] >= trial;
+        if (block_sum(count, warps) >= a.rank) floor = trial;
+    }
+    if (threadIdx.x == 0) a.state->floor = max(floor, 1u);
+}
+
+extern "C" __global__ __launch_bounds__(256) void collect(const __grid_constant__ Select a) {
+    __shared__ u32 mask[TILE / 32];
+    __shared__ u32 before[TILE / 32];
+    const u64 at = (u64)blockIdx.x * TILE;
+    const u32 n = (u32)min(a.len - at, (u64)TILE);
+    const bool wide = is_wide(a.values, a.owed, a.left, at);
+    const bool listing = a.rank > 0;
+    const u32 floor = listing ? a.state->floor : FULL;
+    float x[16];
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const int e = 4 * threadIdx.x + 1024 * j;
+        fuse4(a.values, a.owed, at + e, (int)n - e, wide, a.bad, &x[4 * j]);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const u32 e = 4 * threadIdx.x + 1024 * j;
+        if (e + 4 <= n) {
+            store4(a.left + at + e, wide, &x[4 * j]);
+        } else {
+#pragma unroll
+            for (int c = 0; c < 4; c++) if (e + c < n) a.left[at + e + c] = x[4 * j + c];
+        }
+    }
+    if (!listing) return;
+    // One bit for each element, eight threads to a word.
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        u32 bits = 0;
+#pragma unroll
+        for (int c = 0; c < 4; c++) bits |= (u32)(magnitude(x[4 * j + c]) >= floor) << c;
+        bits |= __shfl_down_sync(FULL, bits, 1) << 4;
+        bits |= __shfl_down_sync(FULL, bits, 2) << 8;
+        bits |= __shfl_down_sync(FULL, bits, 4) << 16;
+        if ((threadIdx.x & 7) == 0) mask[threadIdx.x / 8 + 32 * j] = bits;
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) {
+        u32 sum = 0;
+        for (int j = 0; j < TILE / 1024; j++) {
+            const u32 ones = __popc(mask[32 * j + threadIdx.x]);
+            const u32 inclusive = warp_inclusive(ones);
+            before[32 * j + threadIdx.x] = sum + inclusive - ones;
+            sum += __shfl_sync(FULL, inclusive, 31);
+        }
+        if (threadIdx.x == 0) {
+            a.counts[blockIdx.x] = min(sum, LISTED);
+            if (sum > LISTED) a.state->dense = 1;
+            if (sum > 0) atomicAdd(&a.state->listed, (u64)sum);
+        }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const u32 e = 4 * threadIdx.x + 1024 * j;
+        const u32 word = mask[e / 32];
+        if ((word >> (e & 31) & 15) == 0) continue;
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            const u32 bit = (e & 31) + c;
+            if (word >> bit & 1) {
+                const u32 k = before[e / 32] + __popc(word & ((1u << bit) - 1));
+                if (k < LISTED) {
+                    a.places[(u64)blockIdx.x * LISTED + k] = (u16)(e + c);
+                    a.magnitudes[(u64)blockIdx.x * LISTED + k] = magnitude(x[4 * j + c]);
+                }
+            }
+        }
+    }
+}
+
+// Counts by the next bits of the magnitude those that agree in the bits that are settled; the last
+// thread block to finish settles the next ones.
+extern "C" __global__ __launch_bounds__(256) void histogram(const __grid_constant__ Select a, u32 round) {
+    __shared__ u32 bins[2048];
+    __shared__ u32 warps[32];
+    __shared__ u32 last;
+    for (u32 i = threadIdx.x; i < 2048; i += blockDim.x) bins[i] = 0;
+    const u32 shift = round == 0 ? 20 : round == 1 ? 10 : 0;
+    const u32 bits = round == 0 ? 11 : 10;
+    const u32 prefix = round == 0 ? 0 : a.state->prefix;
+    // 64 bits wide, for a shift by 31.
+    const u64 settled = (u64)prefix >> (shift + bits);
+    const u64 tiles = (a.len + TILE - 1) / TILE;
+    const bool dense = is_dense(a);
+    __syncthreads();
+    for (u64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+        const u32 n = dense ? (u32)min(a.len - tile * TILE, (u64)TILE) : a.counts[tile];
+        for (u32 i = threadIdx.x; i < n; i += blockDim.x) {
+            const u32 m = dense ? magnitude(a.left[tile * TILE + i])
+                                : a.magnitudes[tile * LISTED + i];
+            if ((u64)m >> (shift + bits) == settled) atomicAdd(&bins[m >> shift & ((1u << bits) - 1)], 1);
+        }
+    }
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < 2048; i += blockDim.x) {
+        if (bins[i]) atomicAdd(&a.state->bins[round][i], bins[i]);
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) last = atomicAdd(&a.state->tickets[round], 1) == gridDim.x - 1;
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    // Thread t has bins 2047 − 8t down to 2040 − 8t.
+    u32 mine[8], sum = 0, total;
+    for (int i = 0; i < 8; i++) {
+        mine[i] = __ldcg(&a.state->bins[round][2047 - 8 * threadIdx.x - i]);
+        sum += mine[i];
+    }
+    const u32 remaining = round == 0 ? (u32)a.keep : a.state->remaining;
+    u32 larger = block_before(sum, warps, &total);
+    __syncthreads();
+    for (int i = 0; i < 8; i++) {
+        if (larger < remaining && larger + mine[i] >= remaining) {
+            a.state->prefix = prefix | (2047 - 8 * threadIdx.x - i) << shift;
+            a.state->remaining = remaining - larger;
+        }
+        larger += mine[i];
+    }
+}
+
+// The magnitude of the last that is kept, and how many of exactly that one.
+__device__ __forceinline__ u32 threshold_of(const Select& a) { return a.all ? 0 : a.state->prefix; }
+__device__ __forceinline__ u32 ties_of(const Select& a) { return a.all ? 0 : a.state->remaining; }
+
+// Element i of a tile, or of its list.
+__device__ __forceinline__ u32 candidate(const Select& a, bool dense, u64 tile, u32 i) {
+    return dense ? magnitude(a.left[tile * TILE + i]) : a.magnitudes[tile * LISTED + i];
+}
+
+__device__ __forceinline__ u32 candidates(const Select& a, bool dense, u64 tile) {
+    return dense ? (u32)min(a.len - tile * TILE, (u64)TILE) : a.counts[tile];
+}
+
+// A warp to a tile.
+extern "C" __global__ __launch_bounds__(256) void tile_count(const __grid_constant__ Select a) {
+    const u64 tile = (u64)blockIdx.x * 8 + threadIdx.x / 32;
+    if (tile * TILE >= a.len) return;
+    const bool dense = is_dense(a);
+    const u32 threshold = threshold_of(a), n = candidates(a, dense, tile);
+    u32 above = 0, ties = 0;
+    for (u32 i = threadIdx.x & 31; i < n; i += 32) {
+        const u32 m = candidate(a, dense, tile, i);
+        above += m > threshold;
+        ties += m == threshold;
+    }
+    above = warp_sum(above);
+    ties = warp_sum(ties);
+    if ((threadIdx.x & 31) == 0) {
+        a.above[tile] = above;
+        a.ties[tile] = ties;
+    }
+}
+
+// Sums over the tiles before each: 1,024 threads, one block.
+extern "C" __global__ __launch_bounds__(1024) void tile_scan(const __grid_constant__ Select a) {
+    __shared__ u32 warps[32];
+    const u64 tiles = (a.len + TILE - 1) / TILE;
+    u32 above = 0, ties = 0;
+    for (u64 first = 0; first < tiles; first += 8 * 1024) {
+        u32 mine_above[8], mine_ties[8], sum_above = 0, sum_ties = 0, total;
+        const u64 at = first + 8 * threadIdx.x;
+        for (int i = 0; i < 8; i++) {
+            mine_above[i] = at + i < tiles ? a.above[at + i] : 0;
+            mine_ties[i] = at + i < tiles ? a.ties[at + i] : 0;
+            sum_above += mine_above[i];
+            sum_ties += mine_ties[i];
+        }
+        u32 before = above + block_before(sum_above, warps, &total);
+        above += total;
+        u32 tied = ties + block_before(sum_ties, warps, &total);
+        ties += total;
+        for (int i = 0; i < 8; i++) {
+            if (at + i < tiles) {
+                a.above[at + i] = before;
+                a.ties[at + i] = tied;
+            }
+            before += mine_above[i];
+            tied += mine_ties[i];
+        }
+    }
+    if (threadIdx.x == 0) a.state->total = (u64)above + ties_of(a);
+}
+
+// A warp to a tile.
+extern "C" __global__ __launch_bounds__(256) void emit(const __grid_constant__ Select a) {
+    const u64 tile = (u64)blockIdx.x * 8 + threadIdx.x / 32;
+    if (tile * TILE >= a.len) return;
+    const bool dense = is_dense(a);
+    const u32 lane = threadIdx.x & 31, lower = (1u << lane) - 1;
+    const u32 threshold = threshold_of(a), ties = ties_of(a), n = candidates(a, dense, tile);
+    u32 tied = a.ties[tile];
+    u64 to = a.above[tile] + min(tied, ties);
+    for (u32 first = 0; first < n; first += 32) {
+        const u32 i = first + lane;
+        const u32 m = i < n ? candidate(a, dense, tile, i) : 0;
+        const bool tie = i < n && m == threshold;
+        const u32 equal = __ballot_sync(FULL, tie);
+        const bool mine = i < n && (m > threshold || (tie && tied + __popc(equal & lower) < ties));
+        const u32 kept = __ballot_sync(FULL, mine);
+        if (mine) {
+            const u64 at = tile * TILE + (dense ? i : a.places[tile * LISTED + i]);
+            const u64 place = to + __popc(kept & lower);
+            a.indices[place] = (u32)at;
+            a.picked[place] = a.left[at];
+        }
+        tied += __popc(equal);
+        to += __popc(kept);
+    }
+}
