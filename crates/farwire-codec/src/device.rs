@@ -9,6 +9,7 @@ use crate::dense::Noise;
 use crate::index;
 use crate::job::{CodedPlace, Role};
 use crate::kept::ValueCoding;
+use crate::simd::Level;
 
 pub use crate::codecs::topk::proportion;
 
@@ -93,13 +94,14 @@ fn walk(
     blocks: &mut Vec<KeptBlock>,
 ) -> Option<()> {
     let (count, mut rest) = bytes.split_first_chunk::<4>()?;
+    let level = Level::detect();
     let mut left = u32::from_le_bytes(*count) as usize;
     if left > elements {
         return None;
     }
     while left > 0 {
         let count = left.min(KEPT_BLOCK);
-        let (used, last) = index::skip(rest, count)?;
+        let (used, last) = index::skip(level, rest, count)?;
         let at = (bytes.len() - rest.len()) as u64;
         rest = rest.get(used + values.len(count)..)?;
         blocks.push(KeptBlock { at, last, count: count as u32 });

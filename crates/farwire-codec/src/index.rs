@@ -133,7 +133,7 @@ pub(crate) fn decode(
 /// A block of `count` indices at the front of `bytes`: how many bytes it takes, and which bit of its
 /// unary part is the last one. None if no encoder wrote it. Whether the indices lie in any range
 /// is not looked at.
-pub(crate) fn skip(bytes: &[u8], count: usize) -> Option<(usize, u32)> {
+pub(crate) fn skip(level: Level, bytes: &[u8], count: usize) -> Option<(usize, u32)> {
     let (low, rest) = bytes.split_first()?;
     if *low == RUN {
         return Some((1, 0));
@@ -142,23 +142,8 @@ pub(crate) fn skip(bytes: &[u8], count: usize) -> Option<(usize, u32)> {
         return None;
     }
     let low_len = (count * usize::from(*low)).div_ceil(8);
-    let unary = rest.get(low_len..)?;
-    let (words, tail) = unary.as_chunks::<8>();
-    let mut last = [0; 8];
-    last[..tail.len()].copy_from_slice(tail);
-    let mut left = count as u32;
-    for (k, word) in words.iter().chain([&last]).enumerate() {
-        let mut word = u64::from_le_bytes(*word);
-        let ones = word.count_ones();
-        if ones < left {
-            left -= ones;
-            continue;
-        }
-        (1..left).for_each(|_| word &= word - 1);
-        let bit = u32::try_from(64 * k).ok()? + word.trailing_zeros();
-        return Some((1 + low_len + bit as usize / 8 + 1, bit));
-    }
-    None
+    let bit = simd::nth_one(level, rest.get(low_len..)?, count as u32)?;
+    Some((1 + low_len + bit as usize / 8 + 1, bit))
 }
 
 #[cfg(test)]
@@ -180,13 +165,13 @@ mod tests {
             "{} bytes for {range} elements",
             bytes.len()
         );
-        let mut rest = &bytes[..];
-        for block in indices.chunks(BLOCK) {
-            let (used, _) = skip(rest, block.len()).unwrap();
-            rest = &rest[used..];
-        }
-        assert!(rest.is_empty());
         for level in Level::all() {
+            let mut rest = &bytes[..];
+            for block in indices.chunks(BLOCK) {
+                let (used, _) = skip(level, rest, block.len()).unwrap();
+                rest = &rest[used..];
+            }
+            assert!(rest.is_empty());
             let (mut rest, mut next, mut out) = (&bytes[..], 0, [0; BLOCK]);
             for block in indices.chunks(BLOCK) {
                 let used = decode(level, rest, block.len(), next, range, &mut out, || ()).unwrap();

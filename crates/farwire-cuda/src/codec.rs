@@ -150,6 +150,9 @@ impl DeviceEncoded {
     }
 }
 
+/// Bytes after a message that kernels may read, a word at a time, and take no notice of.
+const SLACK: usize = 16;
+
 /// A message that has come, in pinned memory, with the space that decoders use again.
 #[derive(Debug)]
 pub struct Inbox {
@@ -186,7 +189,7 @@ impl Inbox {
 
     /// Room for a message of `len` bytes, for the network to write to.
     pub fn room(&mut self, len: usize) -> Result<&mut [u8], DeviceError> {
-        self.pinned.reserve(len)?;
+        self.pinned.reserve(len + SLACK)?;
         self.len = len;
         Ok(&mut self.pinned.bytes_mut()[..len])
     }
@@ -293,7 +296,10 @@ impl DeviceCodec {
             end = self.kept(&codec)?.room(limit, job.shards.len());
             selected = Some((selection, limit));
         }
-        out.out.reserve(end)?;
+        if out.out.len() < end {
+            // What lies between messages is copied with them.
+            out.out = self.device.zeros(end)?;
+        }
         if out.sparse.is_none() && selected.is_some() {
             out.sparse = Some(SparseScratch::new(&self.device)?);
         }
@@ -428,9 +434,10 @@ impl DeviceCodec {
                 device.copy_to_card(&inbox.pinned_blocks, all, &mut inbox.card_blocks)?;
             }
         }
-        bytes.reserve(*len + 16)?;
+        pinned.reserve(*len + SLACK)?;
+        bytes.reserve(*len + SLACK)?;
         bad.fill_bytes(0..1, 0)?;
-        device.copy_to_card(pinned, *len, bytes)
+        device.copy_to_card(pinned, *len + SLACK, bytes)
     }
 
     /// Puts the decoding of a message that is on the card on the stream.
@@ -522,7 +529,7 @@ impl DeviceCodec {
                     Keep::PerChunk { chunk, .. } => Some(chunk),
                     Keep::Whole(_) => None,
                 };
-                Kernels::TopK(TopKernels::new(device, chunk, type_)?)
+                Kernels::TopK(TopKernels::new(device, chunk, codec.values, type_)?)
             }
         };
         Ok(slot.get_or_init(|| made))

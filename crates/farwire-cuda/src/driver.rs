@@ -378,13 +378,19 @@ impl<T: Pod> Buffer<T> {
 
     /// A copy on the host. Waits until it is there.
     pub fn download(&self) -> Result<Vec<T>, DeviceError> {
-        let mut values = vec![T::zeroed(); self.len];
+        self.download_front(self.len)
+    }
+
+    /// The same of the first `len` elements.
+    pub fn download_front(&self, len: usize) -> Result<Vec<T>, DeviceError> {
+        assert!(len <= self.len, "elements of it");
+        let mut values = vec![T::zeroed(); len];
         if values.is_empty() {
             return Ok(values);
         }
         self.device.bind()?;
         let stream = self.device.stream.cu_stream();
-        // SAFETY: both have this many elements, and the copy is waited for below.
+        // SAFETY: both have so many elements, and the copy is waited for below.
         let copied = unsafe { result::memcpy_dtoh_async(&mut values, self.pointer(), stream) };
         self.device.synchronize()?;
         copied.map_err(failed("copy to the host"))?;

@@ -97,9 +97,8 @@ struct Select {
     state: u64,
     counts: u64,
     places: u64,
-    magnitudes: u64,
-    above: u64,
-    ties: u64,
+    listed: u64,
+    tallies: u64,
     keep: u64,
     all: u32,
     rank: u32,
@@ -504,9 +503,8 @@ pub(crate) struct SparseScratch {
     state: Buffer<u8>,
     counts: Buffer<u32>,
     places: Buffer<u16>,
-    magnitudes: Buffer<u32>,
-    above: Buffer<u32>,
-    ties: Buffer<u32>,
+    listed: Buffer<f32>,
+    tallies: Buffer<u64>,
     /// Where shards end, on the host and on the card.
     ends: (Vec<u64>, Buffer<u64>),
     first: Buffer<u32>,
@@ -522,9 +520,8 @@ impl SparseScratch {
             state: device.buffer(STATE_BYTES)?,
             counts: device.buffer(0)?,
             places: device.buffer(0)?,
-            magnitudes: device.buffer(0)?,
-            above: device.buffer(0)?,
-            ties: device.buffer(0)?,
+            listed: device.buffer(0)?,
+            tallies: device.buffer(0)?,
             ends: (Vec::new(), device.buffer(0)?),
             first: device.buffer(0)?,
             first_block: device.buffer(0)?,
@@ -616,11 +613,12 @@ impl TopKernels {
     pub(crate) fn new(
         device: &Arc<Device>,
         chunk: Option<usize>,
+        values: ValueCoding,
         type_: ValueType,
     ) -> Result<Self, DeviceError> {
         let registers = |chunk: &usize| chunk.is_power_of_two() && (1024..=8192).contains(chunk);
         let chunk = chunk.filter(registers).unwrap_or(0);
-        let defines = [value_define(type_), ("CHUNK", chunk)];
+        let defines = [value_define(type_), ("CHUNK", chunk), ("VALUES", values as usize)];
         let module = device.module(&Source::new(File::TopK, &defines))?;
         let kernel = |name| module.kernel(name);
         Ok(Self {
@@ -668,9 +666,8 @@ impl TopKernels {
             state: scratch.state.pointer(),
             counts: 0,
             places: 0,
-            magnitudes: 0,
-            above: 0,
-            ties: 0,
+            listed: 0,
+            tallies: 0,
             keep: limit as u64,
             all: 0,
             rank: 0,
@@ -684,21 +681,20 @@ impl TopKernels {
             Selection::All => None,
         };
         let tiles = len.div_ceil(TILE);
-        scratch.above.reserve(tiles)?;
-        scratch.ties.reserve(tiles)?;
-        (select.above, select.ties) = (scratch.above.pointer(), scratch.ties.pointer());
+        scratch.tallies.reserve(tiles)?;
+        select.tallies = scratch.tallies.pointer();
         match keep {
             None => (select.all, select.keep) = (1, 0),
             // Lists of candidates pay where they are short.
-            Some(keep) if len >= 1 << 16 && keep <= len / 16 => {
+            Some(keep) if len >= 1 << 16 && keep > 0 && keep <= len / 16 => {
                 let expected = 16_384.0 * keep as f64 / len as f64;
                 select.rank = (expected + 4.0 * expected.sqrt() + 8.0) as u32;
                 scratch.counts.reserve(tiles)?;
                 scratch.places.reserve(tiles * LISTED)?;
-                scratch.magnitudes.reserve(tiles * LISTED)?;
+                scratch.listed.reserve(tiles * LISTED)?;
                 select.counts = scratch.counts.pointer();
                 select.places = scratch.places.pointer();
-                select.magnitudes = scratch.magnitudes.pointer();
+                select.listed = scratch.listed.pointer();
             }
             Some(_) => {}
         }
@@ -976,7 +972,7 @@ mod tests {
         assert_eq!(size_of::<Shard>(), 32);
         assert_eq!(size_of::<Encode>(), 64 + 64 * 32);
         assert_eq!(size_of::<Decode>(), 56);
-        assert_eq!(size_of::<Select>(), 120);
+        assert_eq!(size_of::<Select>(), 112);
         assert_eq!(size_of::<Coding>(), 88);
         assert_eq!(size_of::<Added>(), 56);
     }

@@ -20,7 +20,7 @@ mod select;
 mod stream;
 
 pub(crate) use kernels::*;
-pub(crate) use rice::decode_gaps;
+pub(crate) use rice::{decode_gaps, nth_one};
 pub(crate) use select::{Found, TILE, compress};
 pub(crate) use stream::Stream;
 

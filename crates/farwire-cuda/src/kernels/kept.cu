@@ -22,7 +22,7 @@
 struct Coding {
     const u32* indices;
     const float* picked;
-    float* left; // null: nobody wants the residual
+    float* left; // for int8, whose rounding the selection could not know; null: nobody wants it
     u8* out;
     const u64* ends; // where each shard ends, counted from the first element of the job
     u32* first; // shards + 1: which of the list is the shard's first
@@ -112,13 +112,20 @@ __device__ __forceinline__ u32 block_of(const Coding& a, u32 b, u32 shard, u64* 
 
 extern "C" __global__ __launch_bounds__(1024) void bounds(const __grid_constant__ Coding a) {
     const u64 total = *a.total;
-    for (u32 s = threadIdx.x; s < a.shards; s += blockDim.x) {
+    const u32 lane = threadIdx.x & 31;
+    // A warp to a shard, which asks at 32 places at a time. The last shard ends with the list.
+    for (u32 s = threadIdx.x / 32; s < a.shards; s += 32) {
         u64 low = 0, high = total;
+        if (s + 1 == a.shards) low = total;
         while (low < high) {
-            const u64 middle = (low + high) / 2;
-            if (a.indices[middle] < a.ends[s]) low = middle + 1; else high = middle;
+            const u64 step = (high - low + 31) / 32, at = low + step * lane + step - 1;
+            const u32 less = __ballot_sync(FULL, at < high && a.indices[at] < a.ends[s]);
+            // Those ascend, so the lanes that say yes are the first.
+            const u64 passed = low + step * __popc(less);
+            high = min(high, passed + step - 1);
+            low = passed;
         }
-        a.first[s + 1] = (u32)low;
+        if (lane == 0) a.first[s + 1] = (u32)low;
     }
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -254,22 +261,18 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void write_blocks(const __gr
     for (int k = 0; k < 8; k++) {
         const u32 i = 8 * lane + k;
         if (i >= count) continue;
-        float left;
 #if VALUES == 0
         const u32 code = bits_of(values[k]);
         for (int c = 0; c < 4; c++) coded[4 * i + c] = (u8)(code >> (8 * c));
-        left = 0.0f;
 #elif VALUES == 1
         const u16 code = to_bf16(values[k]);
         coded[2 * i] = (u8)code;
         coded[2 * i + 1] = (u8)(code >> 8);
-        left = values[k] - from_bf16(code);
 #else
         const float rounded = values[k] * inverse + ROUND;
         coded[4 + i] = (u8)bits_of(rounded);
-        left = values[k] - (rounded - ROUND) * scale;
+        if (a.left) a.left[a.indices[from + i]] = values[k] - (rounded - ROUND) * scale;
 #endif
-        if (a.left) a.left[a.indices[from + i]] = left;
     }
     __syncwarp();
     u8* out = a.out + a.block_at[b] + 4 * (u64)(shard + 1);

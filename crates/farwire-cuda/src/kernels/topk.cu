@@ -4,16 +4,21 @@
 // gives the same ones. They are left in `indices` and `picked`, in ascending order.
 //
 // Of each chunk (`select_chunks`): a thread block holds a chunk in registers. Every thread knows
-// the largest of its sixteen elements; the k-th largest of those is reached by k elements at least,
-// and by few more. Those are ranked one against the other. A chunk that defeats this (equal
-// magnitudes, zeros), has another size or is not full is searched bit by bit (`select_any`).
+// the largest of its sixteen elements. Of its 32 threads each of w warps finds a magnitude that
+// ⌈k/w⌉ reach; the least of those is reached by k elements at least, and by few more. These are
+// ranked one against the other. A chunk that defeats this (equal magnitudes), has another size or
+// is not full is searched bit by bit (`select_any`).
 //
 // Of the whole vector: `guess` takes a floor from a sample; `collect` fuses, writes and lists what
 // reaches the floor, by tiles of 4,096; `histogram` settles 11, 10 and 10 bits of the k-th
 // magnitude; `tile_count`, `tile_scan` and `emit` copy what is kept to its place. Where the guess
 // fails they look at every element instead of the lists (`dense`).
 //
-// Set by the host: CHUNK, a power of two from 1,024 to 8,192 (or 0: not per chunk).
+// What rounding leaves of a kept element is written here, while its line is near, unless that takes
+// a scale that is not known yet (int8).
+//
+// Set by the host: CHUNK, a power of two from 1,024 to 8,192 (or 0: not per chunk); VALUES (0 f32,
+// 1 bf16, 2 int8).
 
 #define TILE 4096
 #define LISTED 512 // candidates of a tile, at most
@@ -43,9 +48,8 @@ struct Select {
     State* state;
     u32* counts; // of each tile's list
     u16* places; // LISTED for each tile
-    u32* magnitudes; // the same
-    u32* above; // of each tile: larger than the k-th
-    u32* ties; // of each tile: equal to it
+    float* listed; // the same: their values
+    u64* tallies; // of each tile: how many are larger than the k-th, and in the high half equal
     u64 keep;
     u32 all; // keep whatever is not zero
     u32 rank; // of the floor in the sample, or 0: no lists
@@ -54,6 +58,17 @@ struct Select {
 // Whether to look at every element.
 __device__ __forceinline__ bool is_dense(const Select& a) {
     return a.rank == 0 || a.state->dense || a.state->listed < a.keep;
+}
+
+// Notes that an element is kept, and leaves what rounding drops of it.
+__device__ __forceinline__ void keep_one(const Select& a, u64 place, u64 at, float value) {
+    a.indices[place] = (u32)at;
+    a.picked[place] = value;
+#if VALUES == 0
+    a.left[at] = 0.0f;
+#elif VALUES == 1
+    a.left[at] = value - from_bf16(to_bf16(value));
+#endif
 }
 
 // Sum over the threads of a block, in every thread; `warps` is shared memory for 32.
@@ -84,11 +99,32 @@ __device__ __forceinline__ u32 block_before(u32 x, u32* warps, u32* total) {
     return before + inclusive - x;
 }
 
-// Appends the `keep` largest of n fused values, whose first is element `at`, at `to`. A multiple of
-// 32 threads, all of them.
-__device__ void select_slow(const float* values, u32 n, u32 keep, u64 at, u32* indices,
-                            float* picked) {
+__device__ __forceinline__ u64 warp_inclusive64(u64 x) {
+    const u32 lane = threadIdx.x & 31;
+    for (int d = 1; d < 32; d <<= 1) {
+        const u64 y = __shfl_up_sync(FULL, x, d);
+        if (lane >= d) x += y;
+    }
+    return x;
+}
+
+// Sum over the threads of the warps before this one, in a block of 1,024; over all in *total.
+__device__ __forceinline__ u64 warp_before64(u64 x, u64* warps, u64* total) {
+    const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    for (int d = 16; d > 0; d >>= 1) x += __shfl_xor_sync(FULL, x, d);
+    __syncthreads();
+    if (lane == 0) warps[warp] = x;
+    __syncthreads();
+    const u64 inclusive = warp_inclusive64(warps[lane]);
+    *total = __shfl_sync(FULL, inclusive, 31);
+    return __shfl_sync(FULL, inclusive, warp) - __shfl_sync(FULL, warps[lane], warp);
+}
+
+// Keeps the `keep` largest of the n fused values from element `at` on: they go to `to`. A multiple
+// of 32 threads, all of them.
+__device__ __noinline__ void select_slow(const Select& a, u64 at, u32 n, u32 keep, u64 to) {
     __shared__ u32 warps[32];
+    const float* values = a.left + at;
     if (keep == 0) return;
     u32 threshold = 0;
     for (int bit = 30; bit >= 0; bit--) {
@@ -109,10 +145,7 @@ __device__ void select_slow(const float* values, u32 n, u32 keep, u64 at, u32* i
         const u32 rank = block_before(tie, warps, &tied);
         const bool mine = i < n && (magnitude(value) > threshold || (tie && rank < ties));
         const u32 place = block_before(mine, warps, &kept);
-        if (mine) {
-            indices[done + place] = (u32)(at + i);
-            picked[done + place] = value;
-        }
+        if (mine) keep_one(a, to + done + place, at + i, value);
         done += kept;
         ties -= min(ties, tied);
     }
@@ -150,22 +183,27 @@ extern "C" __global__ __launch_bounds__(256) void select_any(const __grid_consta
         a.left[at + i] = x;
     }
     __syncthreads();
-    select_slow(a.left + at, n, keep, at, a.indices + to, a.picked + to);
+    select_slow(a, at, n, keep, to);
 }
 
 #if CHUNK > 0
 #define THREADS (CHUNK / 16)
 
 // Full chunks only.
-extern "C" __global__ __launch_bounds__(THREADS) void select_chunks(const __grid_constant__ Select a,
-                                                                    const __grid_constant__ Chunks c) {
+extern "C" __global__ __launch_bounds__(THREADS, 1536 / THREADS) void
+select_chunks(const __grid_constant__ Select a, const __grid_constant__ Chunks c) {
     __shared__ u64 keys[CANDIDATES];
     __shared__ u32 order[CANDIDATES];
-    __shared__ u32 count;
+    __shared__ u32 count, nonzeros, least;
     u64 at, to;
     u32 n, keep;
     piece(a, c, c.first_piece + blockIdx.x, &at, &n, &keep, &to);
-    if (blockIdx.x == 0 && threadIdx.x == 0) a.state->total = a.keep;
+    if (threadIdx.x == 0) {
+        if (blockIdx.x == 0) a.state->total = a.keep;
+        count = 0;
+        nonzeros = 0;
+        least = FULL;
+    }
     const bool wide = is_wide(a.values, a.owed, a.left, at);
     float x[16];
 #pragma unroll
@@ -180,38 +218,53 @@ extern "C" __global__ __launch_bounds__(THREADS) void select_chunks(const __grid
 #pragma unroll
         for (int i = 0; i < 4; i++) top = max(top, magnitude(x[4 * j + i]));
     }
-    if (threadIdx.x == 0) count = 0;
-    // A floor that `keep` threads reach, to six bits of the mantissa.
+    __syncthreads();
+    // To six bits of the mantissa.
+    const u32 share = (keep + THREADS / 32 - 1) / (THREADS / 32);
     u32 floor = 0;
-    if (keep <= THREADS) {
+    if (share <= 32) {
+#pragma unroll
         for (int bit = 30; bit >= 17; bit--) {
             const u32 trial = floor | 1u << bit;
-            if (__syncthreads_count(top >= trial) >= (int)keep) floor = trial;
+            if (__popc(__ballot_sync(FULL, top >= trial)) >= share) floor = trial;
         }
-    } else {
-        __syncthreads();
     }
-    if (top >= floor) {
+    if ((threadIdx.x & 31) == 0) atomicMin(&least, floor);
+    __syncthreads();
+    floor = least;
+    u32 early = 0;
+    if (floor == 0) {
+        // Many zeros. Of these the first are kept, so it is enough to look at those among as many
+        // of the first elements as can be kept at all.
+        u32 mine = 0;
 #pragma unroll
-        for (int i = 0; i < 16; i++) {
-            const u32 m = magnitude(x[i]);
-            if (m >= floor) {
-                const u32 e = (i & 3) + 4 * threadIdx.x + CHUNK / 4 * (i >> 2);
-                const u32 k = atomicAdd(&count, 1);
-                // By magnitude, then lowest index; the sign rides along.
-                if (k < CANDIDATES) keys[k] = (u64)m << 32 | (0x7fff - e) << 1 | bits_of(x[i]) >> 31;
-            }
+        for (int i = 0; i < 16; i++) mine += magnitude(x[i]) > 0;
+        mine = warp_sum(mine);
+        if ((threadIdx.x & 31) == 0) atomicAdd(&nonzeros, mine);
+        __syncthreads();
+        early = keep + nonzeros;
+        floor = 1;
+    }
+#pragma unroll
+    for (int i = 0; i < 16; i++) {
+        const u32 m = magnitude(x[i]);
+        const u32 e = (i & 3) + 4 * threadIdx.x + CHUNK / 4 * (i >> 2);
+        if (m >= floor || e < early) {
+            const u32 k = atomicAdd(&count, 1);
+            // By magnitude, then lowest index; the sign rides along.
+            if (k < CANDIDATES) keys[k] = (u64)m << 32 | (0x7fff - e) << 1 | bits_of(x[i]) >> 31;
         }
     }
     __syncthreads();
     const u32 total = count;
     if (total > CANDIDATES) {
-        select_slow(a.left + at, n, keep, at, a.indices + to, a.picked + to);
+        select_slow(a, at, n, keep, to);
         return;
     }
     for (u32 k = threadIdx.x; k < total; k += THREADS) {
         const u64 mine = keys[k];
         u32 rank = 0;
+#pragma unroll 4
         for (u32 i = 0; i < total; i++) rank += keys[i] > mine;
         order[k] = rank < keep ? 0x7fff - ((u32)mine >> 1) : FULL;
     }
@@ -220,10 +273,10 @@ extern "C" __global__ __launch_bounds__(THREADS) void select_chunks(const __grid
         const u32 e = order[k];
         if (e == FULL) continue;
         u32 place = 0;
+#pragma unroll 4
         for (u32 i = 0; i < total; i++) place += order[i] < e;
         const u64 key = keys[k];
-        a.indices[to + place] = (u32)(at + e);
-        a.picked[to + place] = __uint_as_float((u32)(key >> 32) | (u32)key << 31);
+        keep_one(a, to + place, at + e, __uint_as_float((u32)(key >> 32) | (u32)key << 31));
     }
 }
 #endif
@@ -232,19 +285,35 @@ extern "C" __global__ __launch_bounds__(THREADS) void select_chunks(const __grid
 
 // A magnitude that probably a few more than `keep` elements reach: 1,024 threads, one block.
 extern "C" __global__ __launch_bounds__(1024) void guess(const __grid_constant__ Select a) {
-    __shared__ u32 warps[32];
+    __shared__ u32 counts[9][3];
     u32 m[SAMPLES];
     const u64 stride = a.len / 1024;
     const u64 at = threadIdx.x * stride + mix32(0, threadIdx.x) % (stride - SAMPLES + 1);
 #pragma unroll
     for (int i = 0; i < SAMPLES; i++) m[i] = magnitude(fuse1(a.values, a.owed, at + i));
+    if (threadIdx.x < 27) counts[threadIdx.x / 3][threadIdx.x % 3] = 0;
+    __syncthreads();
+    // Two bits at a time, down to ten of the mantissa.
     u32 floor = 0;
-    for (int bit = 30; bit >= 12; bit--) {
-        const u32 trial = floor | 1u << bit;
-        u32 count = 0;
+    for (int step = 0; step < 9; step++) {
+        const int shift = 29 - 2 * step;
+        u32 reached[3] = {0, 0, 0};
 #pragma unroll
-        for (int i = 0; i < SAMPLES; i++) count += m[i] >= trial;
-        if (block_sum(count, warps) >= a.rank) floor = trial;
+        for (int i = 0; i < SAMPLES; i++) {
+#pragma unroll
+            for (u32 digit = 1; digit <= 3; digit++) {
+                reached[digit - 1] += m[i] >= (floor | digit << shift);
+            }
+        }
+#pragma unroll
+        for (int digit = 0; digit < 3; digit++) {
+            const u32 sum = warp_sum(reached[digit]);
+            if ((threadIdx.x & 31) == 0) atomicAdd(&counts[step][digit], sum);
+        }
+        __syncthreads();
+        u32 digit = 0;
+        for (int k = 0; k < 3; k++) digit += counts[step][k] >= a.rank;
+        floor |= digit << shift;
     }
     if (threadIdx.x == 0) a.state->floor = max(floor, 1u);
 }
@@ -313,11 +382,21 @@ extern "C" __global__ __launch_bounds__(256) void collect(const __grid_constant_
                 const u32 k = before[e / 32] + __popc(word & ((1u << bit) - 1));
                 if (k < LISTED) {
                     a.places[(u64)blockIdx.x * LISTED + k] = (u16)(e + c);
-                    a.magnitudes[(u64)blockIdx.x * LISTED + k] = magnitude(x[4 * j + c]);
+                    a.listed[(u64)blockIdx.x * LISTED + k] = x[4 * j + c];
                 }
             }
         }
     }
+}
+
+// Element i of a tile, or of its list.
+__device__ __forceinline__ float candidate(const Select& a, bool dense, u64 tile, u32 i) {
+    return dense ? a.left[tile * TILE + i] : a.listed[tile * LISTED + i];
+}
+
+// How many there are.
+__device__ __forceinline__ u32 candidates(const Select& a, bool dense, u64 tile) {
+    return dense ? (u32)min(a.len - tile * TILE, (u64)TILE) : a.counts[tile];
 }
 
 // Counts by the next bits of the magnitude those that agree in the bits that are settled; the last
@@ -335,11 +414,11 @@ extern "C" __global__ __launch_bounds__(256) void histogram(const __grid_constan
     const u64 tiles = (a.len + TILE - 1) / TILE;
     const bool dense = is_dense(a);
     __syncthreads();
-    for (u64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const u32 n = dense ? (u32)min(a.len - tile * TILE, (u64)TILE) : a.counts[tile];
-        for (u32 i = threadIdx.x; i < n; i += blockDim.x) {
-            const u32 m = dense ? magnitude(a.left[tile * TILE + i])
-                                : a.magnitudes[tile * LISTED + i];
+    // A warp to a tile.
+    for (u64 tile = 8 * blockIdx.x + threadIdx.x / 32; tile < tiles; tile += 8 * gridDim.x) {
+        const u32 n = candidates(a, dense, tile);
+        for (u32 i = threadIdx.x & 31; i < n; i += 32) {
+            const u32 m = magnitude(candidate(a, dense, tile, i));
             if ((u64)m >> (shift + bits) == settled) atomicAdd(&bins[m >> shift & ((1u << bits) - 1)], 1);
         }
     }
@@ -375,15 +454,6 @@ extern "C" __global__ __launch_bounds__(256) void histogram(const __grid_constan
 __device__ __forceinline__ u32 threshold_of(const Select& a) { return a.all ? 0 : a.state->prefix; }
 __device__ __forceinline__ u32 ties_of(const Select& a) { return a.all ? 0 : a.state->remaining; }
 
-// Element i of a tile, or of its list.
-__device__ __forceinline__ u32 candidate(const Select& a, bool dense, u64 tile, u32 i) {
-    return dense ? magnitude(a.left[tile * TILE + i]) : a.magnitudes[tile * LISTED + i];
-}
-
-__device__ __forceinline__ u32 candidates(const Select& a, bool dense, u64 tile) {
-    return dense ? (u32)min(a.len - tile * TILE, (u64)TILE) : a.counts[tile];
-}
-
 // A warp to a tile.
 extern "C" __global__ __launch_bounds__(256) void tile_count(const __grid_constant__ Select a) {
     const u64 tile = (u64)blockIdx.x * 8 + threadIdx.x / 32;
@@ -392,46 +462,39 @@ extern "C" __global__ __launch_bounds__(256) void tile_count(const __grid_consta
     const u32 threshold = threshold_of(a), n = candidates(a, dense, tile);
     u32 above = 0, ties = 0;
     for (u32 i = threadIdx.x & 31; i < n; i += 32) {
-        const u32 m = candidate(a, dense, tile, i);
+        const u32 m = magnitude(candidate(a, dense, tile, i));
         above += m > threshold;
         ties += m == threshold;
     }
     above = warp_sum(above);
     ties = warp_sum(ties);
-    if ((threadIdx.x & 31) == 0) {
-        a.above[tile] = above;
-        a.ties[tile] = ties;
-    }
+    if ((threadIdx.x & 31) == 0) a.tallies[tile] = (u64)ties << 32 | above;
 }
 
-// Sums over the tiles before each: 1,024 threads, one block.
+// Sums over the tiles before each: 1,024 threads, one block. Both halves at once: neither sum
+// reaches 2³².
 extern "C" __global__ __launch_bounds__(1024) void tile_scan(const __grid_constant__ Select a) {
-    __shared__ u32 warps[32];
+    __shared__ u64 warps[32];
     const u64 tiles = (a.len + TILE - 1) / TILE;
-    u32 above = 0, ties = 0;
-    for (u64 first = 0; first < tiles; first += 8 * 1024) {
-        u32 mine_above[8], mine_ties[8], sum_above = 0, sum_ties = 0, total;
-        const u64 at = first + 8 * threadIdx.x;
-        for (int i = 0; i < 8; i++) {
-            mine_above[i] = at + i < tiles ? a.above[at + i] : 0;
-            mine_ties[i] = at + i < tiles ? a.ties[at + i] : 0;
-            sum_above += mine_above[i];
-            sum_ties += mine_ties[i];
+    u64 done = 0;
+    for (u64 first = 0; first < tiles; first += 16 * 1024) {
+        u64 mine[16], sum = 0, total;
+        // Lane l of a warp has number 32·k + l of the warp's 512: so loads are next to each other.
+        const u64 at = first + 512 * (threadIdx.x >> 5) + (threadIdx.x & 31);
+#pragma unroll
+        for (int k = 0; k < 16; k++) mine[k] = at + 32 * k < tiles ? a.tallies[at + 32 * k] : 0;
+#pragma unroll
+        for (int k = 0; k < 16; k++) sum += mine[k];
+        u64 before = done + warp_before64(sum, warps, &total);
+#pragma unroll
+        for (int k = 0; k < 16; k++) {
+            const u64 inclusive = warp_inclusive64(mine[k]);
+            if (at + 32 * k < tiles) a.tallies[at + 32 * k] = before + inclusive - mine[k];
+            before += __shfl_sync(FULL, inclusive, 31);
         }
-        u32 before = above + block_before(sum_above, warps, &total);
-        above += total;
-        u32 tied = ties + block_before(sum_ties, warps, &total);
-        ties += total;
-        for (int i = 0; i < 8; i++) {
-            if (at + i < tiles) {
-                a.above[at + i] = before;
-                a.ties[at + i] = tied;
-            }
-            before += mine_above[i];
-            tied += mine_ties[i];
-        }
+        done += total;
     }
-    if (threadIdx.x == 0) a.state->total = (u64)above + ties_of(a);
+    if (threadIdx.x == 0) a.state->total = (u64)(u32)done + ties_of(a);
 }
 
 // A warp to a tile.
@@ -441,20 +504,19 @@ extern "C" __global__ __launch_bounds__(256) void emit(const __grid_constant__ S
     const bool dense = is_dense(a);
     const u32 lane = threadIdx.x & 31, lower = (1u << lane) - 1;
     const u32 threshold = threshold_of(a), ties = ties_of(a), n = candidates(a, dense, tile);
-    u32 tied = a.ties[tile];
-    u64 to = a.above[tile] + min(tied, ties);
+    u32 tied = (u32)(a.tallies[tile] >> 32);
+    u64 to = (u32)a.tallies[tile] + (u64)min(tied, ties);
     for (u32 first = 0; first < n; first += 32) {
         const u32 i = first + lane;
-        const u32 m = i < n ? candidate(a, dense, tile, i) : 0;
+        const float value = i < n ? candidate(a, dense, tile, i) : 0.0f;
+        const u32 m = magnitude(value);
         const bool tie = i < n && m == threshold;
         const u32 equal = __ballot_sync(FULL, tie);
         const bool mine = i < n && (m > threshold || (tie && tied + __popc(equal & lower) < ties));
         const u32 kept = __ballot_sync(FULL, mine);
         if (mine) {
             const u64 at = tile * TILE + (dense ? i : a.places[tile * LISTED + i]);
-            const u64 place = to + __popc(kept & lower);
-            a.indices[place] = (u32)at;
-            a.picked[place] = a.left[at];
+            keep_one(a, to + __popc(kept & lower), at, value);
         }
         tied += __popc(equal);
         to += __popc(kept);
