@@ -3,7 +3,7 @@
 // Which k are kept is settled by (magnitude, then lowest index) alone, so every way to find them
 // gives the same ones. They are left in `indices` and `picked`, in ascending order.
 //
-// Of each chunk (`select_chunks`): a thread block holds a chunk in registers. Every thread knows
+// Of each chunk (`select_chunks`): a thread block holds a chunk in shared memory. Every thread knows
 // the largest of its sixteen elements. Of its 32 threads each of w warps finds a magnitude that
 // ⌈k/w⌉ reach; the least of those is reached by k elements at least, and by few more. These are
 // ranked one against the other. A chunk that defeats this (equal magnitudes), has another size or
@@ -60,14 +60,17 @@ __device__ __forceinline__ bool is_dense(const Select& a) {
     return a.rank == 0 || a.state->dense || a.state->listed < a.keep;
 }
 
+// What rounding drops of a kept element, where that does not take a scale.
+__device__ __forceinline__ float left_of(float value) {
+    return VALUES == 0 ? 0.0f : value - from_bf16(to_bf16(value));
+}
+
 // Notes that an element is kept, and leaves what rounding drops of it.
 __device__ __forceinline__ void keep_one(const Select& a, u64 place, u64 at, float value) {
     a.indices[place] = (u32)at;
     a.picked[place] = value;
-#if VALUES == 0
-    a.left[at] = 0.0f;
-#elif VALUES == 1
-    a.left[at] = value - from_bf16(to_bf16(value));
+#if VALUES != 2
+    a.left[at] = left_of(value);
 #endif
 }
 
@@ -122,7 +125,7 @@ __device__ __forceinline__ u64 warp_before64(u64 x, u64* warps, u64* total) {
 
 // Keeps the `keep` largest of the n fused values from element `at` on: they go to `to`. A multiple
 // of 32 threads, all of them.
-__device__ __noinline__ void select_slow(const Select& a, u64 at, u32 n, u32 keep, u64 to) {
+__device__ void select_slow(const Select& a, u64 at, u32 n, u32 keep, u64 to) {
     __shared__ u32 warps[32];
     const float* values = a.left + at;
     if (keep == 0) return;
@@ -188,13 +191,30 @@ extern "C" __global__ __launch_bounds__(256) void select_any(const __grid_consta
 
 #if CHUNK > 0
 #define THREADS (CHUNK / 16)
+#ifndef CHUNKS_AT_ONCE
+#define CHUNKS_AT_ONCE (1280 / THREADS)
+#endif
+
+__device__ __forceinline__ void store_chunk(float* left, bool wide, const float4* chunk) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        const float4 v = chunk[threadIdx.x + THREADS * j];
+        const float x[4] = {v.x, v.y, v.z, v.w};
+        store4(left + 4 * (threadIdx.x + THREADS * j), wide, x);
+    }
+}
 
 // Full chunks only.
-extern "C" __global__ __launch_bounds__(THREADS, 1536 / THREADS) void
+extern "C" __global__ __launch_bounds__(THREADS, CHUNKS_AT_ONCE) void
 select_chunks(const __grid_constant__ Select a, const __grid_constant__ Chunks c) {
-    __shared__ u64 keys[CANDIDATES];
-    __shared__ u32 order[CANDIDATES];
+    __shared__ float4 chunk[CHUNK / 4];
+    __shared__ ulonglong2 pairs[CANDIDATES / 2];
+    __shared__ u32 kept[CHUNK / 32]; // a bit for each element
+    __shared__ u32 before[CHUNK / 32];
     __shared__ u32 count, nonzeros, least;
+    float* values = (float*)chunk;
+    u64* keys = (u64*)pairs;
+    const u32 lane = threadIdx.x & 31;
     u64 at, to;
     u32 n, keep;
     piece(a, c, c.first_piece + blockIdx.x, &at, &n, &keep, &to);
@@ -204,21 +224,24 @@ select_chunks(const __grid_constant__ Select a, const __grid_constant__ Chunks c
         nonzeros = 0;
         least = FULL;
     }
+    if (threadIdx.x < CHUNK / 32) kept[threadIdx.x] = 0;
     const bool wide = is_wide(a.values, a.owed, a.left, at);
-    float x[16];
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        const u32 e = 4 * threadIdx.x + CHUNK / 4 * j;
-        fuse4(a.values, a.owed, at + e, 4, wide, a.bad, &x[4 * j]);
-    }
     u32 top = 0;
+    {
+        float x[16];
 #pragma unroll
-    for (int j = 0; j < 4; j++) {
-        store4(a.left + at + 4 * threadIdx.x + CHUNK / 4 * j, wide, &x[4 * j]);
+        for (int j = 0; j < 4; j++) {
+            const u32 e = 4 * threadIdx.x + CHUNK / 4 * j;
+            fuse4(a.values, a.owed, at + e, 4, wide, a.bad, &x[4 * j]);
+        }
 #pragma unroll
-        for (int i = 0; i < 4; i++) top = max(top, magnitude(x[4 * j + i]));
+        for (int i = 0; i < 16; i++) top = max(top, magnitude(x[i]));
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            chunk[threadIdx.x + THREADS * j] =
+                make_float4(x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
+        }
     }
-    __syncthreads();
     // To six bits of the mantissa.
     const u32 share = (keep + THREADS / 32 - 1) / (THREADS / 32);
     u32 floor = 0;
@@ -229,7 +252,8 @@ select_chunks(const __grid_constant__ Select a, const __grid_constant__ Chunks c
             if (__popc(__ballot_sync(FULL, top >= trial)) >= share) floor = trial;
         }
     }
-    if ((threadIdx.x & 31) == 0) atomicMin(&least, floor);
+    __syncthreads();
+    if (lane == 0) atomicMin(&least, floor);
     __syncthreads();
     floor = least;
     u32 early = 0;
@@ -237,47 +261,78 @@ select_chunks(const __grid_constant__ Select a, const __grid_constant__ Chunks c
         // Many zeros. Of these the first are kept, so it is enough to look at those among as many
         // of the first elements as can be kept at all.
         u32 mine = 0;
-#pragma unroll
-        for (int i = 0; i < 16; i++) mine += magnitude(x[i]) > 0;
+        for (u32 e = threadIdx.x; e < CHUNK; e += THREADS) mine += magnitude(values[e]) > 0;
         mine = warp_sum(mine);
-        if ((threadIdx.x & 31) == 0) atomicAdd(&nonzeros, mine);
+        if (lane == 0) atomicAdd(&nonzeros, mine);
         __syncthreads();
         early = keep + nonzeros;
         floor = 1;
     }
+    u32 chosen = 0;
+    if (top >= floor || early > 0) {
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
-        const u32 m = magnitude(x[i]);
-        const u32 e = (i & 3) + 4 * threadIdx.x + CHUNK / 4 * (i >> 2);
-        if (m >= floor || e < early) {
-            const u32 k = atomicAdd(&count, 1);
-            // By magnitude, then lowest index; the sign rides along.
-            if (k < CANDIDATES) keys[k] = (u64)m << 32 | (0x7fff - e) << 1 | bits_of(x[i]) >> 31;
+        for (int i = 0; i < 16; i++) {
+            const u32 e = (i & 3) + 4 * threadIdx.x + CHUNK / 4 * (i >> 2);
+            chosen |= (u32)(magnitude(values[e]) >= floor || e < early) << i;
         }
+    }
+    u32 k = warp_inclusive(__popc(chosen));
+    u32 base = 0;
+    if (lane == 31) base = atomicAdd(&count, k);
+    k += __shfl_sync(FULL, base, 31) - __popc(chosen);
+    for (; chosen && k < CANDIDATES; chosen &= chosen - 1, k++) {
+        const u32 i = __ffs(chosen) - 1;
+        const u32 e = (i & 3) + 4 * threadIdx.x + CHUNK / 4 * (i >> 2);
+        const float x = values[e];
+        // By magnitude, then lowest index; the sign rides along.
+        keys[k] = (u64)magnitude(x) << 32 | (0x7fff - e) << 1 | bits_of(x) >> 31;
     }
     __syncthreads();
     const u32 total = count;
     if (total > CANDIDATES) {
+        store_chunk(a.left + at, wide, chunk);
+        __syncthreads();
         select_slow(a, at, n, keep, to);
         return;
     }
-    for (u32 k = threadIdx.x; k < total; k += THREADS) {
-        const u64 mine = keys[k];
+    if (threadIdx.x == 0 && total % 2 == 1) keys[total] = 0;
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < total; i += THREADS) {
+        const u64 mine = keys[i];
         u32 rank = 0;
 #pragma unroll 4
-        for (u32 i = 0; i < total; i++) rank += keys[i] > mine;
-        order[k] = rank < keep ? 0x7fff - ((u32)mine >> 1) : FULL;
+        for (u32 p = 0; p < (total + 1) / 2; p++) {
+            const ulonglong2 two = pairs[p];
+            rank += (two.x > mine) + (two.y > mine);
+        }
+        const u32 e = 0x7fff - ((u32)mine >> 1);
+        if (rank < keep) atomicOr(&kept[e / 32], 1u << (e & 31));
     }
     __syncthreads();
-    for (u32 k = threadIdx.x; k < total; k += THREADS) {
-        const u32 e = order[k];
-        if (e == FULL) continue;
-        u32 place = 0;
-#pragma unroll 4
-        for (u32 i = 0; i < total; i++) place += order[i] < e;
-        const u64 key = keys[k];
-        keep_one(a, to + place, at + e, __uint_as_float((u32)(key >> 32) | (u32)key << 31));
+    if (threadIdx.x < 32) {
+        u32 sum = 0;
+        for (int j = 0; j < CHUNK / 1024; j++) {
+            const u32 ones = __popc(kept[32 * j + lane]), inclusive = warp_inclusive(ones);
+            before[32 * j + lane] = sum + inclusive - ones;
+            sum += __shfl_sync(FULL, inclusive, 31);
+        }
     }
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < total; i += THREADS) {
+        const u64 key = keys[i];
+        const u32 e = 0x7fff - ((u32)key >> 1), word = kept[e / 32], bit = 1u << (e & 31);
+        if (word & bit) {
+            const u64 place = to + before[e / 32] + __popc(word & (bit - 1));
+            const float value = __uint_as_float((u32)(key >> 32) | (u32)key << 31);
+            a.indices[place] = (u32)(at + e);
+            a.picked[place] = value;
+#if VALUES != 2
+            values[e] = left_of(value);
+#endif
+        }
+    }
+    __syncthreads();
+    store_chunk(a.left + at, wide, chunk);
 }
 #endif
 
@@ -318,7 +373,7 @@ extern "C" __global__ __launch_bounds__(1024) void guess(const __grid_constant__
     if (threadIdx.x == 0) a.state->floor = max(floor, 1u);
 }
 
-extern "C" __global__ __launch_bounds__(256) void collect(const __grid_constant__ Select a) {
+extern "C" __global__ __launch_bounds__(256, 6) void collect(const __grid_constant__ Select a) {
     __shared__ u32 mask[TILE / 32];
     __shared__ u32 before[TILE / 32];
     const u64 at = (u64)blockIdx.x * TILE;
@@ -417,9 +472,14 @@ extern "C" __global__ __launch_bounds__(256) void histogram(const __grid_constan
     // A warp to a tile.
     for (u64 tile = 8 * blockIdx.x + threadIdx.x / 32; tile < tiles; tile += 8 * gridDim.x) {
         const u32 n = candidates(a, dense, tile);
-        for (u32 i = threadIdx.x & 31; i < n; i += 32) {
-            const u32 m = magnitude(candidate(a, dense, tile, i));
-            if ((u64)m >> (shift + bits) == settled) atomicAdd(&bins[m >> shift & ((1u << bits) - 1)], 1);
+        for (u32 first = 0; first < n; first += 32) {
+            const u32 i = first + (threadIdx.x & 31);
+            const u32 m = i < n ? magnitude(candidate(a, dense, tile, i)) : 0;
+            const bool counts = i < n && (u64)m >> (shift + bits) == settled;
+            // Most fall into a few bins: one addition for all that share one.
+            const u32 bin = counts ? m >> shift & ((1u << bits) - 1) : FULL;
+            const u32 same = __match_any_sync(FULL, bin);
+            if (counts && __ffs(same) - 1 == (threadIdx.x & 31)) atomicAdd(&bins[bin], __popc(same));
         }
     }
     __syncthreads();
