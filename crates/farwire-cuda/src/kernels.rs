@@ -112,6 +112,8 @@ struct Chunks {
     chunk: u64,
     keep: u64,
     keep_first: u64,
+    at: u64,
+    to: u64,
 }
 
 #[derive(Clone, Copy)]
@@ -710,9 +712,9 @@ impl TopKernels {
             }
             self.collect.launch(tiles_grid, 256, 0, &(select,))?;
             if keep.is_some_and(|keep| keep > 0) {
-                let blocks = (tiles_grid.0.min(8 * self.multiprocessors), 1);
+                let blocks = (grid(tiles, 32).min(2 * self.multiprocessors), 1);
                 for round in 0..3u32 {
-                    self.histogram.launch(blocks, 256, 0, &(select, round))?;
+                    self.histogram.launch(blocks, 1024, 0, &(select, round))?;
                 }
             }
             if keep != Some(0) {
@@ -741,6 +743,9 @@ impl TopKernels {
                 chunk: pieces.chunk as u64,
                 keep: pieces.keep as u64,
                 keep_first,
+                // Of a grid of full pieces, of which at most one that is not comes before.
+                at: if range.start == 0 { 0 } else { pieces.first as u64 },
+                to: if range.start == 0 { 0 } else { keep_first },
             };
             let arguments = (*select, chunks);
             let blocks = (grid(range.len(), 1), 1);
@@ -973,6 +978,7 @@ mod tests {
         assert_eq!(size_of::<Encode>(), 64 + 64 * 32);
         assert_eq!(size_of::<Decode>(), 56);
         assert_eq!(size_of::<Select>(), 112);
+        assert_eq!(size_of::<Chunks>(), 56);
         assert_eq!(size_of::<Coding>(), 88);
         assert_eq!(size_of::<Added>(), 56);
     }

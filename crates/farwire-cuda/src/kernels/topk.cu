@@ -160,6 +160,8 @@ struct Chunks {
     u64 chunk; // elements of a chunk
     u64 keep; // of a full chunk
     u64 keep_first; // of the first piece, which may be short
+    u64 at; // first element of the first piece of the grid
+    u64 to; // where what is kept of it goes
 };
 
 // Piece p of the job: its elements, how many of them are kept, and where those go.
@@ -191,9 +193,8 @@ extern "C" __global__ __launch_bounds__(256) void select_any(const __grid_consta
 
 #if CHUNK > 0
 #define THREADS (CHUNK / 16)
-#ifndef CHUNKS_AT_ONCE
-#define CHUNKS_AT_ONCE (1280 / THREADS)
-#endif
+// Thread blocks of one multiprocessor: enough registers that none are spilled.
+#define CHUNKS_AT_ONCE (1536 / THREADS)
 
 __device__ __forceinline__ void store_chunk(float* left, bool wide, const float4* chunk) {
 #pragma unroll
@@ -214,10 +215,8 @@ select_chunks(const __grid_constant__ Select a, const __grid_constant__ Chunks c
     __shared__ u32 count, nonzeros, least;
     float* values = (float*)chunk;
     u64* keys = (u64*)pairs;
-    const u32 lane = threadIdx.x & 31;
-    u64 at, to;
-    u32 n, keep;
-    piece(a, c, c.first_piece + blockIdx.x, &at, &n, &keep, &to);
+    const u32 lane = threadIdx.x & 31, keep = (u32)c.keep;
+    const u64 at = c.at + (u64)blockIdx.x * CHUNK, to = c.to + (u64)blockIdx.x * keep;
     if (threadIdx.x == 0) {
         if (blockIdx.x == 0) a.state->total = a.keep;
         count = 0;
@@ -292,29 +291,38 @@ select_chunks(const __grid_constant__ Select a, const __grid_constant__ Chunks c
     if (total > CANDIDATES) {
         store_chunk(a.left + at, wide, chunk);
         __syncthreads();
-        select_slow(a, at, n, keep, to);
+        select_slow(a, at, CHUNK, keep, to);
         return;
     }
     if (threadIdx.x == 0 && total % 2 == 1) keys[total] = 0;
     __syncthreads();
-    for (u32 i = threadIdx.x; i < total; i += THREADS) {
-        const u64 mine = keys[i];
+    // Two threads to a candidate: one compares it with every other pair.
+    for (u32 first = 0; first < total; first += THREADS / 2) {
+        const u32 i = first + threadIdx.x / 2;
+        const u64 mine = i < total ? keys[i] : ~0ull;
         u32 rank = 0;
 #pragma unroll 4
-        for (u32 p = 0; p < (total + 1) / 2; p++) {
+        for (u32 p = threadIdx.x & 1; p < (total + 1) / 2; p += 2) {
             const ulonglong2 two = pairs[p];
             rank += (two.x > mine) + (two.y > mine);
         }
+        rank += __shfl_xor_sync(FULL, rank, 1);
         const u32 e = 0x7fff - ((u32)mine >> 1);
-        if (rank < keep) atomicOr(&kept[e / 32], 1u << (e & 31));
+        if (i < total && rank < keep && (threadIdx.x & 1) == 0) {
+            atomicOr(&kept[e / 32], 1u << (e & 31));
+        }
     }
     __syncthreads();
     if (threadIdx.x < 32) {
-        u32 sum = 0;
+        // CHUNK / 1024 neighbouring words to a lane.
+        u32 ones = 0;
+#pragma unroll
+        for (int j = 0; j < CHUNK / 1024; j++) ones += __popc(kept[CHUNK / 1024 * lane + j]);
+        u32 sum = warp_inclusive(ones) - ones;
+#pragma unroll
         for (int j = 0; j < CHUNK / 1024; j++) {
-            const u32 ones = __popc(kept[32 * j + lane]), inclusive = warp_inclusive(ones);
-            before[32 * j + lane] = sum + inclusive - ones;
-            sum += __shfl_sync(FULL, inclusive, 31);
+            before[CHUNK / 1024 * lane + j] = sum;
+            sum += __popc(kept[CHUNK / 1024 * lane + j]);
         }
     }
     __syncthreads();
@@ -342,10 +350,14 @@ select_chunks(const __grid_constant__ Select a, const __grid_constant__ Chunks c
 extern "C" __global__ __launch_bounds__(1024) void guess(const __grid_constant__ Select a) {
     __shared__ u32 counts[9][3];
     u32 m[SAMPLES];
-    const u64 stride = a.len / 1024;
-    const u64 at = threadIdx.x * stride + mix32(0, threadIdx.x) % (stride - SAMPLES + 1);
+    // 1,024 runs of 16 neighbours, a half of a warp to each.
+    const u32 stride = (u32)(a.len / 1024), lane = threadIdx.x & 31;
 #pragma unroll
-    for (int i = 0; i < SAMPLES; i++) m[i] = magnitude(fuse1(a.values, a.owed, at + i));
+    for (int i = 0; i < SAMPLES; i++) {
+        const u32 run = (threadIdx.x & ~31) + 2 * i + lane / 16;
+        const u64 at = (u64)run * stride + mix32(0, run) % (stride - 15);
+        m[i] = magnitude(fuse1(a.values, a.owed, at + lane % 16));
+    }
     if (threadIdx.x < 27) counts[threadIdx.x / 3][threadIdx.x % 3] = 0;
     __syncthreads();
     // Two bits at a time, down to ten of the mantissa.
@@ -456,7 +468,7 @@ __device__ __forceinline__ u32 candidates(const Select& a, bool dense, u64 tile)
 
 // Counts by the next bits of the magnitude those that agree in the bits that are settled; the last
 // thread block to finish settles the next ones.
-extern "C" __global__ __launch_bounds__(256) void histogram(const __grid_constant__ Select a, u32 round) {
+extern "C" __global__ __launch_bounds__(1024) void histogram(const __grid_constant__ Select a, u32 round) {
     __shared__ u32 bins[2048];
     __shared__ u32 warps[32];
     __shared__ u32 last;
@@ -470,7 +482,7 @@ extern "C" __global__ __launch_bounds__(256) void histogram(const __grid_constan
     const bool dense = is_dense(a);
     __syncthreads();
     // A warp to a tile.
-    for (u64 tile = 8 * blockIdx.x + threadIdx.x / 32; tile < tiles; tile += 8 * gridDim.x) {
+    for (u64 tile = 32 * blockIdx.x + threadIdx.x / 32; tile < tiles; tile += 32 * gridDim.x) {
         const u32 n = candidates(a, dense, tile);
         for (u32 first = 0; first < n; first += 32) {
             const u32 i = first + (threadIdx.x & 31);
@@ -492,18 +504,18 @@ extern "C" __global__ __launch_bounds__(256) void histogram(const __grid_constan
     __syncthreads();
     if (!last) return;
     __threadfence();
-    // Thread t has bins 2047 − 8t down to 2040 − 8t.
-    u32 mine[8], sum = 0, total;
-    for (int i = 0; i < 8; i++) {
-        mine[i] = __ldcg(&a.state->bins[round][2047 - 8 * threadIdx.x - i]);
+    // Thread t has bins 2047 − 2t and 2046 − 2t.
+    u32 mine[2], sum = 0, total;
+    for (int i = 0; i < 2; i++) {
+        mine[i] = __ldcg(&a.state->bins[round][2047 - 2 * threadIdx.x - i]);
         sum += mine[i];
     }
     const u32 remaining = round == 0 ? (u32)a.keep : a.state->remaining;
     u32 larger = block_before(sum, warps, &total);
     __syncthreads();
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < 2; i++) {
         if (larger < remaining && larger + mine[i] >= remaining) {
-            a.state->prefix = prefix | (2047 - 8 * threadIdx.x - i) << shift;
+            a.state->prefix = prefix | (2047 - 2 * threadIdx.x - i) << shift;
             a.state->remaining = remaining - larger;
         }
         larger += mine[i];
