@@ -104,12 +104,14 @@ pub struct DeviceEncoded {
 impl DeviceEncoded {
     /// Nothing yet.
     pub fn new(device: &Arc<Device>) -> Result<Self, DeviceError> {
+        let mut header = device.buffer(1)?;
+        header.fill_bytes(0..1, 0xff)?;
         Ok(Self {
             device: device.clone(),
             residual: device.buffer(0)?,
             out: device.buffer(0)?,
             pinned: Pinned::new(device, 0)?,
-            header: device.buffer(1)?,
+            header,
             pinned_header: Pinned::new(device, 8)?,
             scratch: device.buffer(0)?,
             sparse: None,

@@ -453,7 +453,8 @@ fn long_vectors_are_the_same() {
 fn a_wrong_guess_of_the_threshold_does_not_matter() {
     let Some(device) = device() else { return };
     let len = 200_003;
-    let shapes: [(&str, fn(usize, usize) -> f32); 5] = [
+    type Shape = (&'static str, fn(usize, usize) -> f32);
+    let shapes: [Shape; 5] = [
         ("large at the end", |i, len| if i > len - 3000 { i as f32 } else { 1e-3 }),
         ("large in one tile", |i, _| if (8192..12_288).contains(&i) { i as f32 } else { 1.0 }),
         ("all equal", |_, _| 2.5),

@@ -17,7 +17,9 @@ pub(super) fn examine(out: &mut impl Write) -> std::io::Result<()> {
         let gib = card.memory as f64 / (1u64 << 30) as f64;
         let copies = match Device::new(card.ordinal).and_then(|device| copy_speed(&device)) {
             Ok((to_host, to_card)) => {
-                format!("pinned copies {to_host:.1} GB/s to the host, {to_card:.1} GB/s to the card")
+                format!(
+                    "pinned copies {to_host:.1} GB/s to the host, {to_card:.1} GB/s to the card"
+                )
             }
             Err(error) => error.to_string(),
         };

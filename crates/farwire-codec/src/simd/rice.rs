@@ -119,8 +119,16 @@ kernel! {
                 left -= ones;
                 continue;
             }
-            (1..left).for_each(|_| word &= word.wrapping_sub(1));
-            return Some(u32::try_from(8 * at).ok()? + word.trailing_zeros());
+            // Halves of what is left of the word: the lower is passed if it has too few.
+            let mut bit = u32::try_from(8 * at).ok()?;
+            for half in [32, 16, 8, 4, 2, 1] {
+                let lower = (word & ((1 << half) - 1)).count_ones();
+                let passed = u32::from(lower < left);
+                left -= passed * lower;
+                word >>= passed * half;
+                bit += passed * half;
+            }
+            return Some(bit);
         }
         None
     }
