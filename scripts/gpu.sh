@@ -21,7 +21,7 @@ built() {
 for name in parity memory; do
   cp "$(built "$name" --package farwire-cuda --test "$name")" "$dir/$name"
 done
-cp "$(built codec_cuda --package farwire-cuda --example codec_cuda)" "$dir/codec_cuda"
+cp "$(built codec_cuda --release --package farwire-cuda --example codec_cuda)" "$dir/codec_cuda"
 strip "$dir"/parity "$dir"/memory "$dir"/codec_cuda
 
 cat > "$dir/run.sh" <<'RUN'

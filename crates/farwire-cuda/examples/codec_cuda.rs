@@ -1,4 +1,4 @@
-//! How long each codec takes on the card: `codec_cuda [--elements 67108864] [--repeats 20] [CODEC…]`.
+//! How long each codec takes on the card: `codec_cuda [--elements N] [--repeats N] [CODEC…]`.
 
 use farwire_codec::{CodecSpec, typical};
 use farwire_cuda::{Device, DeviceCodec, bench};

@@ -1,8 +1,8 @@
 //! The kernels, one function for each step of a codec. One of the three files with `unsafe`.
 //!
 //! Rules:
-//! 1. A `#[repr(C)]` struct here has the fields of its namesake in `kernels/*.cu`, in the same order
-//!    and of the same sizes.
+//! 1. A `#[repr(C)]` struct here has the fields of its namesake in `kernels/*.cu`, in the same
+//!    order and of the same sizes.
 //! 2. Before a launch, the function that makes it checks that every buffer is as long as the kernel
 //!    takes it for, in release builds too. Where a kernel writes to, its function holds `&mut`.
 //! 3. What a message says is never trusted: the walk on the host has checked where its parts are,

@@ -1,5 +1,5 @@
-//! farwire's gradient compressors as CUDA kernels: gradients are compressed where they are, and only
-//! compressed bytes leave the card.
+//! farwire's gradient compressors as CUDA kernels: gradients are compressed where they are, and
+//! only compressed bytes leave the card.
 //!
 //! The bytes are those of the CPU codec, and so are the residuals, to the bit: ranks with a GPU and
 //! ranks without train together, and the CPU codec is what the tests compare with.

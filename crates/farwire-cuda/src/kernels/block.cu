@@ -138,7 +138,8 @@ __device__ __forceinline__ void warp_turn(float x[PER]) {
 }
 #endif
 
-extern "C" __global__ __launch_bounds__(32 * WARPS) void block_encode(const __grid_constant__ Encode a) {
+extern "C" __global__ __launch_bounds__(32 * WARPS) void
+block_encode(const __grid_constant__ Encode a) {
     const Shard& s = a.shards[blockIdx.y];
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const u64 b = (u64)blockIdx.x * WARPS + warp;
@@ -184,7 +185,8 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void block_encode(const __gr
             const float factor = 1.0f / top;
 #pragma unroll
             for (int i = 0; i < PER; i++) {
-                squares[warp][(i & 3) + 4 * lane + 128 * (i >> 2)] = (y[i] * factor) * (y[i] * factor);
+                const u32 e = (i & 3) + 4 * lane + 128 * (i >> 2);
+                squares[warp][e] = (y[i] * factor) * (y[i] * factor);
             }
             __syncwarp();
             float sum = 0.0f;
@@ -261,7 +263,8 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void block_encode(const __gr
     }
 }
 
-extern "C" __global__ __launch_bounds__(32 * WARPS) void block_add(const __grid_constant__ Decode a) {
+extern "C" __global__ __launch_bounds__(32 * WARPS) void
+block_add(const __grid_constant__ Decode a) {
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const u64 b = (u64)blockIdx.x * WARPS + warp;
     if (b * BLOCK >= a.len) return;
@@ -368,7 +371,7 @@ __device__ void turn_any(float* work, u32 n) {
     __syncthreads();
 }
 
-// Which block this is: the one at `first` of the shard, or with ~0 its last if that is not full.
+// Which block of a shard this is: that of its number, or the last if that is not full.
 __device__ __forceinline__ bool block_of(u64 len, u32 only_tails, u64* b, u32* n) {
     *b = only_tails ? len / BLOCK : blockIdx.x;
     if (*b * BLOCK >= len) return false;

@@ -8,7 +8,6 @@
 
 #if FORMAT == 0
 typedef u32 Code;
-#define LARGEST INFINITE
 #else
 typedef u16 Code;
 #endif
@@ -48,10 +47,6 @@ __device__ __forceinline__ float left_of(float x, Code code) {
 #endif
 }
 
-struct Code4 {
-    Code c[4];
-};
-
 __device__ __forceinline__ void store_codes(u8* to, const Code c[4]) {
 #if FORMAT == 0
     *(uint4*)to = make_uint4(c[0], c[1], c[2], c[3]);
@@ -70,7 +65,8 @@ __device__ __forceinline__ void load_codes(const u8* from, Code c[4]) {
 #endif
 }
 
-extern "C" __global__ __launch_bounds__(THREADS) void cast_encode(const __grid_constant__ Encode a) {
+extern "C" __global__ __launch_bounds__(THREADS) void
+cast_encode(const __grid_constant__ Encode a) {
     const Shard& s = a.shards[blockIdx.y];
     const u64 first = (u64)blockIdx.x * TILE;
     if (first >= s.len) return;

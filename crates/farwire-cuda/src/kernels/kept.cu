@@ -3,8 +3,8 @@
 // A block of 256 takes as many bytes as its gaps need, and no offset is written down. Encoding:
 // `bounds` finds each shard's part of the list; `measure` computes the bytes of every block;
 // `offsets` adds them up; `write_blocks` makes the blocks. Decoding: the host has walked over the
-// blocks and says where each starts; `gap_sums` computes how far each block reaches, `gap_scan` adds
-// that up, and `add_blocks` adds the values.
+// blocks and says where each starts; `gap_sums` computes how far each block reaches, `gap_scan`
+// adds that up, and `add_blocks` adds the values.
 //
 // A warp has a block, eight neighbouring elements to a lane.
 //
@@ -51,7 +51,8 @@ __device__ __forceinline__ u32 value_bytes(u32 count) {
 }
 
 // The gaps of list[from..from+count], which `next` is the first possible element of.
-__device__ __forceinline__ void load_gaps(const u32* list, u64 from, u32 count, u64 next, u32 gaps[8]) {
+__device__ __forceinline__ void load_gaps(const u32* list, u64 from, u32 count, u64 next,
+                                          u32 gaps[8]) {
     const u32 lane = threadIdx.x & 31;
 #pragma unroll
     for (int k = 0; k < 8; k++) {
@@ -202,7 +203,8 @@ extern "C" __global__ __launch_bounds__(1024) void offsets(const __grid_constant
     }
 }
 
-extern "C" __global__ __launch_bounds__(32 * WARPS) void write_blocks(const __grid_constant__ Coding a) {
+extern "C" __global__ __launch_bounds__(32 * WARPS) void
+write_blocks(const __grid_constant__ Coding a) {
     __shared__ u32 buffers[WARPS][WORDS];
     const u32 b = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x & 31;
     if (b >= a.first_block[a.shards]) return;
@@ -280,7 +282,8 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void write_blocks(const __gr
     for (u32 i = lane; i < len; i += 32) out[i] = bytes[i];
 }
 
-// Where a block of a message starts, and the bit of the last one in its unary part: the host's walk.
+// Where a block of a message starts, and the bit of the last one in its unary part, as the host's
+// walk found them.
 struct Block {
     u64 at;
     u32 last;
@@ -351,7 +354,8 @@ extern "C" __global__ __launch_bounds__(1024) void gap_scan(const __grid_constan
     if (threadIdx.x == 0 && done > a.range) *a.bad = 1;
 }
 
-extern "C" __global__ __launch_bounds__(32 * WARPS) void add_blocks(const __grid_constant__ Added a) {
+extern "C" __global__ __launch_bounds__(32 * WARPS) void
+add_blocks(const __grid_constant__ Added a) {
     __shared__ u32 ones[WARPS][KEPT];
     const u32 b = blockIdx.x * WARPS + threadIdx.x / 32, lane = threadIdx.x & 31;
     if (b >= a.count) return;

@@ -22,7 +22,8 @@ __device__ __forceinline__ u64 drawn(const Strata& s, u64 j, u64* of) {
 }
 
 // left = values + owed.
-extern "C" __global__ __launch_bounds__(THREADS) void fuse(const __grid_constant__ Encode a, u64 len) {
+extern "C" __global__ __launch_bounds__(THREADS) void
+fuse(const __grid_constant__ Encode a, u64 len) {
     const bool wide = is_wide(a.values, a.owed, a.left, 0);
     float x[ROUNDS][4];
 #pragma unroll

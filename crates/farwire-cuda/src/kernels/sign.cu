@@ -6,7 +6,8 @@
 #define THREADS 256
 #define BLOCK_BYTES (4 + BLOCK / 8)
 
-extern "C" __global__ __launch_bounds__(THREADS) void sign_encode(const __grid_constant__ Encode a) {
+extern "C" __global__ __launch_bounds__(THREADS) void
+sign_encode(const __grid_constant__ Encode a) {
     __shared__ float magnitudes[BLOCK];
     __shared__ float mean;
     const Shard& s = a.shards[blockIdx.y];

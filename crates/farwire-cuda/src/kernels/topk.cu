@@ -3,11 +3,11 @@
 // Which k are kept is settled by (magnitude, then lowest index) alone, so every way to find them
 // gives the same ones. They are left in `indices` and `picked`, in ascending order.
 //
-// Of each chunk (`select_chunks`): a thread block holds a chunk in shared memory. Every thread knows
-// the largest of its sixteen elements. Of its 32 threads each of w warps finds a magnitude that
-// ⌈k/w⌉ reach; the least of those is reached by k elements at least, and by few more. These are
-// ranked one against the other. A chunk that defeats this (equal magnitudes), has another size or
-// is not full is searched bit by bit (`select_any`).
+// Of each chunk (`select_chunks`): a thread block holds a chunk in shared memory. Every thread
+// knows the largest of its sixteen elements. Of its 32 threads each of w warps finds a magnitude
+// that ⌈k/w⌉ reach; the least of those is reached by k elements at least, and by few more. These
+// are ranked one against the other. A chunk that defeats this (equal magnitudes), has another size
+// or is not full is searched bit by bit (`select_any`).
 //
 // Of the whole vector: `guess` takes a floor from a sample; `collect` fuses, writes and lists what
 // reaches the floor, by tiles of 4,096; `histogram` settles 11, 10 and 10 bits of the k-th
@@ -468,7 +468,8 @@ __device__ __forceinline__ u32 candidates(const Select& a, bool dense, u64 tile)
 
 // Counts by the next bits of the magnitude those that agree in the bits that are settled; the last
 // thread block to finish settles the next ones.
-extern "C" __global__ __launch_bounds__(1024) void histogram(const __grid_constant__ Select a, u32 round) {
+extern "C" __global__ __launch_bounds__(1024) void
+histogram(const __grid_constant__ Select a, u32 round) {
     __shared__ u32 bins[2048];
     __shared__ u32 warps[32];
     __shared__ u32 last;
@@ -491,7 +492,8 @@ extern "C" __global__ __launch_bounds__(1024) void histogram(const __grid_consta
             // Most fall into a few bins: one addition for all that share one.
             const u32 bin = counts ? m >> shift & ((1u << bits) - 1) : FULL;
             const u32 same = __match_any_sync(FULL, bin);
-            if (counts && __ffs(same) - 1 == (threadIdx.x & 31)) atomicAdd(&bins[bin], __popc(same));
+            const bool first_of_them = __ffs(same) - 1 == (threadIdx.x & 31);
+            if (counts && first_of_them) atomicAdd(&bins[bin], __popc(same));
         }
     }
     __syncthreads();
