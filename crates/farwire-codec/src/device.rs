@@ -9,7 +9,7 @@ use crate::dense::Noise;
 use crate::index;
 use crate::job::{CodedPlace, Role};
 use crate::kept::ValueCoding;
-use crate::simd::Level;
+use crate::simd::{self, Level};
 
 pub use crate::codecs::topk::proportion;
 
@@ -103,7 +103,11 @@ fn walk(
         let count = left.min(KEPT_BLOCK);
         let (used, last) = index::skip(level, rest, count)?;
         let at = (bytes.len() - rest.len()) as u64;
-        rest = rest.get(used + values.len(count)..)?;
+        // Each block says where the next one is, so reading waits for memory time and again. But
+        // they are about equally long: where the indices of a later one will be can be told.
+        let len = used + values.len(count);
+        (0..used + 64).step_by(64).for_each(|line| simd::prefetch(rest, 6 * len + line));
+        rest = rest.get(len..)?;
         blocks.push(KeptBlock { at, last, count: count as u32 });
         left -= count;
     }
