@@ -160,6 +160,8 @@ const SLACK: usize = 16;
 pub struct Inbox {
     device: Arc<Device>,
     pinned: Pinned,
+    /// Whether a copy from it may still run.
+    in_flight: bool,
     len: usize,
     bytes: Buffer<u8>,
     bad: Buffer<u32>,
@@ -177,6 +179,7 @@ impl Inbox {
         Ok(Self {
             device: device.clone(),
             pinned: Pinned::new(device, 0)?,
+            in_flight: false,
             len: 0,
             bytes: device.buffer(0)?,
             bad: device.buffer(1)?,
@@ -189,8 +192,12 @@ impl Inbox {
         })
     }
 
-    /// Room for a message of `len` bytes, for the network to write to.
+    /// Room for a message of `len` bytes, for the network to write to. Waits if the one before is
+    /// still on its way to the card: what was checked on the host must be what arrives there.
     pub fn room(&mut self, len: usize) -> Result<&mut [u8], DeviceError> {
+        if std::mem::take(&mut self.in_flight) {
+            self.device.synchronize()?;
+        }
         self.pinned.reserve(len + SLACK)?;
         self.len = len;
         Ok(&mut self.pinned.bytes_mut()[..len])
@@ -407,9 +414,11 @@ impl DeviceCodec {
     }
 
     /// Checks the message's length and puts its way to the card on the stream.
-    #[doc(hidden)]
-    pub fn upload(&self, inbox: &mut Inbox, place: &CodedPlace) -> Result<(), DeviceError> {
+    pub(crate) fn upload(&self, inbox: &mut Inbox, place: &CodedPlace) -> Result<(), DeviceError> {
         self.check_len(place)?;
+        if std::mem::replace(&mut inbox.in_flight, true) {
+            inbox.device.synchronize()?;
+        }
         let Inbox { device, pinned, len, bytes, bad, .. } = inbox;
         inbox.blocks.clear();
         match self.kind {
@@ -443,8 +452,7 @@ impl DeviceCodec {
     }
 
     /// Puts the decoding of a message that is on the card on the stream.
-    #[doc(hidden)]
-    pub fn start_decode_uploaded(
+    pub(crate) fn start_decode_uploaded(
         &self,
         inbox: &mut Inbox,
         place: &CodedPlace,
@@ -485,9 +493,10 @@ impl DeviceCodec {
 
     /// Waits for the decoding, and says what was wrong with the message, if anything was.
     pub fn finish_decode(&self, inbox: &mut Inbox, place: &CodedPlace) -> Result<(), DeviceError> {
-        let Inbox { device, bad, pinned_bad, .. } = inbox;
+        let Inbox { device, bad, pinned_bad, in_flight, .. } = inbox;
         device.copy_to_host(bad, 1, pinned_bad)?;
         device.synchronize()?;
+        *in_flight = false;
         if pinned_bad.bytes()[..4] == [0; 4] {
             return Ok(());
         }

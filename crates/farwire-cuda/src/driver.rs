@@ -6,8 +6,8 @@
 //! 2. All work on a device is put on its one stream, and so are allocation and release of its
 //!    memory: whatever was put there before a buffer is dropped is done before the memory is used
 //!    again. That is why cudarc need not track who reads and writes what.
-//! 3. The host looks at pinned memory only after it has waited for the stream: [`Pinned`] is read
-//!    and written through methods of this file, and a copy that may still run keeps it `busy`.
+//! 3. The host looks at pinned memory only after it has waited for the stream: its bytes are seen
+//!    within this crate alone, and `codec.rs` waits before it reads or writes them.
 //! 4. Lengths are checked here, in release builds too, before a copy is started.
 
 #![allow(unsafe_code)]
