@@ -25,3 +25,13 @@ fn a_size_beyond_any_memory_is_not_a_size() {
     let said = refusal(&["all_reduce", "--ranks", "2", "--size", "18446744073709551615"]);
     assert!(said.contains("is too large"), "{said}");
 }
+
+#[test]
+fn a_gpu_that_cannot_be_used_is_an_error_that_says_what_is_missing() {
+    let text = refusal(&["all_reduce", "--ranks", "2", "--device", "cuda"]);
+    assert!(text.contains("--device cuda serves `farwire bench codec` alone"), "{text}");
+    if !cfg!(feature = "cuda") {
+        let text = refusal(&["codec", "--device", "cuda"]);
+        assert!(text.contains("built without CUDA; build it with `cargo build --features cuda`"));
+    }
+}

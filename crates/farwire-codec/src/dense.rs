@@ -58,7 +58,7 @@ pub(crate) struct Noise {
 }
 
 impl Noise {
-    fn new(place: &CodedPlace, role: Role, rank: u32, start: usize) -> Self {
+    pub(crate) fn new(place: &CodedPlace, role: Role, rank: u32, start: usize) -> Self {
         let stream = u64::from(rank) << 1 | u64::from(role == Role::Owner);
         Self {
             rounding: Counter::new(place.context, Purpose::Rounding).split(stream),

@@ -130,6 +130,22 @@ pub(crate) fn decode(
     if last < u64::from(range) { Ok(1 + used) } else { Err(outside) }
 }
 
+/// A block of `count` indices at the front of `bytes`: how many bytes it takes, and which bit of its
+/// unary part is the last one. None if no encoder wrote it. Whether the indices lie in any range
+/// is not looked at.
+pub(crate) fn skip(level: Level, bytes: &[u8], count: usize) -> Option<(usize, u32)> {
+    let (low, rest) = bytes.split_first()?;
+    if *low == RUN {
+        return Some((1, 0));
+    }
+    if u32::from(*low) > MAX_LOW {
+        return None;
+    }
+    let low_len = (count * usize::from(*low)).div_ceil(8);
+    let bit = simd::nth_one(level, rest.get(low_len..)?, count as u32)?;
+    Some((1 + low_len + bit as usize / 8 + 1, bit))
+}
+
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -150,6 +166,12 @@ mod tests {
             bytes.len()
         );
         for level in Level::all() {
+            let mut rest = &bytes[..];
+            for block in indices.chunks(BLOCK) {
+                let (used, _) = skip(level, rest, block.len()).unwrap();
+                rest = &rest[used..];
+            }
+            assert!(rest.is_empty());
             let (mut rest, mut next, mut out) = (&bytes[..], 0, [0; BLOCK]);
             for block in indices.chunks(BLOCK) {
                 let used = decode(level, rest, block.len(), next, range, &mut out, || ()).unwrap();

@@ -69,23 +69,10 @@ impl<'a> Job<'a> {
     pub(crate) fn check(&self) {
         let len = self.place.range.len();
         assert_eq!(self.values.len(), len, "one value for each element of place.range");
-        assert!(
-            self.place.range.end <= self.place.whole,
-            "place.range lies within the whole vector"
-        );
         if let Residual::Owed(residual) = self.residual {
             assert_eq!(residual.len(), len, "one residual for each element of place.range");
         }
-        let mut next = self.place.range.start;
-        for shard in self.shards {
-            assert_eq!(shard.start, next, "shards follow one another");
-            assert!(shard.start <= shard.end, "shards do not run backwards");
-            next = shard.end;
-        }
-        assert!(
-            self.shards.is_empty() && len == 0 || next == self.place.range.end,
-            "shards cover place.range"
-        );
+        self.place.check(self.shards);
     }
 }
 
@@ -191,6 +178,21 @@ impl CodedPlace {
     /// All of a vector.
     pub fn whole(context: Context, elements: usize) -> Self {
         Self { context, whole: elements, range: 0..elements }
+    }
+
+    /// Panics unless the shards follow one another over all of the range, which lies in the vector.
+    pub(crate) fn check(&self, shards: &[Range<usize>]) {
+        assert!(self.range.end <= self.whole, "place.range lies within the whole vector");
+        let mut next = self.range.start;
+        for shard in shards {
+            assert_eq!(shard.start, next, "shards follow one another");
+            assert!(shard.start <= shard.end, "shards do not run backwards");
+            next = shard.end;
+        }
+        assert!(
+            shards.is_empty() && self.range.is_empty() || next == self.range.end,
+            "shards cover place.range"
+        );
     }
 
     /// A range of the same vector.

@@ -68,6 +68,8 @@ mod codecs;
 pub mod collective;
 pub mod custom;
 mod dense;
+#[doc(hidden)]
+pub mod device;
 mod error;
 mod feedback;
 mod index;

@@ -59,6 +59,11 @@ impl Counter {
         (0..12).map(uniform).sum::<f32>() - 6.0
     }
 
+    /// The key itself, for kernels that draw on their own.
+    pub(crate) fn key(self) -> u64 {
+        self.key
+    }
+
     /// The key of the 32-bit mixer that kernels use.
     pub(crate) fn key32(self) -> u32 {
         (self.key >> 32) as u32

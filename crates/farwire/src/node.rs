@@ -219,11 +219,11 @@ impl Node {
         let mut idle = 0;
         loop {
             let count = self.bell.count();
-            let (moved, patience, short, spins) = {
+            let (moved, short, spins) = {
                 let mut driver = self.driver();
                 let moved = driver.turn();
                 let spins = self.spins[usize::from(driver.is_coding())];
-                (moved, driver.patience(), driver.take_short(), spins)
+                (moved, driver.take_short(), spins)
             };
             let moved = coder::work_short(&self.driver, short) | moved;
             if moved && self.waiting.load(Ordering::Relaxed) > 1 {
@@ -235,6 +235,7 @@ impl Node {
             }
             idle = if moved { 0 } else { idle + 1 };
             if idle > spins {
+                let patience = self.driver().patience();
                 self.bell.sleep(count, patience.min(NAP));
                 idle = 0;
             } else if idle > spins / 2 {

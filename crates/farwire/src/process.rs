@@ -81,7 +81,7 @@ impl Builder {
         let handle = runtime.handle().clone();
         let network = Network { runtime: Some(runtime), endpoint, healths };
         let healths = network.healths.clone();
-        let members = Members::founding(rank, world, settings.membership());
+        let members = Members::founding(rank, world, settings.membership(&links));
         let payload = longest_payload(&settings.config);
         let driver = Driver::new(engine, links, payload, observer, members);
         let node = Node::start(driver, bell.clone(), threads, Some(Box::new(network)));
@@ -131,7 +131,7 @@ impl Builder {
         let handle = runtime.handle().clone();
         let network = Network { runtime: Some(runtime), endpoint: Some(endpoint), healths };
         let healths = network.healths.clone();
-        let members = Members::new(me, view, settings.membership());
+        let members = Members::new(me, view, settings.membership(&links));
         let payload = longest_payload(&settings.config);
         let mut driver = Driver::new(engine, links, payload, observer, Some(members));
         driver.enter(early);

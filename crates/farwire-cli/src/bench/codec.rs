@@ -45,14 +45,7 @@ struct Row {
 
 /// Measures each codec at each size.
 pub(super) fn run(args: &Args) -> Result<(), BenchError> {
-    let by_itself = |choice: &CodecChoice| match choice {
-        CodecChoice::Given(codec) => Ok(codec.clone()),
-        other => Err(BenchError::NotByItself(other.clone())),
-    };
-    let codecs: Vec<CodecSpec> = match &args.codec[..] {
-        [] => typical().map(|name| name.parse().expect("these are codecs")).collect(),
-        named => named.iter().map(by_itself).collect::<Result<_, _>>()?,
-    };
+    let codecs = codecs(args)?;
     let mut out = std::io::stdout().lock();
     if !args.json {
         writeln!(
@@ -100,6 +93,18 @@ pub(super) fn run(args: &Args) -> Result<(), BenchError> {
         }
     }
     Ok(())
+}
+
+/// The codecs that were asked for, or all typical ones.
+pub(super) fn codecs(args: &Args) -> Result<Vec<CodecSpec>, BenchError> {
+    let by_itself = |choice: &CodecChoice| match choice {
+        CodecChoice::Given(codec) => Ok(codec.clone()),
+        other => Err(BenchError::NotByItself(other.clone())),
+    };
+    match &args.codec[..] {
+        [] => Ok(typical().map(|name| name.parse().expect("these are codecs")).collect()),
+        named => named.iter().map(by_itself).collect(),
+    }
 }
 
 fn repeats(args: &Args) -> u32 {

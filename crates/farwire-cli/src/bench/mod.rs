@@ -1,6 +1,8 @@
 //! `farwire bench`: how fast an operation is, here and now.
 
 mod codec;
+#[cfg(feature = "cuda")]
+mod codec_cuda;
 mod pattern;
 
 use std::fmt;
@@ -44,6 +46,7 @@ Examples:
   farwire bench all_reduce --ranks 2 --link quic --codec topk:0.01
   farwire bench all_reduce --ranks 2 --codec auto    (compressed where that is faster)
   farwire bench codec --codec int8 --size 64MiB      (a codec by itself)
+  farwire bench codec --device cuda --size 256MiB    (on a GPU; with the cargo feature `cuda`)
   farwire launch -n 4 -- farwire bench broadcast --size 16MiB --json")]
 pub(crate) struct Args {
     /// What to measure.
@@ -67,6 +70,9 @@ pub(crate) struct Args {
     /// Threads that `codec` uses.
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..=256))]
     threads: u32,
+    /// Where `codec` runs: on the CPU, or on the first GPU.
+    #[arg(long, default_value = "cpu", value_parser = named::<Device, _>(Device::NAMES))]
+    device: Device,
     /// What carries the data.
     #[arg(long, default_value_t, value_parser = LinkArg::parser())]
     link: LinkArg,
@@ -116,6 +122,34 @@ impl std::str::FromStr for Op {
     }
 }
 
+/// Where a codec runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Device {
+    Cpu,
+    Cuda,
+}
+
+impl Device {
+    const NAMES: [&'static str; 2] = ["cpu", "cuda"];
+}
+
+impl std::str::FromStr for Device {
+    type Err = UnknownDevice;
+
+    fn from_str(name: &str) -> Result<Self, UnknownDevice> {
+        match name {
+            "cpu" => Ok(Self::Cpu),
+            "cuda" => Ok(Self::Cuda),
+            _ => Err(UnknownDevice(name.into())),
+        }
+    }
+}
+
+/// A name that is no device's.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("`{0}` is not a device; accepted: cpu, cuda")]
+struct UnknownDevice(String);
+
 /// Why there is nothing to show.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum BenchError {
@@ -138,6 +172,14 @@ pub(crate) enum BenchError {
     SeveralCodecs,
     #[error("--codec {0} is chosen between ranks; for a codec by itself, name one")]
     NotByItself(CodecChoice),
+    #[error("--device cuda serves `farwire bench codec` alone; other operations take host memory")]
+    OnlyCodecs,
+    #[cfg(not(feature = "cuda"))]
+    #[error("this farwire was built without CUDA; build it with `cargo build --features cuda`")]
+    NoCuda,
+    #[cfg(feature = "cuda")]
+    #[error(transparent)]
+    Cuda(#[from] farwire_cuda::DeviceError),
     #[error(transparent)]
     Launch(#[from] LaunchError),
     #[error(transparent)]
@@ -178,7 +220,9 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, BenchError> {
     }
     check_memory(args)?;
     let kind = match args.op {
+        Op::Codec if args.device == Device::Cuda => return on_card(args),
         Op::Codec => return codec::run(args).map(|()| ExitCode::SUCCESS),
+        Op::Between(_) if args.device == Device::Cuda => return Err(BenchError::OnlyCodecs),
         Op::Between(kind) => kind,
     };
     if args.codec.len() > 1 {
@@ -204,6 +248,16 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, BenchError> {
             measure_all(args, &builder.join()?).map(exit_code)
         }
     }
+}
+
+#[cfg(feature = "cuda")]
+fn on_card(args: &Args) -> Result<ExitCode, BenchError> {
+    codec_cuda::run(args).map(|()| ExitCode::SUCCESS)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn on_card(_: &Args) -> Result<ExitCode, BenchError> {
+    Err(BenchError::NoCuda)
 }
 
 /// Refuses sizes that cannot fit, rather than be killed in the middle.

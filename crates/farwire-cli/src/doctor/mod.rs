@@ -1,5 +1,7 @@
 //! `farwire doctor`: what is wrong, or was.
 
+#[cfg(feature = "cuda")]
+mod cards;
 mod flights;
 mod pairs;
 
@@ -11,7 +13,8 @@ use farwire::{Communicator, EnvError, Place};
 
 /// Say what this machine offers, how ranks reach each other, or why a job failed.
 ///
-/// Alone, it looks at this machine: interfaces, UDP buffers, batching, shared memory. Run as a job
+/// Alone, it looks at this machine: interfaces, UDP buffers, batching, shared memory, and GPUs if it
+/// was built with the feature `cuda`. Run as a job
 /// (`farwire launch -n 4 -- farwire doctor`, or under any launcher), it also measures round trip,
 /// bandwidth and loss between all pairs of ranks, in each direction, and says what they mean for an
 /// all-reduce of 100 MB with each codec. Given the flight records that the ranks of a failed job
@@ -92,5 +95,7 @@ fn examine(out: &mut impl Write) -> std::io::Result<()> {
             writeln!(out, "        {advice}")?;
         }
     }
+    #[cfg(feature = "cuda")]
+    cards::examine(out)?;
     Ok(())
 }

@@ -81,7 +81,7 @@ impl Codec for RandomK {
 }
 
 impl RandomK {
-    fn strata(&self, place: &CodedPlace) -> Strata {
+    pub(crate) fn strata(&self, place: &CodedPlace) -> Strata {
         let mut context = place.context;
         context.seed = self.seed.unwrap_or(context.seed);
         Strata {
@@ -204,10 +204,10 @@ impl MessageCodec for RandomK {
 
 /// A vector cut into strata, one element drawn from each.
 #[derive(Clone, Copy, Debug)]
-struct Strata {
-    elements: u64,
-    count: u64,
-    counter: Counter,
+pub(crate) struct Strata {
+    pub(crate) elements: u64,
+    pub(crate) count: u64,
+    pub(crate) counter: Counter,
 }
 
 /// A drawn element.
@@ -264,6 +264,15 @@ impl Strata {
         all.filter(move |one| range.contains(&one.index))
     }
 
+    /// The first stratum whose drawn element is in `range`, if any is, and how many there are.
+    pub(crate) fn run_within(&self, range: Range<usize>) -> (u64, usize) {
+        let first = self.touching(&range).start;
+        let count = self.count_within(range.clone());
+        let drawn = |j| self.drawn(j, self.start(j), self.start(j + 1)).index;
+        let skipped = count > 0 && drawn(first) < range.start;
+        (first + u64::from(skipped), count)
+    }
+
     /// How many drawn elements are in `range`. Only the strata at its ends need a look.
     fn count_within(&self, range: Range<usize>) -> usize {
         let touching = self.touching(&range);
@@ -306,6 +315,9 @@ mod tests {
             let halves = [0..cut, cut..elements as usize];
             for half in &halves {
                 prop_assert_eq!(strata.within(half.clone()).count(), strata.count_within(half.clone()));
+                let (first, count) = strata.run_within(half.clone());
+                let run = (first..first + count as u64).map(|j| strata.drawn(j, strata.start(j), strata.start(j + 1)).index);
+                prop_assert!(run.eq(strata.within(half.clone()).map(|one| one.index)));
             }
             let cut: Vec<_> = halves.into_iter().flat_map(|half| strata.within(half)).map(|one| one.index).collect();
             prop_assert_eq!(cut, all);

@@ -377,7 +377,7 @@ pub fn add_at(acc: &mut [f32], indices: &[u32], values: &[f32]) {
 }
 
 /// `keep` of `whole`, scaled to `len` of them: rounded up, so that something is kept of everything.
-fn proportion(keep: usize, len: usize, whole: usize) -> usize {
+pub fn proportion(keep: usize, len: usize, whole: usize) -> usize {
     if whole == 0 { 0 } else { (keep as u128 * len as u128).div_ceil(whole as u128) as usize }
 }
 

@@ -20,7 +20,7 @@ mod select;
 mod stream;
 
 pub(crate) use kernels::*;
-pub(crate) use rice::decode_gaps;
+pub(crate) use rice::{decode_gaps, nth_one};
 pub(crate) use select::{Found, TILE, compress};
 pub(crate) use stream::Stream;
 
@@ -86,7 +86,7 @@ impl Level {
 /// Asks for the cache line of an element that will be used soon, from memory into the second-level
 /// cache.
 #[inline(always)]
-pub(crate) fn prefetch(elements: &[f32], index: usize) {
+pub(crate) fn prefetch<T>(elements: &[T], index: usize) {
     #[cfg(target_arch = "x86_64")]
     {
         use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};

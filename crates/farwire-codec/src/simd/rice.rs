@@ -108,6 +108,32 @@ kernel! {
     }
 }
 
+kernel! {
+    /// Which bit of `bytes` is the `n`-th that is set, counted from one; none if there are fewer.
+    fn nth_one(bytes: &[u8], n: u32) -> Option<u32> {
+        let mut left = n;
+        for at in (0..bytes.len()).step_by(8) {
+            let mut word = word(bytes, at);
+            let ones = word.count_ones();
+            if ones < left {
+                left -= ones;
+                continue;
+            }
+            // Halves of what is left of the word: the lower is passed if it has too few.
+            let mut bit = u32::try_from(8 * at).ok()?;
+            for half in [32, 16, 8, 4, 2, 1] {
+                let lower = (word & ((1 << half) - 1)).count_ones();
+                let passed = u32::from(lower < left);
+                left -= passed * lower;
+                word >>= passed * half;
+                bit += passed * half;
+            }
+            return Some(bit);
+        }
+        None
+    }
+}
+
 /// For up to 17 low bits, which any two neighbouring 16-bit words hold.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi1,bmi2,popcnt,lzcnt")]
@@ -207,6 +233,15 @@ mod tests {
     use super::*;
 
     proptest! {
+        #[test]
+        fn levels_find_the_nth_one(bytes in prop::collection::vec(any::<u8>(), 0..99), n in 1u32..300) {
+            let set = |bit: &u32| bytes[*bit as usize / 8] >> (bit % 8) & 1 == 1;
+            let want = (0..8 * bytes.len() as u32).filter(set).nth(n as usize - 1);
+            for level in Level::all() {
+                prop_assert_eq!(nth_one(level, &bytes, n), want);
+            }
+        }
+
         /// Any bytes at all: the same indices, or an error, at every level.
         #[test]
         fn levels_decode_the_same(

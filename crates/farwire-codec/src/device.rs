@@ -1,0 +1,115 @@
+//! What codecs that run on a card ask of those that run here, so that both make the same bytes.
+//!
+//! Not part of the public interface: `farwire-cuda` is the only caller.
+
+use std::ops::Range;
+
+use crate::codecs::randk::RandomK;
+use crate::dense::Noise;
+use crate::index;
+use crate::job::{CodedPlace, Role};
+use crate::kept::ValueCoding;
+use crate::simd::{self, Level};
+
+pub use crate::codecs::topk::proportion;
+
+/// Elements of a block of kept ones.
+pub const KEPT_BLOCK: usize = index::BLOCK;
+
+/// The keys of the two streams of 32-bit numbers that a block quantiser draws from.
+#[derive(Clone, Copy, Debug)]
+pub struct Keys {
+    /// For stochastic rounding.
+    pub rounding: u32,
+    /// For the signs of a rotation.
+    pub rotation: u32,
+}
+
+impl Keys {
+    /// The keys for this place.
+    pub fn new(place: &CodedPlace, role: Role, rank: u32) -> Self {
+        let noise = Noise::new(place, role, rank, 0);
+        Self { rounding: noise.rounding.key32(), rotation: noise.rotation.key32() }
+    }
+}
+
+/// Panics unless the shards follow one another over all of the place.
+pub fn check_shards(place: &CodedPlace, shards: &[Range<usize>]) {
+    place.check(shards);
+}
+
+/// The strata that random-k draws from: stratum `j` of `count` starts at `j · elements / count`, and
+/// number `j` of the SplitMix64 stream `key` says which of its elements is drawn.
+#[derive(Clone, Copy, Debug)]
+pub struct Draws {
+    /// Elements of the whole vector.
+    pub elements: u64,
+    /// Strata of the whole vector.
+    pub count: u64,
+    /// The key of the stream.
+    pub key: u64,
+}
+
+impl Draws {
+    /// The strata of the vector that `place` is in.
+    pub fn new(codec: &RandomK, place: &CodedPlace) -> Self {
+        let strata = codec.strata(place);
+        Self { elements: strata.elements, count: strata.count, key: strata.counter.key() }
+    }
+}
+
+/// The first stratum whose drawn element is in `place`, if any is, and how many there are.
+pub fn drawn_within(codec: &RandomK, place: &CodedPlace) -> (u64, usize) {
+    codec.strata(place).run_within(place.range.clone())
+}
+
+/// Where a block of kept elements is in a message.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
+pub struct KeptBlock {
+    /// Its first byte.
+    pub at: u64,
+    /// Which bit of its unary part is the last one.
+    pub last: u32,
+    /// Its elements.
+    pub count: u32,
+}
+
+/// Walks over the blocks of a top-k message for `elements` elements, and appends them to `blocks`.
+/// Returns false if the message is not one that an encoder writes. That indices and values are in
+/// range is left to the decoder.
+pub fn kept_blocks(
+    values: ValueCoding,
+    bytes: &[u8],
+    elements: usize,
+    blocks: &mut Vec<KeptBlock>,
+) -> bool {
+    walk(values, bytes, elements, blocks).is_some()
+}
+
+fn walk(
+    values: ValueCoding,
+    bytes: &[u8],
+    elements: usize,
+    blocks: &mut Vec<KeptBlock>,
+) -> Option<()> {
+    let (count, mut rest) = bytes.split_first_chunk::<4>()?;
+    let level = Level::detect();
+    let mut left = u32::from_le_bytes(*count) as usize;
+    if left > elements {
+        return None;
+    }
+    while left > 0 {
+        let count = left.min(KEPT_BLOCK);
+        let (used, last) = index::skip(level, rest, count)?;
+        let at = (bytes.len() - rest.len()) as u64;
+        // Each block says where the next one is, so reading waits for memory time and again. But
+        // they are about equally long: where the indices of a later one will be can be told.
+        let len = used + values.len(count);
+        (0..used + 64).step_by(64).for_each(|line| simd::prefetch(rest, 6 * len + line));
+        rest = rest.get(len..)?;
+        blocks.push(KeptBlock { at, last, count: count as u32 });
+        left -= count;
+    }
+    rest.is_empty().then_some(())
+}

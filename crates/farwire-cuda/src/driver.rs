@@ -1,0 +1,627 @@
+//! The card: its context, its stream and memory on both sides of the bus. One of the three files
+//! with `unsafe`.
+//!
+//! Rules:
+//! 1. Nothing of the driver is called before [`is_present`] has found it: cudarc would panic.
+//! 2. All work on a device is put on its one stream, and so are allocation and release of its
+//!    memory: whatever was put there before a buffer is dropped is done before the memory is used
+//!    again. That is why cudarc need not track who reads and writes what.
+//! 3. The host looks at pinned memory only after it has waited for the stream: its bytes are seen
+//!    within this crate alone, and `codec.rs` waits before it reads or writes them.
+//! 4. Lengths are checked here, in release builds too, before a copy is started.
+
+#![allow(unsafe_code)]
+
+use std::collections::HashMap;
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::Range;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use bytemuck::Pod;
+use cudarc::driver::sys::{self, CUdeviceptr, CUevent_flags};
+use cudarc::driver::{
+    CudaContext, CudaEvent, CudaFunction, CudaModule, CudaSlice, CudaStream, DevicePtr, DeviceRepr,
+    DriverError, LaunchArgs, LaunchConfig, PushKernelArg, result,
+};
+use cudarc::nvrtc::Ptx;
+use half::{bf16, f16};
+
+use crate::cache::{Cache, Key};
+use crate::error::DeviceError;
+use crate::nvrtc;
+use crate::source::{Source, options};
+
+/// Whether the driver is there. Looked up once.
+fn is_present() -> bool {
+    static PRESENT: OnceLock<bool> = OnceLock::new();
+    // SAFETY: loads a library, as the first use would; the driver does nothing before it is
+    // initialised.
+    *PRESENT.get_or_init(|| unsafe { sys::is_culib_present() })
+}
+
+fn failed(what: &'static str) -> impl Fn(DriverError) -> DeviceError {
+    move |error| DeviceError::Driver { what, why: describe(error) }
+}
+
+fn describe(error: DriverError) -> String {
+    let text = error.error_string().map(|text| text.to_string_lossy().into_owned());
+    text.unwrap_or_else(|_| format!("{error:?}"))
+}
+
+/// What is known of a card.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Card {
+    /// Its number.
+    pub ordinal: usize,
+    /// Its name.
+    pub name: String,
+    /// Its architecture.
+    pub compute_capability: (i32, i32),
+    /// Bytes of memory.
+    pub memory: usize,
+    /// The newest CUDA the driver knows.
+    pub driver: (i32, i32),
+}
+
+/// The cards of this machine.
+pub fn cards() -> Result<Vec<Card>, DeviceError> {
+    if !is_present() {
+        return Err(DeviceError::NoDriver);
+    }
+    let no_card = |why| DeviceError::NoCard { ordinal: 0, why: describe(why) };
+    result::init().map_err(no_card)?;
+    let mut version = 0;
+    // SAFETY: rule 1; the pointer is to an integer.
+    unsafe { sys::cuDriverGetVersion(&mut version) };
+    let count = result::device::get_count().map_err(no_card)?;
+    let card = |ordinal: i32| {
+        use sys::CUdevice_attribute as Attribute;
+        let device = result::device::get(ordinal)?;
+        // SAFETY: the driver has just named this device.
+        let attribute = |a| unsafe { result::device::get_attribute(device, a) };
+        Ok(Card {
+            ordinal: ordinal as usize,
+            name: result::device::get_name(device)?,
+            compute_capability: (
+                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+                attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+            ),
+            // SAFETY: as above.
+            memory: unsafe { result::device::total_mem(device)? },
+            driver: (version / 1000, version % 1000 / 10),
+        })
+    };
+    (0..count).map(card).collect::<Result<_, _>>().map_err(failed("describe itself"))
+}
+
+/// A card, with one stream that everything happens on in order.
+pub struct Device {
+    context: Arc<CudaContext>,
+    stream: Arc<CudaStream>,
+    compute_capability: (i32, i32),
+    multiprocessors: u32,
+    cache: Cache,
+    modules: Mutex<HashMap<Source, Arc<CudaModule>>>,
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Device").field("ordinal", &self.context.ordinal()).finish_non_exhaustive()
+    }
+}
+
+impl Device {
+    /// Opens card `ordinal`, with compiled kernels kept where the environment says.
+    pub fn new(ordinal: usize) -> Result<Arc<Self>, DeviceError> {
+        Self::with_cache(ordinal, Cache::from_env())
+    }
+
+    /// The same, with compiled kernels kept there.
+    pub fn with_cache(ordinal: usize, cache: Cache) -> Result<Arc<Self>, DeviceError> {
+        if !is_present() {
+            return Err(DeviceError::NoDriver);
+        }
+        let no_card = |error| DeviceError::NoCard { ordinal, why: describe(error) };
+        let context = CudaContext::new(ordinal).map_err(no_card)?;
+        // SAFETY: rule 2.
+        unsafe { context.disable_event_tracking() };
+        let stream = context.new_stream().map_err(no_card)?;
+        let compute_capability = context.compute_capability().map_err(no_card)?;
+        let multiprocessors = context
+            .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
+            .map_err(no_card)? as u32;
+        let modules = Mutex::default();
+        Ok(Arc::new(Self { context, stream, compute_capability, multiprocessors, cache, modules }))
+    }
+
+    /// How many multiprocessors the card has.
+    pub(crate) fn multiprocessors(&self) -> u32 {
+        self.multiprocessors
+    }
+
+    /// Waits until all that was put on the stream is done.
+    pub fn synchronize(&self) -> Result<(), DeviceError> {
+        self.stream.synchronize().map_err(failed("finish its work"))
+    }
+
+    /// Bytes free on the card, and bytes it has.
+    pub fn memory(&self) -> Result<(usize, usize), DeviceError> {
+        self.context.mem_get_info().map_err(failed("say how much memory is free"))
+    }
+
+    /// Room for `len` elements, with anything in it.
+    pub fn buffer<T: Pod>(self: &Arc<Self>, len: usize) -> Result<Buffer<T>, DeviceError> {
+        let out_of_memory = |bytes| DeviceError::OutOfMemory { which: "device", bytes };
+        let bytes = len.checked_mul(size_of::<T>()).ok_or(out_of_memory(usize::MAX))?;
+        // SAFETY: what is in it means nothing until something is written; every type of `Pod` may
+        // have any bits. A driver does not give out zero bytes.
+        let bytes = unsafe { self.stream.alloc::<u8>(bytes.max(16)) };
+        let bytes = bytes.map_err(|error| match error.0 {
+            sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => out_of_memory(len * size_of::<T>()),
+            _ => failed("allocate memory")(error),
+        })?;
+        Ok(Buffer { device: self.clone(), bytes, len, type_: PhantomData })
+    }
+
+    /// `len` zeros.
+    pub fn zeros<T: Pod>(self: &Arc<Self>, len: usize) -> Result<Buffer<T>, DeviceError> {
+        let mut buffer = self.buffer(len)?;
+        buffer.fill_bytes(0..len, 0)?;
+        Ok(buffer)
+    }
+
+    /// A copy of these elements. Waits until it is there.
+    pub fn upload<T: Pod>(self: &Arc<Self>, values: &[T]) -> Result<Buffer<T>, DeviceError> {
+        let mut buffer = self.buffer(values.len())?;
+        buffer.upload(values)?;
+        Ok(buffer)
+    }
+
+    /// The kernels of a source, compiled if this program and this machine have not met them yet.
+    pub(crate) fn module(self: &Arc<Self>, source: &Source) -> Result<Module, DeviceError> {
+        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(module) = modules.get(source) {
+            return Ok(Module { device: self.clone(), module: module.clone() });
+        }
+        let (text, options) = (source.text(), options(self.compute_capability));
+        let version = format!("{:?}", nvrtc::nvrtc_version());
+        let key = Key::new(&[&text, &options.join(" "), &version]);
+        let load = |code: Vec<u8>| self.context.load_module(Ptx::from_binary(code));
+        let module = match self.cache.load(&key).map(load) {
+            Some(Ok(module)) => module,
+            // Not there, or the driver does not want it.
+            _ => {
+                let code = nvrtc::compile(source.name(), &text, &options)?;
+                self.cache.store(&key, &code);
+                load(code).map_err(failed("load its kernels"))?
+            }
+        };
+        modules.insert(source.clone(), module.clone());
+        Ok(Module { device: self.clone(), module })
+    }
+
+    /// Puts a copy from pinned memory on the stream. The memory is busy until the next
+    /// [`synchronize`](Self::synchronize).
+    pub(crate) fn copy_to_card(
+        &self,
+        from: &Pinned,
+        len: usize,
+        to: &mut Buffer<u8>,
+    ) -> Result<(), DeviceError> {
+        assert!(len <= from.len && len <= to.len(), "a copy within both");
+        if len == 0 {
+            return Ok(());
+        }
+        self.bind()?;
+        // SAFETY: `from` has this many bytes, all initialised.
+        let source = unsafe { std::slice::from_raw_parts(from.pointer, len) };
+        // SAFETY: both are as long as that, and neither is released before this is done: rule 2,
+        // and `Pinned` waits for the stream.
+        unsafe { result::memcpy_htod_async(to.pointer(), source, self.stream.cu_stream()) }
+            .map_err(failed("copy from the host"))
+    }
+
+    /// Puts a copy of the first `len` elements of a buffer to the front of pinned memory on the
+    /// stream.
+    pub(crate) fn copy_to_host<T: Pod>(
+        &self,
+        from: &Buffer<T>,
+        len: usize,
+        to: &mut Pinned,
+    ) -> Result<(), DeviceError> {
+        let bytes = len * size_of::<T>();
+        assert!(len <= from.len() && bytes <= to.len, "a copy within both");
+        if len == 0 {
+            return Ok(());
+        }
+        self.bind()?;
+        // SAFETY: `to` has this many bytes.
+        let target = unsafe { std::slice::from_raw_parts_mut(to.pointer, bytes) };
+        // SAFETY: as in `copy_to_card`; the host does not look before it has waited, rule 3.
+        unsafe { result::memcpy_dtoh_async(target, from.pointer(), self.stream.cu_stream()) }
+            .map_err(failed("copy to the host"))
+    }
+
+    fn bind(&self) -> Result<(), DeviceError> {
+        self.context.bind_to_thread().map_err(failed("be used by this thread"))
+    }
+}
+
+/// Compiled kernels.
+#[derive(Clone)]
+pub(crate) struct Module {
+    device: Arc<Device>,
+    module: Arc<CudaModule>,
+}
+
+impl Module {
+    pub(crate) fn kernel(&self, name: &'static str) -> Result<Kernel, DeviceError> {
+        let function = self.module.load_function(name).map_err(failed("find a kernel"))?;
+        Ok(Kernel { device: self.device.clone(), function })
+    }
+}
+
+/// One kernel.
+#[derive(Clone)]
+pub(crate) struct Kernel {
+    device: Arc<Device>,
+    function: CudaFunction,
+}
+
+impl fmt::Debug for Kernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Kernel").finish_non_exhaustive()
+    }
+}
+
+impl Kernel {
+    /// Puts a launch on the stream: `grid` in x and y, `threads` to a block, `shared` bytes of
+    /// dynamic shared memory.
+    ///
+    /// # Safety
+    ///
+    /// The arguments are those the kernel takes, and every address in them is of memory on this
+    /// card that is as long as the kernel takes it for and not released before this call returns
+    /// (rule 2 of this file).
+    pub(crate) unsafe fn launch(
+        &self,
+        grid: (u32, u32),
+        threads: u32,
+        shared: u32,
+        arguments: &impl Arguments,
+    ) -> Result<(), DeviceError> {
+        let mut launch = self.device.stream.launch_builder(&self.function);
+        arguments.push(&mut launch);
+        let config = LaunchConfig {
+            grid_dim: (grid.0, grid.1, 1),
+            block_dim: (threads, 1, 1),
+            shared_mem_bytes: shared,
+        };
+        // SAFETY: promised by the caller.
+        unsafe { launch.launch(config) }.map_err(failed("start a kernel"))?;
+        Ok(())
+    }
+}
+
+/// What a kernel is given.
+pub(crate) trait Arguments {
+    fn push<'a>(&'a self, launch: &mut LaunchArgs<'a>);
+}
+
+macro_rules! arguments {
+    ($($name:ident $at:tt),*) => {
+        impl<$($name: DeviceRepr),*> Arguments for ($($name,)*) {
+            fn push<'a>(&'a self, launch: &mut LaunchArgs<'a>) {
+                $(launch.arg(&self.$at);)*
+            }
+        }
+    };
+}
+arguments!(A 0);
+arguments!(A 0, B 1);
+arguments!(A 0, B 1, C 2);
+
+/// Elements on a card.
+pub struct Buffer<T> {
+    device: Arc<Device>,
+    bytes: CudaSlice<u8>,
+    len: usize,
+    type_: PhantomData<T>,
+}
+
+impl<T> fmt::Debug for Buffer<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Buffer").field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
+impl<T: Pod> Buffer<T> {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The address on the card, for whoever launches kernels of their own.
+    pub fn pointer(&self) -> u64 {
+        // Nothing is tracked (rule 2), so dropping the guard does nothing.
+        self.bytes.device_ptr(&self.device.stream).0
+    }
+
+    /// Makes room for `len` elements at least. What was in it is lost if there was too little.
+    pub fn reserve(&mut self, len: usize) -> Result<(), DeviceError> {
+        if len > self.len {
+            *self = self.device.buffer(len)?;
+        }
+        Ok(())
+    }
+
+    /// Overwrites the front with these elements. Waits until they are there.
+    pub fn upload(&mut self, values: &[T]) -> Result<(), DeviceError> {
+        assert!(values.len() <= self.len, "room for them");
+        if values.is_empty() {
+            return Ok(());
+        }
+        self.device.bind()?;
+        let stream = self.device.stream.cu_stream();
+        // SAFETY: the buffer is long enough, and the values stay until the copy is done: it is
+        // waited for below.
+        unsafe { result::memcpy_htod_async(self.pointer(), values, stream) }
+            .map_err(failed("copy from the host"))?;
+        self.device.synchronize()
+    }
+
+    /// A copy on the host. Waits until it is there.
+    pub fn download(&self) -> Result<Vec<T>, DeviceError> {
+        self.download_front(self.len)
+    }
+
+    /// The same of the first `len` elements.
+    pub fn download_front(&self, len: usize) -> Result<Vec<T>, DeviceError> {
+        assert!(len <= self.len, "elements of it");
+        let mut values = vec![T::zeroed(); len];
+        if values.is_empty() {
+            return Ok(values);
+        }
+        self.device.bind()?;
+        let stream = self.device.stream.cu_stream();
+        // SAFETY: both have so many elements, and the copy is waited for below.
+        let copied = unsafe { result::memcpy_dtoh_async(&mut values, self.pointer(), stream) };
+        self.device.synchronize()?;
+        copied.map_err(failed("copy to the host"))?;
+        Ok(values)
+    }
+
+    /// Puts on the stream that all bytes of some elements become `byte`.
+    pub fn fill_bytes(&mut self, elements: Range<usize>, byte: u8) -> Result<(), DeviceError> {
+        assert!(elements.start <= elements.end && elements.end <= self.len, "elements of it");
+        let size = size_of::<T>();
+        if elements.is_empty() {
+            return Ok(());
+        }
+        self.device.bind()?;
+        let at = self.pointer() + (elements.start * size) as CUdeviceptr;
+        let stream = self.device.stream.cu_stream();
+        // SAFETY: within the buffer, as just checked.
+        unsafe { result::memset_d8_async(at, byte, elements.len() * size, stream) }
+            .map_err(failed("fill memory"))
+    }
+}
+
+/// The type of a gradient's elements.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ValueType {
+    /// 32-bit floats.
+    F32,
+    /// IEEE binary16.
+    F16,
+    /// bfloat16.
+    Bf16,
+}
+
+impl ValueType {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::F32, Self::F16, Self::Bf16];
+}
+
+/// A gradient on the card, borrowed.
+#[derive(Clone, Copy, Debug)]
+pub struct DeviceValues<'a> {
+    pub(crate) pointer: u64,
+    pub(crate) len: usize,
+    pub(crate) type_: ValueType,
+    owner: PhantomData<&'a ()>,
+}
+
+impl DeviceValues<'_> {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Memory of somebody else: candle's, say, or torch's.
+    ///
+    /// # Safety
+    ///
+    /// `pointer` is the address, on the card the values are used on, of `len` elements of that
+    /// type, a multiple of its size. They are written by nobody, and not released, from the time
+    /// that work with them is put on the device's stream until it is done; what wrote them is done
+    /// before.
+    pub unsafe fn from_raw(pointer: u64, len: usize, type_: ValueType) -> Self {
+        Self { pointer, len, type_, owner: PhantomData }
+    }
+}
+
+macro_rules! values_of {
+    ($($type:ty => $variant:ident),*) => {$(
+        impl Buffer<$type> {
+            /// These elements, as a gradient.
+            pub fn values(&self) -> DeviceValues<'_> {
+                let (pointer, len) = (self.pointer(), self.len);
+                DeviceValues { pointer, len, type_: ValueType::$variant, owner: PhantomData }
+            }
+        }
+    )*};
+}
+values_of!(f32 => F32, f16 => F16, bf16 => Bf16);
+
+/// Some elements of an accumulator on the card, borrowed to be added to.
+#[derive(Debug)]
+pub struct DevicePart<'a> {
+    pub(crate) pointer: u64,
+    pub(crate) len: usize,
+    owner: PhantomData<&'a mut ()>,
+}
+
+impl Buffer<f32> {
+    /// These elements, to be added to.
+    ///
+    /// # Panics
+    ///
+    /// If the buffer does not have them.
+    pub fn part_mut(&mut self, elements: Range<usize>) -> DevicePart<'_> {
+        assert!(elements.start <= elements.end && elements.end <= self.len, "elements of it");
+        let pointer = self.pointer() + (elements.start * size_of::<f32>()) as u64;
+        DevicePart { pointer, len: elements.len(), owner: PhantomData }
+    }
+}
+
+impl DevicePart<'_> {
+    /// Puts on the stream that all of it becomes zero.
+    pub(crate) fn clear(&mut self, device: &Device) -> Result<(), DeviceError> {
+        if self.len == 0 {
+            return Ok(());
+        }
+        device.bind()?;
+        let (bytes, stream) = (self.len * size_of::<f32>(), device.stream.cu_stream());
+        // SAFETY: these elements are of a buffer that is borrowed for as long as this lives.
+        unsafe { result::memset_d8_async(self.pointer, 0, bytes, stream) }
+            .map_err(failed("fill memory"))
+    }
+}
+
+impl<'a> From<&'a mut Buffer<f32>> for DevicePart<'a> {
+    fn from(buffer: &'a mut Buffer<f32>) -> Self {
+        let all = 0..buffer.len;
+        buffer.part_mut(all)
+    }
+}
+
+/// Memory of the host that the card copies from and to by itself.
+pub struct Pinned {
+    device: Arc<Device>,
+    pointer: *mut u8,
+    len: usize,
+}
+
+// SAFETY: the memory belongs to this alone, and is written through `&mut` only; the driver's calls
+// may come from any thread.
+unsafe impl Send for Pinned {}
+// SAFETY: as above; through `&` it is only read.
+unsafe impl Sync for Pinned {}
+
+impl fmt::Debug for Pinned {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pinned").field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
+impl Pinned {
+    /// `len` zeros.
+    pub fn new(device: &Arc<Device>, len: usize) -> Result<Self, DeviceError> {
+        device.bind()?;
+        // SAFETY: a driver does not give out zero bytes, hence at least one.
+        let pointer = unsafe { result::malloc_host(len.max(1), 0) };
+        let pointer = pointer.map_err(|error| match error.0 {
+            sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
+                DeviceError::OutOfMemory { which: "pinned host", bytes: len }
+            }
+            _ => failed("allocate pinned memory")(error),
+        })?;
+        let pointer: *mut u8 = pointer.cast();
+        // SAFETY: these bytes are ours, and are to be initialised before anybody looks.
+        unsafe { pointer.write_bytes(0, len) };
+        Ok(Self { device: device.clone(), pointer, len })
+    }
+
+    /// Number of bytes.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Makes room for `len` bytes at least, zeros if it has to grow.
+    pub(crate) fn reserve(&mut self, len: usize) -> Result<(), DeviceError> {
+        if len > self.len {
+            *self = Self::new(&self.device, len)?;
+        }
+        Ok(())
+    }
+
+    /// The bytes. The caller has waited for every copy to and from them (rule 3): encoders and
+    /// decoders do, before they return.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        // SAFETY: allocated with this length, and initialised.
+        unsafe { std::slice::from_raw_parts(self.pointer, self.len) }
+    }
+
+    /// The same, to be written.
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and borrowed once.
+        unsafe { std::slice::from_raw_parts_mut(self.pointer, self.len) }
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        // A copy may still run. If the card is lost there is nothing to wait for.
+        let _ = self.device.synchronize();
+        // SAFETY: allocated by `malloc_host`, released once.
+        let _ = unsafe { result::free_host(self.pointer.cast()) };
+    }
+}
+
+/// Measures time on the card's own clock.
+pub struct Timer {
+    device: Arc<Device>,
+    start: CudaEvent,
+    end: CudaEvent,
+}
+
+impl fmt::Debug for Timer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Timer").finish_non_exhaustive()
+    }
+}
+
+impl Timer {
+    /// A timer for the device's stream.
+    pub fn new(device: &Arc<Device>) -> Result<Self, DeviceError> {
+        let event = || device.context.new_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
+        let event = || event().map_err(failed("make an event"));
+        Ok(Self { device: device.clone(), start: event()?, end: event()? })
+    }
+
+    /// Milliseconds that the card takes for what `work` puts on the stream. Waits for it.
+    pub fn time(&self, work: impl FnOnce() -> Result<(), DeviceError>) -> Result<f64, DeviceError> {
+        self.start.record(&self.device.stream).map_err(failed("record an event"))?;
+        work()?;
+        self.end.record(&self.device.stream).map_err(failed("record an event"))?;
+        let time = self.start.elapsed_ms(&self.end).map_err(failed("measure time"))?;
+        Ok(f64::from(time))
+    }
+}

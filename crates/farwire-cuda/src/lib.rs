@@ -1,0 +1,64 @@
+//! farwire's gradient compressors as CUDA kernels: gradients are compressed where they are, and
+//! only compressed bytes leave the card.
+//!
+//! The bytes are those of the CPU codec, and so are the residuals, to the bit: ranks with a GPU and
+//! ranks without train together, and the CPU codec is what the tests compare with.
+//!
+//! 1. [`Device::new`] opens a card. No CUDA is needed to build this crate or to run a program that
+//!    holds it: the driver and NVRTC are loaded at run time, and an error says what is missing.
+//! 2. [`DeviceCodec::new`] takes a [`CodecSpec`]. Its kernels are compiled at first use, for this
+//!    card, and kept on disk ([`cache`]).
+//! 3. [`DeviceCodec::encode`] adds the residual to the gradient and makes one message per shard, in
+//!    pinned memory. The new residual is written aside: [`DeviceEncoded::swap_residual`] puts it in
+//!    place once the step has succeeded.
+//! 4. [`DeviceCodec::add_decoded`] adds a message to an accumulator on the card. Call it in rank
+//!    order.
+//!
+//! ```no_run
+//! use farwire_codec::{CodecSpec, CodedPlace, Context, Role};
+//! use farwire_cuda::{Device, DeviceCodec, DeviceEncoded, DeviceJob, DeviceResidual, Inbox};
+//!
+//! # fn main() -> Result<(), farwire_cuda::DeviceError> {
+//! let device = Device::new(0)?;
+//! let codec = DeviceCodec::new(&device, &"int8".parse::<CodecSpec>().expect("a codec"))?;
+//! let gradient = device.upload(&[0.5f32, -1.0, 2.0])?;
+//! let context = Context { seed: 1, step: 0, tensor: Context::tensor_id("w") };
+//! let place = CodedPlace::whole(context, 3);
+//! let mut out = DeviceEncoded::new(&device)?;
+//! let job = DeviceJob {
+//!     values: gradient.values(),
+//!     residual: DeviceResidual::Zero,
+//!     place: place.clone(),
+//!     role: Role::Worker,
+//!     rank: 0,
+//!     shards: &[0..3],
+//! };
+//! codec.encode(&job, &mut out)?;
+//!
+//! let mut acc = device.zeros::<f32>(3)?;
+//! let mut inbox = Inbox::new(&device)?;
+//! inbox.copy_from(out.message(0))?;
+//! codec.add_decoded(&mut inbox, &place, (&mut acc).into())?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Everything of a [`Device`] happens in order on one stream.
+//!
+//! [`CodecSpec`]: farwire_codec::CodecSpec
+
+#![deny(unsafe_code)]
+
+pub mod bench;
+pub mod cache;
+mod codec;
+mod driver;
+mod error;
+mod kernels;
+mod nvrtc;
+mod source;
+
+pub use codec::{DeviceCodec, DeviceEncoded, DeviceJob, DeviceResidual, Inbox};
+pub use driver::{Buffer, Card, Device, DevicePart, DeviceValues, Pinned, Timer, ValueType, cards};
+pub use error::DeviceError;
+pub use nvrtc::nvrtc_version;

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Builds the GPU tests and the benchmark here, for a machine that has a GPU and no cargo.
+#
+#   scripts/gpu.sh [DIR]          (default: target/gpu)
+#
+# Leaves in DIR the programs, stripped, and `run.sh`. Copy DIR to the machine with the GPU and start
+# `run.sh` there. That needs the NVIDIA driver and NVRTC (of the CUDA toolkit, or of the package
+# nvidia-cuda-nvrtc from PyPI), and nothing else; where compute-sanitizer is installed,
+# `run.sh sanitize` has it look for stray, racing and uninitialised accesses.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+dir=${1:-target/gpu}
+mkdir -p "$dir"
+
+# The name of what cargo built: the path in the JSON message of that target.
+built() {
+  local name=$1
+  shift
+  cargo build --message-format=json "$@" | sed -n "s/.*\"name\":\"$name\".*\"executable\":\"\([^\"]*\)\".*/\1/p" | tail -1
+}
+for name in parity memory; do
+  cp "$(built "$name" --package farwire-cuda --test "$name")" "$dir/$name"
+done
+cp "$(built codec_cuda --release --package farwire-cuda --example codec_cuda)" "$dir/codec_cuda"
+strip "$dir"/parity "$dir"/memory "$dir"/codec_cuda
+
+cat > "$dir/run.sh" <<'RUN'
+#!/usr/bin/env bash
+# The GPU tests, then the table of docs/gpu.md. `run.sh sanitize`: the tests under compute-sanitizer.
+set -euo pipefail
+cd "$(dirname "$0")"
+export FARWIRE_REQUIRE_GPU=1
+if ! ldconfig -p | grep -q libnvrtc; then
+  for lib in /usr/local/cuda/lib64 /usr/local/cuda-*/lib64 /usr/local/cuda-*/targets/*/lib; do
+    if compgen -G "$lib/libnvrtc.so*" > /dev/null; then
+      export LD_LIBRARY_PATH=$lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
+      break
+    fi
+  done
+fi
+if [ "${1:-}" = sanitize ]; then
+  for tool in memcheck racecheck initcheck; do
+    echo "== $tool"
+    FARWIRE_CUDA_CASES=2 compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 9 ./parity --test-threads 1 \
+      bytes_ damaged wrong_guess
+  done
+  exit
+fi
+./parity
+./memory
+./codec_cuda
+RUN
+chmod +x "$dir/run.sh"
+echo "$dir: copy it to a machine with a GPU, and start run.sh there"
