@@ -10,12 +10,12 @@ mod named;
 mod netlab;
 mod sim;
 mod train;
-mod units;
 
 use std::error::Error;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use farwire_netlab::units;
 
 /// Training models across the networks people actually have.
 #[derive(Debug, Parser)]

@@ -4,11 +4,7 @@ use std::io;
 
 use aws_lc_rs::digest;
 use farwire::flight::Flight;
-
-/// The command line's units: a part of a program, and of no library.
-#[path = "../../farwire-cli/src/units.rs"]
-#[allow(dead_code, reason = "the program uses the rest of it")]
-mod numbers;
+use farwire_netlab::units as numbers;
 
 /// Any bytes as what another process says while it joins.
 pub(crate) fn joining(bytes: &[u8]) {

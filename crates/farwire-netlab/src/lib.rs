@@ -18,6 +18,7 @@ mod lab;
 mod memory;
 mod shaper;
 mod tun;
+pub mod units;
 
 pub use impair::{Impairments, Loss, Outage, Partition, Queue};
 pub use lab::{DEVICE, Lab, LabError};

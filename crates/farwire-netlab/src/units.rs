@@ -4,25 +4,30 @@ use std::time::Duration;
 
 /// A text that is not in any accepted form.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub(crate) enum UnitError {
+pub enum UnitError {
+    /// Not a size.
     #[error(
         "`{0}` is not a size; write 64MiB, 4KiB, 1GiB (powers of 1024), 100MB, 5KB, 2GB (powers of 1000), or 512 or 512B (bytes)"
     )]
     Size(String),
+    /// A size beyond what memory can have.
     #[error("`{0}` is too large a size")]
     LargeSize(String),
+    /// Not a rate.
     #[error(
         "`{0}` is not a rate; write 1gbit, 100mbit, 56kbit (bits per second, at least 1bit), or 125MB/s (bytes per second)"
     )]
     Rate(String),
+    /// Not a time.
     #[error("`{0}` is not a time; write 20ms, 50us, 100ns, 2s, or 0, up to 1000000000s")]
     Time(String),
+    /// Not a share.
     #[error("`{0}` is not a share; write 0.1% or 0.001, from 0 to 90%")]
     Share(String),
 }
 
 /// Bytes: `64MiB`, `100MB`, `512`.
-pub(crate) fn size(text: &str) -> Result<usize, UnitError> {
+pub fn size(text: &str) -> Result<usize, UnitError> {
     let bytes = || {
         let (number, unit) = split(text)?;
         let scale: u128 = match unit {
@@ -50,7 +55,7 @@ pub(crate) fn size(text: &str) -> Result<usize, UnitError> {
 }
 
 /// Bytes per second: `1gbit`, `125MB/s`.
-pub(crate) fn rate(text: &str) -> Result<f64, UnitError> {
+pub fn rate(text: &str) -> Result<f64, UnitError> {
     let scale = |unit: &str| {
         Some(match unit.to_ascii_lowercase().as_str() {
             "bit" => 1.0 / 8.0,
@@ -71,7 +76,7 @@ pub(crate) fn rate(text: &str) -> Result<f64, UnitError> {
 }
 
 /// A span of time: `20ms`.
-pub(crate) fn time(text: &str) -> Result<Duration, UnitError> {
+pub fn time(text: &str) -> Result<Duration, UnitError> {
     let scale = |unit: &str| {
         Some(match unit {
             "ns" => 1e-9,
@@ -91,7 +96,7 @@ pub(crate) fn time(text: &str) -> Result<Duration, UnitError> {
 }
 
 /// A share of a whole: `0.1%`.
-pub(crate) fn share(text: &str) -> Result<f64, UnitError> {
+pub fn share(text: &str) -> Result<f64, UnitError> {
     let scale = |unit: &str| match unit {
         "" => Some(1.0),
         "%" => Some(0.01),
@@ -117,18 +122,18 @@ fn split(text: &str) -> Option<(&str, &str)> {
 }
 
 /// Bytes for people: `175.3 MB`.
-pub(crate) fn show_bytes(bytes: f64) -> String {
+pub fn show_bytes(bytes: f64) -> String {
     show(bytes, 1000.0, &[(1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B")])
 }
 
 /// A rate for people, in bits per second: `1 Gbit/s`.
-pub(crate) fn show_rate(bytes_per_second: f64) -> String {
+pub fn show_rate(bytes_per_second: f64) -> String {
     let scales = [(1e9, "Gbit/s"), (1e6, "Mbit/s"), (1e3, "kbit/s"), (1.0, "bit/s")];
     show(bytes_per_second * 8.0, 1.0, &scales)
 }
 
 /// A span of time for people: `20 ms`.
-pub(crate) fn show_time(time: Duration) -> String {
+pub fn show_time(time: Duration) -> String {
     show(time.as_secs_f64(), 1.0, &[(1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")])
 }
 
