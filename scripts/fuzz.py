@@ -5,7 +5,7 @@
 
 Builds fuzz/ with the toolchain that is there (stable is enough; a C++ compiler is needed), starts from what is kept in
 crates/farwire-fuzz/corpus, and runs each target so many times, on as many cores as there are. `--keep` makes the kept
-corpus anew from the smallest inputs that reach all that was reached, up to 200 for each target. An input that breaks a promise is
+corpus anew from inputs that together reach all that was reached, or from 300 of them, short and long. An input that breaks a promise is
 left in fuzz/artifacts, and ends it.
 """
 
@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 KEPT = ROOT / "crates/farwire-fuzz/corpus"
 WORK = ROOT / "fuzz/corpus"
 PROGRAMS = ROOT / "fuzz/target/x86_64-unknown-linux-gnu/release"
-MOST_KEPT = 200
+MOST_KEPT = 300
 COVERAGE = [
     "-Cpasses=sancov-module",
     "-Cllvm-args=-sanitizer-coverage-level=4",
@@ -55,12 +55,14 @@ def unpack(name):
 
 
 def pack(name, folder):
-    """Keeps the smallest inputs that reach all that was reached."""
+    """Keeps inputs that reach what was reached."""
     least = folder.with_name(f"{name}-least")
     shutil.rmtree(least, ignore_errors=True)
     least.mkdir()
     subprocess.run([PROGRAMS / name, "-merge=1", "-max_len=512", least, folder], check=True, capture_output=True)
-    inputs = sorted((path.read_bytes() for path in least.iterdir()), key=lambda input: (len(input), input))[:MOST_KEPT]
+    inputs = sorted((path.read_bytes() for path in least.iterdir()), key=lambda input: (len(input), input))
+    count = min(len(inputs), MOST_KEPT)
+    inputs = [inputs[index * len(inputs) // count] for index in range(count)]
     (KEPT / name).write_bytes(b"".join(struct.pack("<I", len(input)) + input for input in inputs))
     return len(inputs)
 
