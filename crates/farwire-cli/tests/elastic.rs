@@ -5,6 +5,7 @@
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, Lines};
+use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
 use std::time::Duration;
@@ -43,12 +44,13 @@ struct Job {
 }
 
 impl Job {
-    fn start(folder: &std::path::Path, link: &str, restarts: &str) -> Self {
+    fn start(folder: &Path, link: &str, restarts: &str, more: &[&str]) -> Self {
         let farwire = env!("CARGO_BIN_EXE_farwire");
         let mut launcher = Command::new(farwire)
             .args(["launch", "--elastic", "-n", "3", "--restarts", restarts, "--", farwire])
             .args(TRAIN.split_whitespace())
             .arg("--elastic")
+            .args(more)
             .current_dir(folder)
             .env("FARWIRE_LINK", link)
             .env("FARWIRE_FLIGHT_DIR", "")
@@ -113,7 +115,7 @@ fn a_run_goes_on_when_those_that_speak_for_it_are_killed_and_others_join() {
     let folder = std::env::temp_dir().join(name);
     std::fs::create_dir_all(&folder).unwrap();
     for link in LinkChoice::all().skip(1).map(LinkChoice::name) {
-        let mut job = Job::start(&folder, link, "1");
+        let mut job = Job::start(&folder, link, "1", &[]);
         job.next("step");
         kill(job.rank(0).0, Signal::KILL);
         job.changed_to(2);
@@ -160,4 +162,43 @@ fn a_run_goes_on_when_those_that_speak_for_it_are_killed_and_others_join() {
         assert_eq!(joiner.wait().unwrap().code(), Some(128 + 15), "and it told the others");
     }
     std::fs::remove_dir_all(folder).unwrap();
+}
+
+/// Rank 0, which writes checkpoints, is killed: the next writes them. Then all are killed, and
+/// another job goes on from there.
+#[test]
+fn a_run_whose_ranks_are_all_lost_goes_on_from_its_checkpoint() {
+    let name = format!("farwire-elastic-kept-{}", std::process::id());
+    let folder = std::env::temp_dir().join(name);
+    std::fs::create_dir_all(&folder).unwrap();
+    let newest = || {
+        let names = std::fs::read_dir(folder.join("kept")).unwrap();
+        let names = names.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+        names.filter_map(|name| name.strip_prefix("step-")?.parse::<u64>().ok()).max()
+    };
+    let keep = ["--checkpoint", "kept", "--checkpoint-every", "2"];
+    let mut job = Job::start(&folder, "shm", "0", &keep);
+    (0..3).for_each(|_| drop(job.next("step")));
+    let before = newest().unwrap();
+    kill(job.rank(0).0, Signal::KILL);
+    job.changed_to(2);
+    (0..4).for_each(|_| drop(job.next("step")));
+    let after = newest().unwrap();
+    assert!(after > before, "{after}, {before}: another rank has written one");
+    for rank in [1, 2] {
+        kill(job.rank(rank).0, Signal::KILL);
+    }
+    job.launcher.wait().unwrap();
+
+    let after = newest().unwrap();
+    let mut job = Job::start(&folder, "shm", "0", &[&keep[..], &["--resume"]].concat());
+    let first = job.next("step");
+    assert_eq!(first["step"].as_u64(), Some(after), "steps count from 0: {first}");
+    kill(job.launcher.id(), Signal::TERM);
+    let summary = job.next("summary");
+    let last = summary["changes"].as_array().unwrap().last().unwrap();
+    assert_eq!(last, "at the end, all replicas have the same bits", "{summary}");
+    assert_eq!(job.launcher.wait().unwrap().code(), Some(128 + 15));
+    assert!(newest().unwrap() > after, "and one was written at the end");
+    std::fs::remove_dir_all(&folder).unwrap();
 }

@@ -46,6 +46,10 @@ pub struct Checkpoint {
     pub settings: Settings,
     /// The SHA-256 of the text that is learned from.
     pub data: String,
+    /// How many sequences were learned from. Without it: as many as all steps have, which is so
+    /// unless ranks came and went.
+    #[serde(default)]
+    pub seen: Option<u64>,
     /// Which codecs were chosen, where the settings leave that to measuring.
     #[serde(with = "text")]
     pub codec: CodecPolicy,
@@ -108,8 +112,9 @@ impl Trainer {
             let about = Checkpoint {
                 step: self.steps_done(),
                 skipped: self.steps_skipped(),
-                settings: self.settings().clone(),
+                settings: self.asked_settings(),
                 data: self.batches().sha256().to_owned(),
+                seen: Some(self.sequences_seen()),
                 codec: self.codec().clone(),
                 notes,
                 damaged: Vec::new(),
@@ -141,6 +146,9 @@ impl Trainer {
         let about: Checkpoint = serde_json::from_slice(&about).map_err(json)?;
         let (tensors, residuals) = found.map(|(_, saved)| (saved.tensors, saved.residuals)).unzip();
         self.restore(about.step, about.skipped, tensors)?;
+        if let Some(seen) = about.seen {
+            self.set_sequences_seen(seen);
+        }
         // What is owed is owed through the same codecs, and a run that goes on must not depend on
         // today's network.
         let is_known = self.settings().layout() == about.settings.layout()
@@ -158,7 +166,7 @@ impl Trainer {
             match read(&folder) {
                 Err(why) => damaged.push((folder, format!("{name} is damaged: {why}"))),
                 Ok((mut about, mut saved)) => {
-                    let continues = self.settings().continues(&about.settings);
+                    let continues = self.asked_settings().continues(&about.settings);
                     continues
                         .and_then(|()| same_data(self.batches().sha256(), &about.data))
                         .map_err(|what| bad(&folder, what))?;

@@ -237,6 +237,19 @@ impl Trainer {
         self.lost
     }
 
+    /// The settings, with the batch that was asked for: as ranks come and go, it may be another.
+    pub(crate) fn asked_settings(&self) -> Settings {
+        Settings { batch: self.asked_batch, ..self.settings.clone() }
+    }
+
+    pub(crate) fn sequences_seen(&self) -> u64 {
+        self.seen
+    }
+
+    pub(crate) fn set_sequences_seen(&mut self, seen: u64) {
+        self.seen = seen;
+    }
+
     /// What is learned from.
     pub(crate) fn batches(&self) -> &Batches {
         &self.batches
@@ -737,7 +750,7 @@ impl ElasticState for Trainer {
         ];
         // Whoever has other settings, other data or another plan must not take part: the names differ.
         let (plan, data) = (self.plan.hash(), self.batches.sha256());
-        let settings = Settings { dp: 0, batch: self.asked_batch, ..self.settings.clone() };
+        let settings = Settings { dp: 0, ..self.asked_settings() };
         let about = format!("{settings:?}, parameters {plan:016x}, data {data}");
         let counters = counters.iter().flat_map(|counter| counter.to_le_bytes()).collect();
         let mut saved = vec![(about, counters)];

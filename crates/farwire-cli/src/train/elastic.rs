@@ -4,6 +4,7 @@
 //! whoever is there. Rank 0 shows how it goes and writes the report; when it is lost, the next one
 //! does.
 
+use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,8 +14,12 @@ use farwire_train::gpt::Writer;
 use farwire_train::{TrainError, Trainer, embedded};
 use tokio::signal::unix::{SignalKind, signal};
 
+use super::files::Held;
 use super::view::{Run, View};
-use super::{Args, LIBRARY, SAMPLE, TrainCommandError, files, report, text, watch_for_signals};
+use super::{
+    Args, LIBRARY, SAMPLE, TrainCommandError, files, keep_checkpoints, report, save, tell, text,
+    watch_for_signals,
+};
 use crate::launch::{LEFT, LaunchError};
 
 /// Trains as one rank of many, from the start or as one that has joined.
@@ -40,10 +45,18 @@ pub(super) fn run(
     let steps = trainer.settings().steps;
     let mut elastic = Elastic::new(comm);
     // Lays the model out over all ranks. (One that joins meets the others in the middle of a step.)
+    let (mut held, mut before) = (None, Vec::new());
     if !joined {
         elastic.step(&mut trainer, |_, _| Ok::<_, TrainError>(()))?;
+        if let Some(dir) = &args.checkpoint {
+            (held, before) = keep_checkpoints(&mut trainer, elastic.comm(), dir, args.resume)?;
+        }
     }
-    let mut run = Run::new(&trainer);
+    let mut keeper = args.checkpoint.as_deref().map(|dir| {
+        let every = args.checkpoint_every as usize;
+        Keeper { dir, every, held, moved: None }
+    });
+    let mut run = Run { steps: before, ..Run::new(&trainer) };
     let mut view = View::new(elastic.comm().rank() == 0, args.json);
     view.begin(&run, &trainer)?;
     while trainer.steps_done() < steps && !run.stopped {
@@ -59,23 +72,30 @@ pub(super) fn run(
             view.change(&change, &what)?;
             run.changes.push(what);
         }
-        let ranks = elastic.comm().size();
-        run.stopped = report.stop || report.leaving == ranks;
-        // Not the flag as it is by now: all have to part after the same step.
-        let leaves = trainer.is_leaving();
-        if report.leaving > 0 && !run.stopped && elastic.part(&mut trainer, leaves)? {
-            view.end();
-            eprintln!(
-                "left after step {} of {steps}, and handed over what was owed; {} ranks go on",
-                trainer.steps_done(),
-                ranks - report.leaving
-            );
-            return Ok(ExitCode::from(LEFT));
-        }
+        let (ranks, leaving) = (elastic.comm().size(), report.leaving);
+        run.stopped = report.stop || leaving == ranks;
         run.seconds += report.times.total;
         run.skipped = trainer.steps_skipped();
         view.step(&run, &report)?;
         run.steps.push(report);
+        let last = run.stopped || trainer.steps_done() == steps;
+        if let Some(why) =
+            keeper.as_mut().and_then(|keeper| keeper.keep(&mut trainer, elastic.comm(), &run, last))
+        {
+            eprintln!("{why}");
+            run.changes.push(why);
+        }
+        // Not the flag as it is by now: all have to part after the same step.
+        let leaves = trainer.is_leaving();
+        if leaving > 0 && !run.stopped && elastic.part(&mut trainer, leaves)? {
+            view.end();
+            eprintln!(
+                "left after step {} of {steps}, and handed over what was owed; {} ranks go on",
+                trainer.steps_done(),
+                ranks - leaving
+            );
+            return Ok(ExitCode::from(LEFT));
+        }
     }
     run.settings = trainer.settings().clone();
     run.trace = trainer.trace().to_vec();
@@ -103,7 +123,7 @@ pub(super) fn run(
         let runs = [run];
         written = std::fs::write(&args.report, report::html(&runs));
         let report = written.is_ok().then_some(args.report.as_path());
-        shown = view.summary(&runs, report, None);
+        shown = view.summary(&runs, report, args.checkpoint.as_deref());
         run = runs.into_iter().next().expect("it was just put there");
     }
     // The signal, which not all need to have got. It also keeps all here while rank 0 still writes,
@@ -114,6 +134,56 @@ pub(super) fn run(
     shown?;
     written.map_err(|source| TrainCommandError::Report { path: args.report.clone(), source })?;
     Ok(if run.stopped { ExitCode::from(128 + signal as u8) } else { ExitCode::SUCCESS })
+}
+
+/// Checkpoints of a run whose rank 0 may change: whoever is rank 0 writes them.
+struct Keeper<'a> {
+    dir: &'a Path,
+    every: usize,
+    /// On rank 0, from its first checkpoint on.
+    held: Option<Held>,
+    /// How many steps had moved weights at the last one.
+    moved: Option<usize>,
+}
+
+impl Keeper<'_> {
+    /// Writes one if it is time. If that fails, the run goes on, with older checkpoints as they
+    /// were, and this says why: what fills a disk should not end a run that other ranks could save.
+    fn keep(
+        &mut self,
+        trainer: &mut Trainer,
+        comm: &Communicator,
+        run: &Run,
+        last: bool,
+    ) -> Option<String> {
+        let done = trainer.steps_done();
+        let moved = done - trainer.steps_skipped();
+        if !last && (!done.is_multiple_of(self.every) || self.moved == Some(moved)) {
+            return None;
+        }
+        match self.save(trainer, comm, run) {
+            Ok(()) => {
+                self.moved = Some(moved);
+                None
+            }
+            // The next step finds out who is left.
+            Err(TrainCommandError::Train(error)) if error.is_group_fault() => None,
+            Err(TrainCommandError::Farwire(error)) if error.is_group_fault() => None,
+            Err(error) => Some(format!("no checkpoint after step {done}: {error}")),
+        }
+    }
+
+    fn save(
+        &mut self,
+        trainer: &mut Trainer,
+        comm: &Communicator,
+        run: &Run,
+    ) -> Result<(), TrainCommandError> {
+        let is_new = comm.rank() == 0 && self.held.is_none();
+        let held = tell(comm, if is_new { files::hold(self.dir) } else { Ok(None) })?;
+        self.held = held.or(self.held.take());
+        save(trainer, self.dir, run)
+    }
 }
 
 /// Whether SIGUSR1 has come: this rank is to leave, and the others to go on.

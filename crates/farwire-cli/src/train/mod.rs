@@ -130,7 +130,8 @@ pub(crate) struct Args {
     /// Start from these weights: a safetensors file of the whole model, on rank 0's machine.
     #[arg(long, value_name = "FILE", conflicts_with = "resume")]
     init: Option<PathBuf>,
-    /// Keep checkpoints here, on rank 0's machine: the newest two. A new run needs a folder without
+    /// Keep checkpoints here, on rank 0's machine (with --elastic rank 0 may move, so use a folder that
+    /// all machines share): the newest two. A new run needs a folder without
     /// any, and no other job can use the folder while this one runs.
     #[arg(long, value_name = "DIR")]
     checkpoint: Option<PathBuf>,
@@ -143,12 +144,12 @@ pub(crate) struct Args {
     /// Go on when ranks are lost, and let others join (--join). The batch stays as it is, or as near
     /// to it as the ranks can share evenly, and so does the learning rate. For data parallelism. A rank
     /// that gets SIGUSR1 leaves in good order, and the others go on.
-    #[arg(long, conflicts_with_all = ["compare", "checkpoint", "init", "shard_optimizer"])]
+    #[arg(long, conflicts_with_all = ["compare", "init", "shard_optimizer"])]
     elastic: bool,
     /// Join a run that was started with --elastic: the address of any of its ranks, or of several,
     /// separated by commas. Give the same model, data and steps. What `farwire launch --elastic` sets
     /// as FARWIRE_JOIN counts the same.
-    #[arg(long, value_name = "HOST:PORT", conflicts_with_all = ["compare", "checkpoint", "init", "ranks"])]
+    #[arg(long, value_name = "HOST:PORT", conflicts_with_all = ["compare", "init", "ranks", "resume"])]
     join: Option<String>,
     /// Where the report goes.
     #[arg(long, value_name = "FILE", default_value = "report.html")]

@@ -309,13 +309,9 @@ impl View {
         if let Some(report) = report {
             writeln!(out, "\nreport: {}", report.display())?;
         }
-        let is_elastic = runs.iter().any(|run| !run.changes.is_empty());
         match (runs.iter().any(|run| run.stopped), checkpoint) {
             (true, Some(dir)) => {
                 writeln!(out, "stopped; go on with --checkpoint {} --resume", dir.display())?;
-            }
-            (true, None) if is_elastic => {
-                writeln!(out, "stopped; runs whose ranks come and go keep no checkpoint")?;
             }
             (true, None) => {
                 writeln!(out, "stopped, without a checkpoint: --checkpoint DIR keeps one")?
