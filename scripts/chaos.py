@@ -16,6 +16,7 @@ ranks are there again, and the links take turns. They are:
     pause      a rank is stopped for 0.3 s, which nobody should mind
     slow       a rank runs half of the time for 2 s, which nobody should mind either
     leave      a rank is told to leave (SIGUSR1), and another process joins
+    full       the disk with the job's checkpoints is full for a while (as root, who can make a small disk)
     cut        with net: one host or two hear nothing from the others for 5 s, and nobody hears them
 
 Checked: the group changes after each fault that takes a rank, and grows to its size again, within a minute; nothing
@@ -24,6 +25,7 @@ end all replicas have the same bits, and no process, and no file in /dev/shm, st
 """
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -39,7 +41,8 @@ import time
 
 TRAIN = "train --layers 2 --heads 2 --width 16 --context 16 --batch 60 --codec int8 --steps 100000000 --json --elastic"
 PATIENCE = 60  # seconds, for anything
-TAKES_A_RANK = {"kill": 1, "speaker": 1, "two": 2, "newcomer": 1, "stop": 1, "pause": 0, "slow": 0, "leave": 1, "cut": 1}
+CHECKPOINT_EVERY = 10
+TAKES_A_RANK = {"kill": 1, "speaker": 1, "two": 2, "newcomer": 1, "stop": 1, "pause": 0, "slow": 0, "leave": 1, "full": 0, "cut": 1}
 # With net: seconds from one cut to the next, how long it lasts, and how long before it nothing else is begun.
 CUT_EVERY, CUT, CUT_REST = 16, 5, 5
 # What a host of the laboratory does: takes part, and joins again whenever that ends and nobody had said to stop.
@@ -59,12 +62,12 @@ class Violation(Exception):
 class Job:
     """A launcher and its ranks, and what the one that speaks has said."""
 
-    def __init__(self, options, link, folder):
-        self.size, self.options, self.folder = options.ranks, options, folder
+    def __init__(self, options, link, folder, train):
+        self.size, self.options, self.folder, self.train = options.ranks, options, folder, train
         environment = {**os.environ, "FARWIRE_LINK": link, "FARWIRE_FLIGHT_DIR": ""}
         command = [options.farwire, "launch", "--elastic", f"-n{self.size}", "--restarts=1000000", "--", options.farwire]
         self.launcher = subprocess.Popen(
-            command + TRAIN.split(), cwd=folder, env=environment,
+            command + train.split(), cwd=folder, env=environment,
             stdout=subprocess.PIPE, stderr=options.log, text=True,
         )
         self.watch()
@@ -105,12 +108,16 @@ class Job:
     def is_whole(self):
         steps, until = self.steps, time.monotonic() + PATIENCE
         while not (self.now == self.size and self.steps > steps + 1):
-            for guest in [guest for guest in self.guests if guest.poll() is not None]:
-                self.guests.remove(guest)
-                self.invite()
+            self.replace_guests()
             if time.monotonic() > until or self.launcher.poll() is not None:
                 raise Violation(f"a group of {self.size}: not within {PATIENCE} s, or the launcher has ended")
             time.sleep(0.02)
+
+    def replace_guests(self):
+        """Starts another for each that has ended and is not the launcher's."""
+        for guest in [guest for guest in self.guests if guest.poll() is not None]:
+            self.guests.remove(guest)
+            self.invite()
 
     def ranks(self):
         """The processes, the oldest first."""
@@ -128,9 +135,10 @@ class Job:
     def is_rank(self, pid, parent):
         return parent == self.launcher.pid or pid in [guest.pid for guest in self.guests]
 
-    def left(self):
-        """One has left, and nobody is started in its place."""
-        self.invite()
+    def left(self, pid):
+        """One has left. The launcher starts nobody in its place."""
+        if pid not in [guest.pid for guest in self.guests]:
+            self.invite()
 
     def invite(self):
         """Starts a process that joins, by the addresses of all that are there."""
@@ -147,7 +155,7 @@ class Job:
         for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "FARWIRE_JOIN"):
             environment.pop(name, None)
         addresses = ",".join(f"127.0.0.1:{port}" for port in ports if port)
-        command = [self.options.farwire, *TRAIN.replace("--elastic", f"--join {addresses}").split()]
+        command = [self.options.farwire, *self.train.replace("--elastic", f"--join {addresses}").split()]
         guest = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=subprocess.PIPE, stderr=self.options.log, text=True)
         threading.Thread(target=self.listen, args=[guest.stdout], daemon=True).start()
         self.guests.append(guest)
@@ -163,8 +171,8 @@ class Job:
 class Laboratory(Job):
     """Hosts and the network between them."""
 
-    def __init__(self, options, folder, chance, seconds):
-        self.size, self.options, self.folder = options.ranks, options, folder
+    def __init__(self, options, folder, train, chance, seconds):
+        self.size, self.options, self.folder, self.train = options.ranks, options, folder, train
         self.name = f"chaos-{os.getpid()}"
         addresses = ",".join(f"10.77.0.{host + 1}:29500" for host in range(self.size))
         environment = {**os.environ, "FARWIRE_LINK": "quic", "FARWIRE_JOB": self.name, "ADDRESSES": addresses}
@@ -174,7 +182,7 @@ class Laboratory(Job):
             hosts = chance.sample(range(self.size), chance.randint(1, (self.size - 1) // 2))
             cuts += ["--partition", f"{','.join(map(str, hosts))}@{at}s..{at + CUT}s"]
         command = [options.farwire, "netlab", f"--hosts={self.size}", "--delay=2ms", "--loss=0.5%", "--burst=4", *cuts]
-        command += ["--", "sh", "-c", HOST, "sh", options.farwire, *TRAIN.replace(" --elastic", "").split()]
+        command += ["--", "sh", "-c", HOST, "sh", options.farwire, *train.replace(" --elastic", "").split()]
         self.began = time.monotonic()
         self.launcher = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=options.log, text=True
@@ -188,7 +196,7 @@ class Laboratory(Job):
         with open(f"/proc/{pid}/environ") as file:
             return f"FARWIRE_JOB={self.name}\0" in file.read()
 
-    def left(self):
+    def left(self, pid):
         pass  # its host starts it again
 
     def end(self):
@@ -227,6 +235,16 @@ class Chaos:
         self.random = random.Random(options.seed)
         self.faults = []
         self.loads = {}
+        self.disk = self.disk_now = None  # for checkpoints, where one can be made, and those of this job
+
+    def train(self, link):
+        """What a rank is started with."""
+        if not self.disk:
+            return TRAIN
+        folder = os.path.join(self.disk, link)
+        os.makedirs(folder, exist_ok=True)
+        self.disk_now = folder
+        return f"{TRAIN} --checkpoint {folder} --checkpoint-every {CHECKPOINT_EVERY}"
 
     def strike(self, job, kind, link):
         epoch, ranks = job.epoch, job.ranks()
@@ -241,13 +259,19 @@ class Chaos:
         elif kind == "newcomer":
             send(victims[0], signal.SIGKILL)
             while not (young := [pid for pid in job.ranks() if pid not in ranks]):
+                job.replace_guests()
                 if time.monotonic() > began + PATIENCE:
                     raise Violation("nobody was started for a rank that was killed")
                 time.sleep(0.01)
             time.sleep(self.random.uniform(0, 0.6))
             send(young[0], signal.SIGKILL)
         elif kind == "leave":
+            guests = [guest.pid for guest in job.guests]
+            if len(guests) > len(ranks) // 2:  # a launcher without ranks would end
+                victims = guests[:1]
             send(victims[0], signal.SIGUSR1)
+        elif kind == "full":
+            self.fill(job)
         elif kind == "cut":
             time.sleep(max(0, job.next_cut()))
             began = time.monotonic()
@@ -271,7 +295,7 @@ class Chaos:
                 raise Violation(f"the group has changed after {kind}: {job.changes[-1]}")
             at = began
         if kind == "leave":
-            job.left()
+            job.left(victims[0])
         # One that was stopped and goes on ends only when it finds out that it was given up.
         job.is_whole()
         self.faults.append({"kind": kind, "link": link, "change": at - began, "whole": time.monotonic() - began})
@@ -280,6 +304,26 @@ class Chaos:
                 if "drifted" in change["text"]:
                     raise Violation(f"replicas have drifted: {change}")
             del job.changes[:]
+
+    def fill(self, job):
+        """Fills the disk, and sees that steps go on, no checkpoint is written, and one is when there is room again."""
+        filler = os.path.join(self.disk_now, "filler")
+        try:
+            with open(filler, "wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+        except OSError:
+            pass
+        before, steps = self.newest(), job.steps
+        job.wait(lambda: job.steps > steps + 3 * CHECKPOINT_EVERY, "steps while the disk is full")
+        if self.newest() != before:
+            raise Violation("a checkpoint was written to a full disk")
+        os.remove(filler)
+        job.wait(lambda: self.newest() > before, "a checkpoint after the disk was full")
+
+    def newest(self):
+        """The step of the newest checkpoint; they are made under other names, and whole once they have theirs."""
+        return max((int(name[5:]) for name in os.listdir(self.disk_now) if name.startswith("step-")), default=0)
 
     def look(self, job):
         """Files and memory of ranks that have been there for a while."""
@@ -295,13 +339,15 @@ class Chaos:
     def run(self, link, until, folder):
         before = set(os.listdir("/dev/shm"))
         if link == "net":
-            job = Laboratory(self.options, folder, self.random, until - time.monotonic())
+            job = Laboratory(self.options, folder, self.train(link), self.random, until - time.monotonic())
         else:
-            job = Job(self.options, link, folder)
+            job = Job(self.options, link, folder, self.train(link))
         try:
             job.wait(lambda: job.steps > 2, "the first steps")
             weights = {"speaker": 3, "kill": 3, "stop": 1, "cut": 0}
             kinds = [kind for kind in TAKES_A_RANK for _ in range(weights.get(kind, 2))]
+            if not self.disk:
+                kinds.remove("full"), kinds.remove("full")
             if link == "net":
                 kinds = [kind for kind in kinds if kind not in ("stop", "newcomer")]  # they take too long between two cuts
             while time.monotonic() < until:
@@ -314,7 +360,8 @@ class Chaos:
             last = job.summary["changes"][-1]
             if last != "at the end, all replicas have the same bits":
                 raise Violation(last)
-            job.launcher.wait(PATIENCE)
+            for process in [job.launcher, *job.guests]:
+                process.wait(PATIENCE)
         finally:
             left = job.ranks()
             if job.launcher.poll() is None:
@@ -346,7 +393,13 @@ def main():
     options.farwire = os.path.abspath(options.farwire)
     chaos, links = Chaos(options), options.links.split(",")
     begun, verdict = time.monotonic(), None
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        if os.geteuid() == 0:
+            chaos.disk = os.path.join(folder, "disk")
+            os.mkdir(chaos.disk)
+            if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "chaos", chaos.disk]).returncode:
+                sys.exit("could not mount a small disk")
+            stack.callback(subprocess.run, ["umount", "--lazy", chaos.disk])
         for turn, link in enumerate(links):
             try:
                 until = begun + 60 * options.minutes * (turn + 1) / len(links)
