@@ -234,7 +234,7 @@ class Chaos:
         self.options = options
         self.random = random.Random(options.seed)
         self.faults = []
-        self.loads = {}
+        self.seen, self.loads = {}, {}
         self.disk = self.disk_now = None  # for checkpoints, where one can be made, and those of this job
 
     def train(self, link):
@@ -328,8 +328,8 @@ class Chaos:
     def look(self, job):
         """Files and memory of ranks that have been there for a while."""
         for pid in job.ranks():
-            now = load(pid)
-            if now is None:
+            now, seen = load(pid), self.seen.setdefault(pid, time.monotonic())
+            if now is None or time.monotonic() < seen + 5:  # while it joins, it grows
                 continue
             first = self.loads.setdefault(pid, (time.monotonic(), now, job.epoch))
             files, memory = now[0] - first[1][0], now[1] - first[1][1]
