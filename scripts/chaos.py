@@ -266,9 +266,8 @@ class Chaos:
             time.sleep(self.random.uniform(0, 0.6))
             send(young[0], signal.SIGKILL)
         elif kind == "leave":
-            guests = [guest.pid for guest in job.guests]
-            if len(guests) > len(ranks) // 2:  # a launcher without ranks would end
-                victims = guests[:1]
+            # Of the launcher's own, one leaves: without any it would end.
+            victims = [guest.pid for guest in job.guests][:1] or victims
             send(victims[0], signal.SIGUSR1)
         elif kind == "full":
             self.fill(job)

@@ -133,7 +133,11 @@ pub(super) fn run(
     let signal = signals.map_or(mine, |signals| signals[0]);
     shown?;
     written.map_err(|source| TrainCommandError::Report { path: args.report.clone(), source })?;
-    Ok(if run.stopped { ExitCode::from(128 + signal as u8) } else { ExitCode::SUCCESS })
+    Ok(match (run.stopped, signal) {
+        (false, _) => ExitCode::SUCCESS,
+        (true, 0) => ExitCode::from(LEFT), // all have been told to leave
+        (true, signal) => ExitCode::from(128 + signal as u8),
+    })
 }
 
 /// Checkpoints of a run whose rank 0 may change: whoever is rank 0 writes them.
