@@ -42,6 +42,8 @@ class Job:
                 subprocess.Popen(
                     command, env=variables, text=True, stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
+                    # Whoever started the tests in the background has it ignored.
+                    preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
                 )  # fmt: skip
             )
 
