@@ -438,7 +438,9 @@ impl Model {
             Phase::Cruise { .. } => {
                 let wait = self.queue.as_secs_f64() / self.least_rtt.as_secs_f64();
                 let pace = (CRUISE - YIELD * wait).clamp(DOWN, CRUISE);
-                (full.min((HEADROOM * ceiling).max(content)), self.lowered * pace)
+                // What waits in others' queue does not count against the ceiling.
+                let room = content * (1.0 + wait);
+                (full.min((HEADROOM * ceiling).max(room)), self.lowered * pace)
             }
             Phase::Up { .. } if self.phase_rounds.is_multiple_of(2) => {
                 let above = if self.phase_rounds == 0 { ABOVE } else { UP };
@@ -597,6 +599,7 @@ impl Model {
                 }
                 // What was sent faster in one round shows in the next.
                 if !self.phase_rounds.is_multiple_of(2) {
+                    self.round.peak = round.peak; // which the next one is to judge
                     return;
                 }
                 self.ceiling = self.ceiling.max(round.peak);
