@@ -14,7 +14,7 @@ use crate::join::again::{Again, Met};
 use crate::join::gathering::Newcomer;
 use crate::join::rendezvous::{Book, Entry, JOINER, Member, Purpose, is_this_host};
 use crate::join::running::show_book;
-use crate::link::{LinkChoice, Pair};
+use crate::link::{LinkChoice, Pair, Wanted};
 use crate::node::Node;
 use crate::process::{Healths, acquaint};
 use crate::quic::control::Beats;
@@ -38,6 +38,7 @@ pub(crate) struct Lobby {
     pub(crate) link: LinkChoice,
     pub(crate) payload: usize,
     pub(crate) bell: Bell,
+    pub(crate) connections: Wanted,
     pub(crate) beats: Beats,
 }
 
@@ -71,6 +72,7 @@ impl Lobby {
             same_host: is_this_host(&member),
             payload: self.payload,
             bell: self.bell.clone(),
+            connections: self.connections,
             met: Some(Met {
                 connection: known.connection.clone(),
                 called: known.called,

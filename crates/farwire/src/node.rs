@@ -32,9 +32,11 @@ pub(crate) struct Node {
     /// Threads that wait for a result: while there are any, the keeper steps aside.
     waiting: AtomicU32,
     keeper: Arc<Keeper>,
-    /// Turns without effect before a waiting thread sleeps; and while the coding thread wants a
-    /// core too.
-    spins: [u32; 2],
+    /// Whether threads that wait would take cores from others; and while the coding thread wants
+    /// one, too.
+    crowded: [bool; 2],
+    /// How long waiting takes, lately, in microseconds.
+    typical: AtomicU32,
     /// Cores for each rank on this host.
     share: usize,
 }
@@ -115,6 +117,13 @@ struct Keeper {
     called: Condvar,
 }
 
+/// How long a thread that waits spins where waiting usually ends sooner. To wake one that sleeps
+/// takes some tens of microseconds.
+const LONG_SPIN: Duration = Duration::from_micros(200);
+/// And where it usually takes longer.
+const SHORT_SPIN: Duration = Duration::from_micros(10);
+/// Turns that it makes in any case: the last of these let others have the core.
+const LEAST_TURNS: u32 = 20;
 /// The longest that anyone sleeps without looking around.
 const NAP: Duration = Duration::from_millis(100);
 
@@ -136,8 +145,8 @@ impl Node {
             role_changed: Condvar::new(),
             waiting: AtomicU32::new(0),
             keeper: keeper.clone(),
-            // Spinning on a core that another thread needs only delays what is waited for.
-            spins: [threads, 2 * threads].map(|threads| if threads <= cores { 2000 } else { 20 }),
+            crowded: [threads, 2 * threads].map(|threads| threads > cores),
+            typical: AtomicU32::new(0),
             share: (cores / threads.max(1)).max(1),
         });
         let weak = Arc::downgrade(&node);
@@ -216,34 +225,62 @@ impl Node {
 
     /// Turns the driver until `done`. Only for who has the role.
     fn drive(&self, done: impl Fn() -> bool) {
-        let mut idle = 0;
+        // Turns without effect, and since when.
+        let (mut idle, mut since) = (0, None);
         loop {
             let count = self.bell.count();
-            let (moved, short, spins) = {
+            let (moved, short, coding) = {
                 let mut driver = self.driver();
                 let moved = driver.turn();
-                let spins = self.spins[usize::from(driver.is_coding())];
-                (moved, driver.take_short(), spins)
+                (moved, driver.take_short(), driver.is_coding())
             };
             let moved = coder::work_short(&self.driver, short) | moved;
             if moved && self.waiting.load(Ordering::Relaxed) > 1 {
                 drop(self.role()); // nobody is between looking for its result and going to sleep
                 self.role_changed.notify_all(); // the result may be another thread's
             }
+            if moved && let Some(since) = since.take() {
+                self.waited(Instant::now().saturating_duration_since(since));
+            }
             if done() {
                 return;
             }
-            idle = if moved { 0 } else { idle + 1 };
-            if idle > spins {
+            if moved {
+                idle = 0;
+                continue;
+            }
+            idle += 1;
+            let now = Instant::now();
+            let waited = now.saturating_duration_since(*since.get_or_insert(now));
+            let spin = self.spin(coding);
+            if idle > LEAST_TURNS && waited >= spin {
                 let patience = self.driver().patience();
                 self.bell.sleep(count, patience.min(NAP));
                 idle = 0;
-            } else if idle > spins / 2 {
+            } else if idle > LEAST_TURNS / 2 && waited >= spin / 2 {
                 std::thread::yield_now();
             } else {
                 std::hint::spin_loop();
             }
         }
+    }
+
+    /// For how long to look around before sleeping. On a core that another thread needs, that would
+    /// only delay what is waited for.
+    fn spin(&self, coding: bool) -> Duration {
+        let typical = Duration::from_micros(self.typical.load(Ordering::Relaxed).into());
+        match self.crowded[usize::from(coding)] {
+            true => Duration::ZERO,
+            false if typical <= LONG_SPIN => LONG_SPIN,
+            false => SHORT_SPIN,
+        }
+    }
+
+    /// Takes note of how long something took to come.
+    fn waited(&self, time: Duration) {
+        let time = time.min(10 * LONG_SPIN).as_micros() as u32;
+        let typical = self.typical.load(Ordering::Relaxed);
+        self.typical.store((7 * typical + time) / 8, Ordering::Relaxed);
     }
 
     /// Takes the role, if it is free and nobody waits for a result, until nothing is pending or

@@ -22,7 +22,7 @@ use crate::join::gathering::Newcomer;
 use crate::join::identity::Identity;
 use crate::join::rendezvous::{self, Acquaintance, Group, JoinError, Member, Terms};
 use crate::link::negotiation::{self, Linked};
-use crate::link::{Link, LinkChoice, Pair};
+use crate::link::{Link, LinkChoice, Pair, Wanted};
 use crate::lobby::{Addresses, Lobby, MAX_NEWCOMERS};
 use crate::metrics;
 use crate::node::{self, Node};
@@ -66,7 +66,7 @@ impl Builder {
         let metrics = settings.metrics.map(|address| metrics::listen(address, world));
         let metrics = metrics.transpose().map_err(system(NO_METRICS))?;
         let bell = Bell::new().map_err(system("could not get shared memory"))?;
-        let runtime = network_thread()?;
+        let runtime = network_threads(settings.connections)?;
         let (lobby, newcomers) = mpsc::channel(MAX_NEWCOMERS);
         let lobby = settings.elastic.then_some(lobby);
         let joined = match apart(&runtime, settings.join(&bell, lobby)) {
@@ -111,7 +111,7 @@ impl Builder {
         self = self.place(first).elastic(true);
         let settings = self.settings(&|name| std::env::var_os(name))?;
         let bell = Bell::new().map_err(system("could not get shared memory"))?;
-        let runtime = network_thread()?;
+        let runtime = network_threads(settings.connections)?;
         let (lobby, newcomers) = mpsc::channel(MAX_NEWCOMERS);
         let admitted = match apart(&runtime, settings.wait_to_join(&places, &bell, lobby)) {
             Ok(admitted) => admitted,
@@ -148,9 +148,10 @@ impl Builder {
 
 const NO_METRICS: &str = "could not serve metrics (FARWIRE_METRICS or Builder::metrics)";
 
-fn network_thread() -> Result<Runtime, Error> {
+/// A thread for each of the connections that a link may have, if there are several.
+fn network_threads(connections: Wanted) -> Result<Runtime, Error> {
     tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(1)
+        .worker_threads(if connections.most > 1 { 2 * connections.most } else { 1 })
         .thread_name("farwire-net")
         .enable_all()
         .build()
@@ -194,7 +195,8 @@ impl Settings {
     ) -> Lobby {
         let (link, payload) = (self.link, longest_payload(&self.config));
         let beats = self.preset.beats();
-        Lobby { node, addresses, again, healths, link, payload, bell, beats }
+        let connections = self.connections;
+        Lobby { node, addresses, again, healths, link, payload, bell, connections, beats }
     }
 
     fn terms(&self, master: SocketAddr, lobby: Option<mpsc::Sender<Newcomer>>) -> Terms<'_> {
@@ -254,6 +256,7 @@ impl Settings {
                 same_host: rendezvous::is_this_host(&known.member),
                 payload,
                 bell: bell.clone(),
+                connections: self.connections,
                 met: Some(met),
             };
             Some((pair, known))

@@ -13,7 +13,7 @@ use crate::error::Error;
 use crate::join::env::{self, EnvError, Place};
 use crate::join::held_port;
 use crate::join::job::{self, JobName};
-use crate::link::{Link, LinkChoice};
+use crate::link::{Link, LinkChoice, Wanted};
 use crate::observe::flight::Records;
 use crate::quic::congestion::Congestion;
 use crate::quic::control::Beats;
@@ -71,6 +71,7 @@ const CREDIT: NonZeroU32 = NonZeroU32::new(4).expect("it is not zero");
 /// | [`agree_on`](Self::agree_on) | | nothing |
 /// | [`token`](Self::token) | `FARWIRE_TOKEN`, else `FARWIRE_TOKEN_FILE` | on loopback, the user's key file |
 /// | [`link`](Self::link) | `FARWIRE_LINK` | `auto` |
+/// | | `FARWIRE_CONNECTIONS` | `auto`: as many QUIC connections to a peer as there are cores for |
 /// | | `FARWIRE_CONGESTION` | `auto`: CUBIC within 5 ms, else a model of the path |
 /// | [`preset`](Self::preset) | `FARWIRE_PRESET` | `lan` |
 /// | [`port`](Self::port) | `FARWIRE_PORT` | any free port |
@@ -234,6 +235,13 @@ impl Builder {
         let preset = variables.or(self.preset, "FARWIRE_PRESET", "lan or wan", Preset::parse)?;
         let congestion =
             variables.or(None, "FARWIRE_CONGESTION", "auto, model or cubic", Congestion::parse)?;
+        let what = "auto, or a number from 1 to 8";
+        let connections = variables.or(None, "FARWIRE_CONNECTIONS", what, Wanted::parse)?;
+        let connections = connections.flatten().unwrap_or_else(|| {
+            let world = place.world.get() as usize;
+            let told = variables.text("LOCAL_WORLD_SIZE").and_then(|ranks| ranks.parse().ok());
+            Wanted::auto(told.unwrap_or(if place.is_local() { world } else { 1 }), world)
+        });
         let what = "a port from 1 to 65535, or 0 for any";
         let port = variables.or(self.port, "FARWIRE_PORT", what, |text| text.parse().ok())?;
         let interface = self.interface.or_else(|| variables.text("FARWIRE_INTERFACE"));
@@ -267,6 +275,7 @@ impl Builder {
             preset: preset.unwrap_or_default(),
             link: link.unwrap_or_default(),
             congestion: congestion.unwrap_or_default(),
+            connections,
             port: port.unwrap_or(0),
             interface: interface.filter(|name| !name.is_empty()),
             join_timeout: join_timeout.unwrap_or(JOIN_TIMEOUT),
@@ -336,6 +345,7 @@ pub(crate) struct Settings {
     pub(crate) preset: Preset,
     pub(crate) link: LinkChoice,
     pub(crate) congestion: Congestion,
+    pub(crate) connections: Wanted,
     /// This rank's UDP port; 0 for any.
     pub(crate) port: u16,
     /// Whether a launcher keeps this process's port free for it.

@@ -24,6 +24,12 @@ pub struct Place {
 }
 
 impl Place {
+    /// Whether all processes are on this host, as far as the address of rank 0 tells.
+    pub(crate) fn is_local(&self) -> bool {
+        self.master_host == "localhost"
+            || self.master_host.parse().is_ok_and(|address: IpAddr| address.is_loopback())
+    }
+
     /// The place of a process that joins a job that runs, at one of its members' addresses.
     pub(crate) fn to_join(address: &str) -> Result<Self, EnvError> {
         let wrong = || EnvError::Value {

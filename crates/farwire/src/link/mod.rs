@@ -20,7 +20,7 @@ use farwire_proto::{CommId, Header, Lane, OpSeq, Peer};
 use crate::doctor::Finding;
 use crate::join::again::Met;
 use crate::quic::control::Health;
-use crate::quic::kind::Quic;
+use crate::quic::kind::{MOST, Quic};
 use crate::shm::bell::Bell;
 use crate::shm::kind::SharedMemory;
 pub use choice::{LinkChoice, UnknownLink, link_names};
@@ -74,8 +74,41 @@ pub(crate) struct Pair {
     pub(crate) payload: usize,
     /// To be rung when something has arrived, or there is room to send again.
     pub(crate) bell: Bell,
+    /// How many connections the two may have, if their link needs any.
+    pub(crate) connections: Wanted,
     /// How the two met, if it was over QUIC.
     pub(crate) met: Option<Met>,
+}
+
+/// How many connections a link to one peer may have for each direction: `FARWIRE_CONNECTIONS`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Wanted {
+    pub(crate) most: usize,
+    /// Whether all are used, however little there is to send.
+    pub(crate) all: bool,
+}
+
+impl Wanted {
+    /// Exactly one.
+    #[cfg(test)]
+    pub(crate) const ONE: Self = Self { most: 1, all: true };
+
+    /// What the variable's value means, if it is a number.
+    pub(crate) fn parse(text: &str) -> Option<Option<Self>> {
+        if text == "auto" {
+            return Some(None);
+        }
+        let most = text.parse().ok().filter(|most| (1..=MOST).contains(most))?;
+        Some(Some(Self { most, all: true }))
+    }
+
+    /// As many as this host has cores for. Each takes a thread that sends and one that receives,
+    /// and ranks compute, too. In a large group, links share the work anyway.
+    pub(crate) fn auto(ranks_here: usize, world: usize) -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let each = (cores / (2 * ranks_here.max(1))).min(4 * MOST / world.max(1));
+        Self { most: each.clamp(1, MOST), all: false }
+    }
 }
 
 /// What `farwire doctor` should say of this machine, as far as links depend on it.

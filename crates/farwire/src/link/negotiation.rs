@@ -175,6 +175,7 @@ mod tests {
     use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
     use super::*;
+    use crate::link::Wanted;
     use crate::shm::bell::Bell;
     use crate::shm::link::SharedLink;
     use crate::shm::ring;
@@ -252,7 +253,8 @@ mod tests {
         let side = async |me: u32, mut control: Channel| {
             let bell = Bell::new().unwrap();
             let (me, peer, same_host) = (Peer(me), Peer(1 - me), true);
-            let pair = Pair { me, peer, same_host, payload: PAYLOAD, bell, met: None };
+            let connections = Wanted::ONE;
+            let pair = Pair { me, peer, same_host, payload: PAYLOAD, bell, connections, met: None };
             let kinds = kinds[me.index()].iter().map(|kind| kind as &dyn LinkKind);
             let linked = agree(&pair, kinds, &mut control).await;
             // The other side may still have to read what was said last.

@@ -20,7 +20,7 @@ use crate::join::identity::Identity;
 use crate::join::rendezvous::{self, Book, Entry, JOINER, JoinError, Member, Purpose};
 use crate::join::running::{CallError, Joiner};
 use crate::link::negotiation::Linked;
-use crate::link::{Arrival, Link, LinkChoice, Pair};
+use crate::link::{Arrival, Link, LinkChoice, Pair, Wanted};
 use crate::lobby::Addresses;
 use crate::quic::control::Beats;
 use crate::quic::transport::Transport;
@@ -83,6 +83,7 @@ impl Settings {
             link: self.link,
             payload: longest_payload(&self.config),
             bell: bell.clone(),
+            connections: self.connections,
             beats: self.preset.beats(),
         });
         loop {
@@ -140,6 +141,7 @@ struct Suitor {
     link: LinkChoice,
     payload: usize,
     bell: Bell,
+    connections: Wanted,
     beats: Beats,
 }
 
@@ -163,6 +165,7 @@ impl Suitor {
             same_host,
             payload: self.payload,
             bell: self.bell,
+            connections: self.connections,
             met: Some(Met {
                 connection: known.connection.clone(),
                 called: known.called,

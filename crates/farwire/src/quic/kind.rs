@@ -6,7 +6,7 @@ use std::sync::Arc;
 use tokio::runtime::Handle;
 
 use super::control::Health;
-use super::link::{NAME, QuicLink};
+use super::link::{Connections, NAME, QuicLink};
 use super::transport::{BUFFER, widen};
 use crate::doctor::Finding;
 use crate::join::again::Met;
@@ -42,16 +42,33 @@ impl LinkKind for Quic {
     ) -> Boxed<'a, Result<Box<dyn Link>, String>> {
         Box::pin(async move {
             let Met { connection: first, called, peer, again } = pair.met.clone().ok_or(NOT_MET)?;
-            let (to, from) = if called {
-                let second = again.call(&first, peer, talk.hear().await?).await?;
-                (first, second)
+            talk.say(&pair.connections.most).await?;
+            let theirs: usize = talk.hear().await?;
+            // One for each direction, of which the first is there.
+            let more = 2 * pair.connections.most.min(theirs).clamp(1, MOST) - 1;
+            let mut all = vec![first.clone()];
+            if called {
+                let tickets: Vec<u64> = talk.hear().await?;
+                for ticket in tickets.into_iter().take(more) {
+                    all.push(again.call(&first, peer, ticket).await?);
+                }
             } else {
-                let (ticket, second) = again.expect(peer)?;
-                talk.say(&ticket).await?;
-                (second.await?, first)
-            };
+                let expected: Result<Vec<_>, _> = (0..more).map(|_| again.expect(peer)).collect();
+                let (tickets, shown): (Vec<u64>, Vec<_>) = expected?.into_iter().unzip();
+                talk.say(&tickets).await?;
+                for connection in shown {
+                    all.push(connection.await?);
+                }
+            }
+            let (caller, other): (Vec<_>, Vec<_>) =
+                all.into_iter().enumerate().partition(|(index, _)| index % 2 == 0);
+            let [caller, other] = [caller, other].map(|connections| {
+                connections.into_iter().map(|(_, connection)| connection).collect()
+            });
+            let (to, from) = if called { (caller, other) } else { (other, caller) };
+            let connections = Connections { to, from, all: pair.connections.all };
             let (bell, runtime) = (pair.bell.clone(), Handle::current());
-            let link = QuicLink::new(to, from, pair.peer, pair.payload, bell, health, runtime);
+            let link = QuicLink::new(connections, pair.peer, pair.payload, bell, health, runtime);
             Ok(Box::new(link) as Box<dyn Link>)
         })
     }
@@ -81,6 +98,9 @@ impl LinkKind for Quic {
         findings
     }
 }
+
+/// Connections for each direction, at most.
+pub(crate) const MOST: usize = 8;
 
 const NOT_MET: &str = "the two did not meet over QUIC";
 

@@ -1,4 +1,4 @@
-//! A link whose lanes are QUIC streams, on one connection for each direction.
+//! A link whose lanes are QUIC streams, on one connection for each direction, or on several.
 //!
 //! A lane is spread over several streams, frame by frame in turn, and put together again by the
 //! index in each frame's header. So one operation can fill a long link, although a stream holds
@@ -16,6 +16,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use bytes::{BufMut, Bytes, BytesMut};
 use farwire_proto::{CommId, HEADER_LEN, Header, Lane, OpSeq, Peer};
@@ -77,11 +78,13 @@ pub(super) const NAME: &str = "quic";
 /// The driver's end. The other ends are tasks, one per stream.
 #[derive(Debug)]
 pub(crate) struct QuicLink {
-    /// What carries this side's streams, and writes to them.
-    to: Connection,
-    pacer: Arc<Pacer>,
+    /// What carries this side's streams, and writes to them; the first of these also notices.
+    ways: Vec<(Connection, Arc<Pacer>)>,
+    /// How many of them are in use, and whose turn it is.
+    demand: Demand,
+    way: usize,
     /// What carries the peer's.
-    from: Connection,
+    from: Vec<Connection>,
     runtime: Handle,
     shared: Arc<Shared>,
     health: Arc<Health>,
@@ -96,6 +99,62 @@ pub(crate) struct QuicLink {
     streams_opened: u64,
     closed: bool,
 }
+
+/// The connections of a link.
+#[derive(Debug)]
+pub(crate) struct Connections {
+    /// For what this side sends.
+    pub(crate) to: Vec<Connection>,
+    /// For what the peer sends.
+    pub(crate) from: Vec<Connection>,
+    /// Whether all are to be used, however little there is to send.
+    pub(crate) all: bool,
+}
+
+/// How many connections there is work for. Each keeps a thread busy at either end, so more of them
+/// are faster as long as it is the cores that limit them, and not the line; and on a line that is
+/// shared, several would take the shares of several.
+#[derive(Debug)]
+struct Demand {
+    /// Connections in use, of so many.
+    ways: usize,
+    most: usize,
+    /// Bytes sent since a time, without a pause until the last of them.
+    bytes: usize,
+    since: Instant,
+    last: Instant,
+}
+
+impl Demand {
+    fn new(most: usize, all: bool) -> Self {
+        let now = Instant::now();
+        let most = most.max(1);
+        Self { ways: if all { most } else { 1 }, most, bytes: 0, since: now, last: now }
+    }
+
+    fn sent(&mut self, bytes: usize, now: Instant) {
+        if self.ways == self.most {
+            return;
+        }
+        if now.saturating_duration_since(self.last) > PAUSE {
+            (self.since, self.bytes) = (now, 0);
+        }
+        self.last = now;
+        self.bytes += bytes;
+        let took = now.saturating_duration_since(self.since);
+        if took >= MEASURE {
+            let busy = self.bytes as f64 > BUSY * self.ways as f64 * took.as_secs_f64();
+            self.ways += usize::from(busy);
+            (self.since, self.bytes) = (now, 0);
+        }
+    }
+}
+
+/// Bytes per second of a connection that is as busy as its core; no line of 1 Gbit/s carries them.
+const BUSY: f64 = 150e6;
+/// For how long that is measured, and what counts as having nothing to send.
+const MEASURE: Duration = Duration::from_millis(20);
+const PAUSE: Duration = Duration::from_millis(2);
 
 /// A lane to the peer.
 #[derive(Debug, Default)]
@@ -222,11 +281,10 @@ impl Shared {
 }
 
 impl QuicLink {
-    /// A link to `peer`, for payloads of up to `longest` bytes. `to` carries this side's streams,
-    /// and `from` the peer's.
+    /// A link to `peer`, for payloads of up to `longest` bytes. The connections `to` carry this
+    /// side's streams, and `from` the peer's.
     pub(crate) fn new(
-        to: Connection,
-        from: Connection,
+        Connections { to, from, all }: Connections,
         peer: Peer,
         longest: usize,
         bell: Bell,
@@ -245,15 +303,21 @@ impl QuicLink {
             writing: AtomicUsize::new(0),
             spare: Arc::new(Semaphore::new(SPARE_FRAMES)),
         });
-        from.set_receive_window(CONNECTION_WINDOW);
-        from.set_max_concurrent_uni_streams(STREAMS);
-        for connection in [&to, &from] {
+        let each = CONNECTION_WINDOW.into_inner() / from.len().max(1) as u64;
+        let each = each.max(STREAM_WINDOW.into_inner());
+        for connection in &from {
+            connection.set_receive_window(VarInt::from_u64(each).unwrap_or(CONNECTION_WINDOW));
+            connection.set_max_concurrent_uni_streams(STREAMS);
+            runtime.spawn(accept_streams(connection.clone(), shared.clone()));
+        }
+        for connection in to.iter().chain(&from) {
             runtime.spawn(watch(connection.clone(), health.clone()));
         }
-        runtime.spawn(accept_streams(from.clone(), shared.clone()));
+        let pacer = |to: Connection| (to.clone(), Arc::new(Pacer::new(to)));
         let mut link = Self {
-            pacer: Arc::new(Pacer::new(to.clone())),
-            to,
+            demand: Demand::new(to.len(), all),
+            ways: to.into_iter().map(pacer).collect(),
+            way: 0,
             from,
             runtime,
             shared,
@@ -277,7 +341,8 @@ impl QuicLink {
         self.streams_opened += 1;
         self.shared.writing.fetch_add(1, Ordering::SeqCst);
         let writing = Writing { shared: self.shared.clone(), stream: None };
-        let (to, pacer) = (self.to.clone(), self.pacer.clone());
+        let (to, pacer) = self.ways[self.way % self.demand.ways].clone();
+        self.way += 1;
         let task = write_stream(to, pacer, writing, lane, ahead, frames);
         OutStream { frames: sender, task: self.runtime.spawn(task).abort_handle() }
     }
@@ -289,8 +354,10 @@ impl QuicLink {
 
     /// How many streams a lane should have, as far as is known of the path.
     fn lane_streams(&self) -> usize {
-        let under_way = WINDOWS_PER_PATH * self.to.stats().path.cwnd;
-        (under_way / STREAM_WINDOW.into_inner()).clamp(2, LANE_STREAMS) as usize
+        let ways = &self.ways[..self.demand.ways];
+        let windows: u64 = ways.iter().map(|(to, _)| to.stats().path.cwnd).sum();
+        let streams = WINDOWS_PER_PATH * windows / STREAM_WINDOW.into_inner();
+        streams.clamp(ways.len().max(2) as u64, LANE_STREAMS) as usize
     }
 
     /// Room for a lane's next frame, if one of its streams has any.
@@ -325,14 +392,21 @@ impl Link for QuicLink {
     }
 
     fn path(&self) -> Option<NetworkPath> {
-        let path = self.to.stats().path;
-        Some(NetworkPath {
-            round_trip: path.rtt,
-            window: path.cwnd,
-            mtu: path.current_mtu,
-            sent: path.sent_packets,
-            lost: path.lost_packets,
-        })
+        let mut paths = self.ways.iter().map(|(to, _)| to.stats().path);
+        let first = paths.next()?;
+        let first = NetworkPath {
+            round_trip: first.rtt,
+            window: first.cwnd,
+            mtu: first.current_mtu,
+            sent: first.sent_packets,
+            lost: first.lost_packets,
+        };
+        Some(paths.fold(first, |all, path| NetworkPath {
+            window: all.window + path.cwnd,
+            sent: all.sent + path.sent_packets,
+            lost: all.lost + path.lost_packets,
+            ..all
+        }))
     }
 
     fn send(&mut self, lane: Option<Lane>, header: &Header, payload: &[u8], last: bool) -> bool {
@@ -349,6 +423,7 @@ impl Link for QuicLink {
         frame.put_u8(last.into());
         frame.extend_from_slice(&header.encode());
         frame.extend_from_slice(payload);
+        self.demand.sent(frame.len(), Instant::now());
         room.send(frame.freeze());
         if last && let Some(lane) = lane {
             self.outgoing.remove(&lane);
@@ -450,7 +525,7 @@ impl Link for QuicLink {
         self.outgoing.clear();
         self.notices = None;
         Liveness::give_up(&*self.health);
-        for connection in [&self.to, &self.from] {
+        for connection in self.ways.iter().map(|(to, _)| to).chain(&self.from) {
             connection.close(VarInt::from_u32(1), b"given up");
         }
     }
@@ -477,7 +552,7 @@ impl Link for QuicLink {
         self.runtime.spawn(async move {
             // Until all that was sent has arrived, or the peer is lost.
             while shared.writing.load(Ordering::SeqCst) > 0 && health.loss().is_none() {
-                tokio::time::sleep(std::time::Duration::from_millis(1)).await;
+                tokio::time::sleep(Duration::from_millis(1)).await;
             }
             health.leave(streams);
         });

@@ -48,8 +48,9 @@ fn ends() -> Ends {
     let bell = Bell::new().unwrap();
     let health = Health::new(bell.clone());
     let handle = runtime.handle().clone();
-    let (to, from) = (connection.clone(), connection);
-    let link = QuicLink::new(to, from, Peer(1), LONGEST, bell.clone(), health, handle);
+    let (to, from) = (vec![connection.clone()], vec![connection]);
+    let connections = Connections { to, from, all: true };
+    let link = QuicLink::new(connections, Peer(1), LONGEST, bell.clone(), health, handle);
     Ends { runtime, link, bell, peer, _endpoints: endpoints }
 }
 
