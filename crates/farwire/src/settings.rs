@@ -514,6 +514,21 @@ mod tests {
     }
 
     #[test]
+    fn connections_are_as_many_as_asked_for_or_as_fit_the_host() {
+        let wanted = |text: &str| {
+            settings(Builder::default(), &[("FARWIRE_CONNECTIONS", text)])
+                .map(|settings| settings.connections)
+        };
+        assert_eq!(wanted("3").unwrap(), Wanted { most: 3, all: true });
+        assert!(!wanted("auto").unwrap().all);
+        for text in ["0", "9", "-1", "many", ""] {
+            let error = wanted(text).unwrap_err().to_string();
+            assert!(error.contains("FARWIRE_CONNECTIONS"), "{error}");
+        }
+        assert_eq!(Wanted::auto(1000, 1000).most, 1, "ranks need the cores");
+    }
+
+    #[test]
     fn odd_names_of_jobs_are_names_or_errors() {
         let job = |text: &str| {
             settings(Builder::default(), &[("FARWIRE_JOB", text)]).map(|settings| settings.job)

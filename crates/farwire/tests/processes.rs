@@ -5,7 +5,8 @@
 mod common;
 
 use common::{
-    assert_succeeds, every_collective, long_collectives, on_processes, start_processes, subgroups,
+    assert_succeeds, every_collective, long_collectives, on_processes, start_processes,
+    start_processes_with, subgroups,
 };
 use farwire::ReduceOp;
 use half::bf16;
@@ -27,6 +28,22 @@ fn every_collective_equals_the_oracle_over_every_link() {
                 }
                 comm.shutdown().unwrap();
             });
+        }
+    }
+}
+
+/// Frames of one operation go over all of them, and are put together again.
+#[test]
+fn several_connections_to_a_peer_carry_one_link() {
+    const TEST: &str = "several_connections_to_a_peer_carry_one_link";
+    for connections in ["2", "8"] {
+        let settings = [("FARWIRE_CONNECTIONS", connections)];
+        let ranks = start_processes_with(TEST, 2, "quic", &settings, |comm| {
+            long_collectives(&comm, 2_097_153);
+            comm.shutdown().unwrap();
+        });
+        for (rank, child) in ranks.into_iter().enumerate() {
+            assert_succeeds(child, &format!("rank {rank} with {connections} connections"));
         }
     }
 }

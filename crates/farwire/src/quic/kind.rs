@@ -2,6 +2,7 @@
 
 use std::net::UdpSocket;
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::runtime::Handle;
 
@@ -13,8 +14,8 @@ use crate::join::again::Met;
 use crate::link::negotiation::Negotiation;
 use crate::link::{Boxed, Link, LinkKind, Pair};
 
-/// Links over QUIC, with one connection for each direction. The one that two processes met by
-/// carries the data of the process that called.
+/// Links over QUIC, with one connection for each direction, or several. The one that two processes
+/// met by carries data of the process that called.
 ///
 /// One connection for both would do if quinn sent acknowledgements while it may not send data. It
 /// does not: if both sides have their windows full, each waits for the other to say what arrived.
@@ -42,29 +43,31 @@ impl LinkKind for Quic {
     ) -> Boxed<'a, Result<Box<dyn Link>, String>> {
         Box::pin(async move {
             let Met { connection: first, called, peer, again } = pair.met.clone().ok_or(NOT_MET)?;
-            talk.say(&pair.connections.most).await?;
-            let theirs: usize = talk.hear().await?;
-            // One for each direction, of which the first is there.
-            let more = 2 * pair.connections.most.min(theirs).clamp(1, MOST) - 1;
-            let mut all = vec![first.clone()];
-            if called {
+            // It takes a fast line to keep more than one busy; the farther the peer, the slower.
+            let near = pair.same_host || first.rtt() < NEAR;
+            let mine = if near || pair.connections.all { pair.connections.most } else { 1 };
+            talk.say(&mine).await?;
+            let each_way = talk.hear::<usize>().await?.min(mine).clamp(1, MOST);
+            let more = 2 * each_way - 1;
+            let mut others = if called {
                 let tickets: Vec<u64> = talk.hear().await?;
-                for ticket in tickets.into_iter().take(more) {
-                    all.push(again.call(&first, peer, ticket).await?);
-                }
+                let calls = tickets.into_iter().take(more).map(|ticket| {
+                    let (again, first) = (again.clone(), first.clone());
+                    async move { again.call(&first, peer, ticket).await }
+                });
+                all(calls).await?
             } else {
                 let expected: Result<Vec<_>, _> = (0..more).map(|_| again.expect(peer)).collect();
                 let (tickets, shown): (Vec<u64>, Vec<_>) = expected?.into_iter().unzip();
                 talk.say(&tickets).await?;
-                for connection in shown {
-                    all.push(connection.await?);
-                }
+                all(shown).await?
+            };
+            if others.len() < more {
+                return Err("it handed out too few tickets".to_owned());
             }
-            let (caller, other): (Vec<_>, Vec<_>) =
-                all.into_iter().enumerate().partition(|(index, _)| index % 2 == 0);
-            let [caller, other] = [caller, other].map(|connections| {
-                connections.into_iter().map(|(_, connection)| connection).collect()
-            });
+            // Half of them for each direction, the first for the process that called.
+            let other = others.split_off(others.len() - each_way);
+            let caller = std::iter::once(first).chain(others).collect();
             let (to, from) = if called { (caller, other) } else { (other, caller) };
             let connections = Connections { to, from, all: pair.connections.all };
             let (bell, runtime) = (pair.bell.clone(), Handle::current());
@@ -97,6 +100,21 @@ impl LinkKind for Quic {
         }
         findings
     }
+}
+
+/// The longest round trip of a line that is likely to be fast.
+const NEAR: Duration = Duration::from_millis(5);
+
+/// What all of these result in, side by side and in order, unless one fails.
+async fn all<T: Send + 'static>(
+    tasks: impl IntoIterator<Item = impl Future<Output = Result<T, String>> + Send + 'static>,
+) -> Result<Vec<T>, String> {
+    let tasks: Vec<_> = tasks.into_iter().map(tokio::spawn).collect();
+    let mut results = Vec::new();
+    for task in tasks {
+        results.push(task.await.map_err(|panicked| panicked.to_string())??);
+    }
+    Ok(results)
 }
 
 /// Connections for each direction, at most.

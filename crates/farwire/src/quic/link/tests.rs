@@ -54,6 +54,24 @@ fn ends() -> Ends {
     Ends { runtime, link, bell, peer, _endpoints: endpoints }
 }
 
+/// Sends for a second at this rate, in frames of 100 kB: how many connections are in use then.
+fn ways_after_a_second(mut demand: Demand, rate: f64) -> usize {
+    let (began, frame) = (Instant::now(), 100_000);
+    for sent in 0..(rate / frame as f64) as u32 {
+        demand.sent(frame, began + Duration::from_secs_f64(f64::from(sent) * frame as f64 / rate));
+    }
+    demand.ways
+}
+
+#[test]
+fn only_a_fast_line_takes_more_than_one_connection() {
+    for (rate, ways) in [(12e6, 1), (120e6, 1), (200e6, 2), (500e6, 4), (5e9, 4)] {
+        assert_eq!(ways_after_a_second(Demand::new(4, false), rate), ways, "{rate} bytes a second");
+    }
+    assert_eq!(ways_after_a_second(Demand::new(4, true), 12e6), 4, "as was asked for");
+    assert_eq!(ways_after_a_second(Demand::new(1, false), 5e9), 1, "there is no other");
+}
+
 /// What arrives next.
 fn next(link: &mut QuicLink, bell: &Bell) -> Result<Arrival, Broken> {
     loop {
