@@ -55,6 +55,7 @@ mod quic;
 mod settings;
 mod shm;
 mod sync;
+mod tcp;
 mod token;
 
 pub use comm::Communicator;

@@ -22,7 +22,7 @@ use crate::join::gathering::Newcomer;
 use crate::join::identity::Identity;
 use crate::join::rendezvous::{self, Acquaintance, Group, JoinError, Member, Terms};
 use crate::link::negotiation::{self, Linked};
-use crate::link::{Link, LinkChoice, Pair};
+use crate::link::{Link, LinkChoice, LinkKind, Pair};
 use crate::lobby::{Addresses, Lobby, MAX_NEWCOMERS};
 use crate::metrics;
 use crate::node::{self, Node};
@@ -205,6 +205,7 @@ impl Settings {
             epoch: self.config.epoch,
             master,
             port_is_held: self.port_is_held,
+            tcp: self.link.kinds().any(LinkKind::uses_tcp).then_some(&self.tcp),
             port: self.port,
             interface: self.interface.as_deref(),
             timeout: self.join_timeout,

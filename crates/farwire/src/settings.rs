@@ -17,6 +17,7 @@ use crate::link::{Link, LinkChoice};
 use crate::observe::flight::Records;
 use crate::quic::congestion::Congestion;
 use crate::quic::control::Beats;
+use crate::tcp::port::TcpSettings;
 use crate::token::Token;
 
 /// Settings that fit a situation.
@@ -71,7 +72,8 @@ const CREDIT: NonZeroU32 = NonZeroU32::new(4).expect("it is not zero");
 /// | [`agree_on`](Self::agree_on) | | nothing |
 /// | [`token`](Self::token) | `FARWIRE_TOKEN`, else `FARWIRE_TOKEN_FILE` | on loopback, the user's key file |
 /// | [`link`](Self::link) | `FARWIRE_LINK` | `auto` |
-/// | | `FARWIRE_CONGESTION` | `auto`: CUBIC within 5 ms, else a model of the path |
+/// | | `FARWIRE_CONGESTION` | for QUIC, `auto`: CUBIC within 5 ms, else a model of the path |
+/// | | `FARWIRE_TCP_CONGESTION` | for TCP, the system's default (`bbr` or `cubic`, say) |
 /// | [`preset`](Self::preset) | `FARWIRE_PRESET` | `lan` |
 /// | [`port`](Self::port) | `FARWIRE_PORT` | any free port |
 /// | [`interface`](Self::interface) | `FARWIRE_INTERFACE` | whichever leads to the peer |
@@ -234,6 +236,8 @@ impl Builder {
         let preset = variables.or(self.preset, "FARWIRE_PRESET", "lan or wan", Preset::parse)?;
         let congestion =
             variables.or(None, "FARWIRE_CONGESTION", "auto, model or cubic", Congestion::parse)?;
+        let congestion_of_tcp = variables.text("FARWIRE_TCP_CONGESTION");
+        let tcp = TcpSettings { congestion: congestion_of_tcp.filter(|name| !name.is_empty()) };
         let what = "a port from 1 to 65535, or 0 for any";
         let port = variables.or(self.port, "FARWIRE_PORT", what, |text| text.parse().ok())?;
         let interface = self.interface.or_else(|| variables.text("FARWIRE_INTERFACE"));
@@ -267,6 +271,7 @@ impl Builder {
             preset: preset.unwrap_or_default(),
             link: link.unwrap_or_default(),
             congestion: congestion.unwrap_or_default(),
+            tcp,
             port: port.unwrap_or(0),
             interface: interface.filter(|name| !name.is_empty()),
             join_timeout: join_timeout.unwrap_or(JOIN_TIMEOUT),
@@ -336,6 +341,7 @@ pub(crate) struct Settings {
     pub(crate) preset: Preset,
     pub(crate) link: LinkChoice,
     pub(crate) congestion: Congestion,
+    pub(crate) tcp: TcpSettings,
     /// This rank's UDP port; 0 for any.
     pub(crate) port: u16,
     /// Whether a launcher keeps this process's port free for it.

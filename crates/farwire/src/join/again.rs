@@ -15,6 +15,7 @@ use tokio::time::{Instant, sleep, timeout_at};
 
 use super::calling::Caller;
 use super::rendezvous::{Answer, read, write};
+use crate::tcp::port::TcpPort;
 
 /// How two processes met, and how they meet again.
 #[derive(Clone, Debug)]
@@ -69,6 +70,16 @@ impl Again {
     pub(crate) fn within(&self, patience: Duration) -> Self {
         let (caller, expected) = (self.caller.clone(), self.expected.clone());
         Self { caller, expected, deadline: Instant::now() + patience }
+    }
+
+    /// This process, as its certificate has it.
+    pub(crate) fn me(&self) -> Peer {
+        self.caller.rank()
+    }
+
+    /// How this process is connected to over TCP, and connects.
+    pub(crate) fn tcp(&self) -> &Arc<TcpPort> {
+        &self.caller.tcp
     }
 
     /// A ticket for a peer, and the connection that it will be shown on.

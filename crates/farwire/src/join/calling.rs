@@ -14,6 +14,7 @@ use super::rendezvous::{
     Acquaintance, Answer, Hello, JoinError, NONSENSE, OTHER_TOKEN, read, read_up_to, write,
 };
 use crate::quic::transport::Transport;
+use crate::tcp::port::TcpPort;
 
 /// How long to wait for a peer to answer before asking again; each time twice as long, up to a
 /// limit. A peer that is not there yet should be found soon, a slow one needs time.
@@ -28,6 +29,7 @@ pub(super) struct Caller {
     pub(super) endpoint: Endpoint,
     pub(super) client: ClientConfig,
     pub(super) transport: Transport,
+    pub(super) tcp: Arc<TcpPort>,
     pub(super) identity: Arc<Identity>,
     pub(super) hello: Hello,
     /// When to give up, and how long that is from the beginning.

@@ -26,8 +26,8 @@ use super::gathering::Newcomer;
 use super::identity::Identity;
 use super::refusals::Refusals;
 use super::rendezvous::{
-    Acquaintance, Answer, Book, Hello, JoinError, Listener, Member, NONSENSE, OTHER_TOKEN, Purpose,
-    Terms, listen, read_up_to, write,
+    Acquaintance, Answer, Book, Ears, Hello, JoinError, Listener, Member, NONSENSE, OTHER_TOKEN,
+    Purpose, Terms, listen, read_up_to, write,
 };
 use crate::quic::transport::Transport;
 
@@ -84,7 +84,7 @@ impl Joiner {
         transport: Transport,
     ) -> Result<Self, JoinError> {
         let deadline = Instant::now() + terms.timeout;
-        let (endpoint, server, _) = listen(terms, &identity)?;
+        let Ears { endpoint, server, tcp, .. } = listen(terms, &identity)?;
         let hello = Hello::new(terms, Purpose::Join)?;
         // Nobody comes by the doors of a process that was not there at the start.
         let ((door, _), (side_door, _)) = (mpsc::channel(1), mpsc::channel(1));
@@ -101,7 +101,8 @@ impl Joiner {
         listener.keep(endpoint.clone(), server, transport);
         let client = identity.client_config()?;
         let patience = terms.timeout;
-        let caller = Caller { endpoint, client, transport, identity, hello, deadline, patience };
+        let caller =
+            Caller { endpoint, client, transport, tcp, identity, hello, deadline, patience };
         let caller = Arc::new(caller);
         Ok(Self { again: Arc::new(Again::new(caller.clone(), expected)), caller })
     }
