@@ -125,6 +125,20 @@ fn a_message_outlives_its_sender() {
     }
 }
 
+/// Shorter than the number of ranks, a prime, and one more than what fits in whole frames.
+#[test]
+fn awkward_lengths_over_every_link() {
+    for link in common::links() {
+        for n in [2, 3, 5] {
+            on_processes("awkward_lengths_over_every_link", n, link, |comm| {
+                for len in [1, 2, 3, 1009, 32_769, 2_097_153] {
+                    common::long_collectives(&comm, len);
+                }
+            });
+        }
+    }
+}
+
 #[test]
 fn sixty_four_operations_in_flight_at_once() {
     for link in common::links() {
