@@ -237,7 +237,7 @@ impl Settings {
             rendezvous::join(&terms, identity, transport).await?;
         let mut addresses = HashMap::from([(u64::from(me.0), (member, None))]);
         for known in peers.iter().flatten() {
-            let address = known.connection.remote_address();
+            let address = again.address_of(&known.connection);
             let process = u64::from(known.member.rank);
             addresses.insert(process, (known.member.clone(), Some(address)));
         }

@@ -13,6 +13,7 @@ use super::identity::Identity;
 use super::rendezvous::{
     Acquaintance, Answer, Hello, JoinError, NONSENSE, OTHER_TOKEN, read, read_up_to, write,
 };
+use super::tunnel::Tunnels;
 use crate::quic::transport::Transport;
 use crate::tcp::port::TcpPort;
 
@@ -106,8 +107,7 @@ impl Caller {
         address: SocketAddr,
         patience: Duration,
     ) -> Result<(Acquaintance, Answer), String> {
-        let connection = timeout(patience, self.dial(name, address)).await;
-        let connection = connection.map_err(|_| "no answer".to_owned())??;
+        let connection = self.reach(name, address, patience).await?;
         let (mut to, mut from) = connection.open_bi().await.map_err(|error| error.to_string())?;
         write(&mut to, hello).await?;
         // Only now is it known that the peer has let this process in: it may have had no place for
@@ -115,6 +115,31 @@ impl Caller {
         let answer = read(&mut from).await?;
         let member = self.hello.member.clone(); // until it says who it is
         Ok((Acquaintance { connection, to, from, member, called: true }, answer))
+    }
+
+    /// Connects over UDP. If there is no answer in time, but there is one over TCP, through a
+    /// [tunnel](super::tunnel).
+    async fn reach(
+        &self,
+        name: &str,
+        address: SocketAddr,
+        patience: Duration,
+    ) -> Result<Connection, String> {
+        let no_answer = |_| "no answer".to_owned();
+        let first = timeout(patience, self.dial(name, address)).await.map_err(no_answer);
+        let (Err(_), Ok(port)) = (&first, self.tcp.listens()) else { return first? };
+        let tunnels = self.tcp.tunnels();
+        if tunnels.lead_to(address) {
+            return first?;
+        }
+        let passage = Tunnels::connect(self.tcp.local(), address, port);
+        let Ok(Ok(passage)) = timeout(patience, passage).await else { return first? };
+        // It is there. But it may not have been a moment ago, so UDP has another chance.
+        if let Ok(Ok(connection)) = timeout(patience / 2, self.dial(name, address)).await {
+            return Ok(connection);
+        }
+        tunnels.clone().open_to(passage);
+        timeout(patience, self.dial(name, address)).await.map_err(no_answer)?
     }
 
     /// What a peer that has heard the hello says when its turn comes, in up to `limit` bytes.

@@ -18,7 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use farwire_proto::{Epoch, Peer, VERSION};
-use quinn::{Connection, Endpoint, RecvStream, SendStream, ServerConfig};
+use quinn::{Connection, Endpoint, RecvStream, Runtime, SendStream, ServerConfig};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
@@ -32,6 +32,7 @@ use super::gathering::{Gathering, Newcomer};
 use super::identity::{Identity, IdentityError};
 use super::job::JobName;
 use super::refusals::Refusals;
+use super::tunnel::{self, Tunnels};
 use super::{door, held_port, meeting};
 use crate::link::Boxed;
 use crate::link::negotiation::Control;
@@ -352,7 +353,7 @@ pub(crate) async fn join(
         side_door,
         lobby: terms.lobby.clone(),
     };
-    listener.keep(endpoint.clone(), server, transport);
+    listener.keep(endpoint.clone(), server, transport, tcp.tunnels().clone());
 
     let caller = Arc::new(Caller {
         endpoint: endpoint.clone(),
@@ -376,6 +377,7 @@ pub(crate) async fn join(
         first = Some(there);
     }
     meeting::knock(&socket, me, &table);
+    let tunnels = caller.tcp.tunnels();
     let below = meeting::lower(caller.clone(), &table, from_below);
     let above = async {
         let mut gathering = Gathering::new(me, world, door.clone(), refusals.clone());
@@ -391,7 +393,7 @@ pub(crate) async fn join(
             turn_away(known, COMPLETE.to_owned(), &refusals);
         }
         let mut peers = gathering.peers;
-        if let Err(error) = welcome(&mut peers, me, &hello.member, deadline).await {
+        if let Err(error) = welcome(&mut peers, me, &hello.member, tunnels, deadline).await {
             refuse_all(&mut peers, &error.to_string()).await;
             return Err(error);
         }
@@ -455,17 +457,21 @@ pub(super) fn listen(terms: &Terms<'_>, identity: &Arc<Identity>) -> Result<Ears
     let address = SocketAddr::new(any, if first { master.port() } else { terms.port });
     let mut server = identity.server_config()?;
     door::limit_incoming(&mut server);
+    let tunnels = Arc::<Tunnels>::default();
     let listen = || {
         let (socket, listener) = bind(address, terms)?;
         widen(&socket);
         let (runtime, same) = (Arc::new(quinn::TokioRuntime), socket.try_clone()?);
-        let endpoint = Endpoint::new(Transport::endpoint(), Some(server.clone()), socket, runtime)?;
+        let udp = runtime.wrap_udp_socket(socket)?;
+        let socket = Arc::new(tunnel::Socket { udp, tunnels: tunnels.clone() });
+        let (config, server) = (Transport::endpoint(), Some(server.clone()));
+        let endpoint = Endpoint::new_with_abstract_socket(config, server, socket, runtime)?;
         Ok((endpoint, same, listener))
     };
     let (endpoint, socket, listener) =
         listen().map_err(|error| JoinError::Listen { address, error })?;
     let settings = terms.tcp.cloned().unwrap_or_default();
-    let tcp = TcpPort::open(listener, any, identity.clone(), settings)?;
+    let tcp = TcpPort::open(listener, any, identity.clone(), settings, tunnels.clone())?;
     Ok(Ears { endpoint, server, socket, tcp })
 }
 
@@ -516,11 +522,12 @@ async fn welcome(
     peers: &mut [Option<Acquaintance>],
     me: Peer,
     member: &Member,
+    tunnels: &Tunnels,
     deadline: Instant,
 ) -> Result<(), JoinError> {
     let entry = |peer: &Option<Acquaintance>| match peer {
         None => (member.clone(), None),
-        Some(peer) => (peer.member.clone(), Some(peer.connection.remote_address())),
+        Some(peer) => (peer.member.clone(), Some(tunnels.real(peer.connection.remote_address()))),
     };
     let answer = if me == Peer(0) {
         Answer::Welcome(peers.iter().map(entry).collect())
@@ -584,11 +591,18 @@ pub(super) struct Listener {
 
 impl Listener {
     /// Answers all that connect, for as long as the endpoint lives.
-    pub(super) fn keep(self, endpoint: Endpoint, server: ServerConfig, transport: Transport) {
+    pub(super) fn keep(
+        self,
+        endpoint: Endpoint,
+        server: ServerConfig,
+        transport: Transport,
+        tunnels: Arc<Tunnels>,
+    ) {
         let strangers = self.refusals.clone();
         let tell = move |from| strangers.add_stranger(from, OTHER_TOKEN);
         let listener = Arc::new(self);
-        let pass = move |connection| {
+        let pass = move |connection: Connection| {
+            tunnels.prove(connection.remote_address());
             tokio::spawn(listener.clone().hear(connection));
         };
         tokio::spawn(door::keep(endpoint, server, transport, pass, tell));

@@ -33,6 +33,8 @@ use crate::quic::transport::Transport;
 
 /// How long one call may take.
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
+/// How much of that an answer may take before it is tried another way.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// Bytes of the longest book.
 const MAX_BOOK: usize = 512 * MAX_MEMBERS + (16 << 10);
 
@@ -98,7 +100,7 @@ impl Joiner {
             side_door,
             lobby: terms.lobby.clone(),
         };
-        listener.keep(endpoint.clone(), server, transport);
+        listener.keep(endpoint.clone(), server, transport, tcp.tunnels().clone());
         let client = identity.client_config()?;
         let patience = terms.timeout;
         let caller =
@@ -166,7 +168,7 @@ impl Joiner {
         let Caller { identity, hello, .. } = &*self.caller;
         let (name, mut hello) = (identity.name_of_any(), hello.clone());
         hello.purpose = purpose;
-        let said = self.caller.say_hello(&hello, &name, address, CALL_TIMEOUT).await;
+        let said = self.caller.say_hello(&hello, &name, address, ANSWER_TIMEOUT).await;
         let said = said.map_err(|error| match error {
             error if error == OTHER_TOKEN => CallError::Refused(address, error),
             error => CallError::Failed(format!("{address}: {error}")),

@@ -12,6 +12,7 @@ use tokio::time::timeout;
 use super::link::{Ends, NAME, TcpLink};
 use super::port::{MAX_CONNECTIONS, TcpPort};
 use super::tls::Secured;
+use crate::doctor::Finding;
 use crate::join::again::Met;
 use crate::link::negotiation::Negotiation;
 use crate::link::{Boxed, Link, LinkKind, Pair};
@@ -60,6 +61,25 @@ impl LinkKind for Tcp {
             Ok(Box::new(link.map_err(|error| error.to_string())?) as Box<dyn Link>)
         })
     }
+
+    fn examine(&self) -> Vec<Finding> {
+        const WHAT: &str = "TCP";
+        let read = |name: &str| {
+            let text = std::fs::read_to_string(format!("/proc/sys/net/ipv4/{name}"));
+            text.map_or_else(|_| "unknown".to_owned(), |text| text.trim().to_owned())
+        };
+        vec![match std::net::TcpListener::bind("127.0.0.1:0") {
+            Err(error) => Finding::broken(WHAT, &error, "let this process open TCP sockets"),
+            Ok(_) => Finding::good(
+                WHAT,
+                format!(
+                    "congestion control {} (FARWIRE_TCP_CONGESTION can choose: {})",
+                    read("tcp_congestion_control"),
+                    read("tcp_available_congestion_control")
+                ),
+            ),
+        }]
+    }
 }
 
 const NOT_MET: &str = "the two did not meet over a network";
@@ -92,7 +112,7 @@ async fn connect(
     talk.say(&Offer { ticket: expecting.ticket, port: port.listens(), each_way }).await?;
     let theirs: Offer = talk.hear().await?;
     let count = 2 * each_way.min(theirs.each_way).max(1);
-    let mut address = met.connection.remote_address();
+    let mut address = met.again.address_of(&met.connection);
     if !met.called {
         // It may call from another port than it can be called at.
         theirs.port.iter().for_each(|port| address.set_port(*port));

@@ -20,7 +20,7 @@
 //! # Windows
 //!
 //! Whoever reads a connection never waits, since what it reads is bounded by windows: a sender has
-//! at most [`LANE_WINDOW`] of a lane under way that was not taken, and [`ALL_WINDOW`] of all lanes.
+//! at most a window of a lane under way that was not taken, and [`ALL_WINDOW`] of all lanes.
 //! So a lane that nobody takes anything from holds up no other. As over QUIC, beyond these numbers
 //! operations that both sides have called, on several communicators and in different orders, can
 //! wait for each other until their deadline.
@@ -42,25 +42,28 @@ use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 
+use super::info;
 use super::tls::Secured;
 use super::workers::Workers;
-use crate::link::{Arrival, Broken, Link, Liveness, Loss};
+use crate::link::{Arrival, Broken, Link, Liveness, Loss, NetworkPath};
 use crate::quic::control::Health;
 use crate::shm::bell::Bell;
 
 /// The name of this kind of link.
 pub(super) const NAME: &str = "tcp";
 
-/// What one lane may have under way, as [`cost`] counts.
+/// What one lane may have under way, as [`cost`] counts: twice what the path holds, between these.
 const LANE_WINDOW: u64 = 8 << 20;
+const LONGEST_LANE_WINDOW: u64 = 64 << 20;
 /// What all lanes may have under way. A peer can make this process hold as much.
 const ALL_WINDOW: u64 = 256 << 20;
 /// Bytes that wait here for a connection. When there are as many, lanes wait.
 const OUTBOX: usize = 256 << 10;
 /// The same for notices, which are short and go before.
 const OUTBOX_FOR_NOTICES: usize = 2 * OUTBOX;
-/// Bytes of memory that is kept for payloads to come.
-const POOL: usize = 16 << 20;
+/// Payloads whose memory is kept for others to come, and the shortest of them.
+const POOL: usize = 256;
+const SHORTEST_IN_POOL: usize = 8 << 10;
 
 /// What a frame counts in windows: its payload, and what it takes to keep it.
 fn cost(payload: usize) -> u64 {
@@ -105,6 +108,10 @@ pub(crate) struct TcpLink {
     peer: Peer,
     /// How many connections carry data of this side; they come first.
     out: usize,
+    /// Their sockets, to ask the system about.
+    sockets: Vec<std::net::TcpStream>,
+    /// What one lane may have under way.
+    lane_window: u64,
     /// By communicator and operation.
     outgoing: HashMap<(CommId, OpSeq), Outgoing>,
     /// Lanes that wait for room of any kind but their own window, in turn.
@@ -235,7 +242,7 @@ impl Shared {
 
     /// Empty memory for a payload.
     fn memory(&self, length: usize) -> Vec<u8> {
-        let kept = if length * 2 > self.longest { self.pool().pop() } else { None };
+        let kept = if length >= SHORTEST_IN_POOL { self.pool().pop() } else { None };
         let mut memory = kept.unwrap_or_default();
         memory.clear();
         memory.reserve_exact(length);
@@ -243,9 +250,9 @@ impl Shared {
     }
 
     fn recycle(&self, memory: Vec<u8>) {
-        if memory.capacity() * 2 > self.longest {
+        if memory.capacity() >= SHORTEST_IN_POOL {
             let mut pool = self.pool();
-            if pool.len() * self.longest < POOL {
+            if pool.len() < POOL {
                 pool.push(memory);
             }
         }
@@ -303,9 +310,12 @@ impl TcpLink {
             unheard: AtomicUsize::new(connections.len()),
             heard: Notify::new(),
         });
-        let mut tasks = Vec::new();
+        let (mut tasks, mut sockets) = (Vec::new(), Vec::new());
         for (index, Secured { socket, session }) in connections.into_iter().enumerate() {
             let (worker, socket) = (workers.next(), socket.into_std()?);
+            if index < out {
+                sockets.push(socket.try_clone()?);
+            }
             let _inside = worker.enter();
             let secured = Secured { socket: TcpStream::from_std(socket)?, session };
             tasks.push(worker.spawn(serve(secured, shared.clone(), index)).abort_handle());
@@ -316,6 +326,8 @@ impl TcpLink {
             health,
             peer,
             out,
+            sockets,
+            lane_window: LANE_WINDOW,
             outgoing: HashMap::default(),
             refused: VecDeque::new(),
             is_refused: HashSet::default(),
@@ -335,16 +347,28 @@ impl TcpLink {
         Lane { from: self.shared.from, ..*lane }
     }
 
-    /// The connection that has the least to do, if it has room for more.
-    fn outbox(&self, limit: usize) -> Option<&Outbox> {
+    /// Where the next frame goes: the connection that has the least to do, if it has room for more.
+    fn outbox(&self) -> Option<&Outbox> {
         let out = &self.shared.outboxes[..self.out];
-        out.iter().min_by_key(|outbox| outbox.length()).filter(|outbox| outbox.length() < limit)
+        out.iter().min_by_key(|outbox| outbox.length()).filter(|outbox| outbox.length() < OUTBOX)
+    }
+
+    /// Where notices go, which stay in order.
+    fn outbox_for_notices(&self) -> Option<&Outbox> {
+        self.shared.outboxes.first().filter(|outbox| outbox.length() < OUTBOX_FOR_NOTICES)
     }
 
     /// Whether any frame may be sent.
     fn has_room(&self) -> bool {
-        let under_way = self.sent_all - self.shared.taken_all.load(Ordering::Acquire);
-        under_way < ALL_WINDOW && self.outbox(OUTBOX).is_some()
+        // What the peer says may be wrong.
+        let under_way = self.sent_all.saturating_sub(self.shared.taken_all.load(Ordering::Acquire));
+        under_way < ALL_WINDOW && self.outbox().is_some()
+    }
+
+    /// A lane had to wait for its window: the path may hold more than that.
+    fn widen(&mut self) {
+        let path = self.path().map_or(0, |path| 2 * path.window);
+        self.lane_window = path.clamp(self.lane_window, LONGEST_LANE_WINDOW);
     }
 
     /// A lane tries again when there is room.
@@ -395,6 +419,16 @@ impl Link for TcpLink {
         NAME
     }
 
+    fn path(&self) -> Option<NetworkPath> {
+        let all = self.sockets.iter().filter_map(info::path);
+        all.reduce(|one, other| NetworkPath {
+            window: one.window + other.window,
+            sent: one.sent + other.sent,
+            lost: one.lost + other.lost,
+            ..one
+        })
+    }
+
     fn send(&mut self, lane: Option<Lane>, header: &Header, payload: &[u8], last: bool) -> bool {
         if self.leaving {
             return true; // this side has said goodbye
@@ -408,7 +442,7 @@ impl Link for TcpLink {
                 taken: 0,
                 waits: false,
             });
-            if outgoing.sent - outgoing.taken >= LANE_WINDOW {
+            if outgoing.sent - outgoing.taken >= self.lane_window {
                 outgoing.waits = true;
                 return false;
             }
@@ -417,8 +451,8 @@ impl Link for TcpLink {
                 return false;
             }
         }
-        let limit = if lane.is_some() { OUTBOX } else { OUTBOX_FOR_NOTICES };
-        let Some(outbox) = self.outbox(limit) else { return false };
+        let outbox = if lane.is_some() { self.outbox() } else { self.outbox_for_notices() };
+        let Some(outbox) = outbox else { return false };
         let kind = if last { LAST } else { FRAME };
         outbox.put(&[&[kind], &header.encode(), payload]);
         if let Some(lane) = lane {
@@ -475,6 +509,7 @@ impl Link for TcpLink {
                         if std::mem::take(&mut outgoing.waits) {
                             let lane = outgoing.lane;
                             self.refuse(lane);
+                            self.widen();
                         }
                     }
                     continue;
@@ -486,7 +521,7 @@ impl Link for TcpLink {
             let (lane, index) = (Lane::of(self.shared.from, &frame.header), frame.header.index);
             let incoming = self.incoming.entry(lane).or_default();
             incoming.held += cost(frame.body.len());
-            if incoming.held >= LANE_WINDOW + cost(self.shared.longest) {
+            if incoming.held >= LONGEST_LANE_WINDOW + cost(self.shared.longest) {
                 return Err(Broken("a lane has more under way than its window"));
             }
             if index < incoming.next || incoming.frames.insert(index, frame).is_some() {
@@ -546,6 +581,7 @@ impl Link for TcpLink {
             return;
         }
         self.outgoing.clear();
+        self.sockets.clear(); // which would keep the connections open
         self.shared.outboxes.iter().for_each(|outbox| outbox.put(&[&[END]]));
         let (shared, tasks, frames) = (self.shared.clone(), self.tasks.clone(), self.frames_sent);
         self.tasks.workers.next().spawn(async move {
@@ -561,6 +597,7 @@ impl Link for TcpLink {
     fn give_up(&mut self) {
         self.leaving = true;
         self.outgoing.clear();
+        self.sockets.clear();
         Liveness::give_up(&*self.health);
         self.tasks.abort();
     }

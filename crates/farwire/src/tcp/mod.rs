@@ -5,6 +5,7 @@
 //! what one direction has to say of its windows never waits behind the data of the other. All lanes
 //! share them; a [link](link) has windows for each lane, so that none holds up another.
 
+mod info;
 pub(crate) mod kind;
 pub(crate) mod link;
 pub(crate) mod port;

@@ -23,6 +23,7 @@ use super::workers::Workers;
 use crate::join::door::{HANDSHAKE, Porch};
 use crate::join::identity::Identity;
 use crate::join::rendezvous::JoinError;
+use crate::join::tunnel::{PREFACE, Tunnels};
 
 /// Connections between two processes, at most.
 pub(super) const MAX_CONNECTIONS: u8 = 8;
@@ -43,6 +44,7 @@ pub(crate) struct TcpPort {
     local: IpAddr,
     expected: Mutex<HashMap<u64, Holder>>,
     workers: OnceLock<Arc<Workers>>,
+    tunnels: Arc<Tunnels>,
 }
 
 /// What users choose.
@@ -145,6 +147,7 @@ impl TcpPort {
         local: IpAddr,
         identity: Arc<Identity>,
         settings: TcpSettings,
+        tunnels: Arc<Tunnels>,
     ) -> Result<Arc<Self>, JoinError> {
         let (server, client) = identity.tcp_configs()?;
         settings.check().map_err(JoinError::Link)?;
@@ -156,7 +159,6 @@ impl TcpPort {
             |listener: &TcpListener| listener.local_addr().map_err(|error| error.to_string());
         let listens = listener.as_ref().map_err(Clone::clone).and_then(port);
         let listens = listens.map(|address| address.port());
-        let (expected, workers) = (Mutex::default(), OnceLock::new());
         let port = Arc::new(Self {
             identity,
             server,
@@ -164,8 +166,9 @@ impl TcpPort {
             settings,
             listens,
             local,
-            expected,
-            workers,
+            expected: Mutex::default(),
+            workers: OnceLock::new(),
+            tunnels,
         });
         if let Ok(listener) = listener {
             tokio::spawn(port.clone().keep(listener));
@@ -174,8 +177,18 @@ impl TcpPort {
     }
 
     /// The number of the port that this process can be connected to at, or why there is none.
-    pub(super) fn listens(&self) -> Result<u16, String> {
+    pub(crate) fn listens(&self) -> Result<u16, String> {
         self.listens.clone()
+    }
+
+    /// Tunnels for packets, where UDP does not get through.
+    pub(crate) fn tunnels(&self) -> &Arc<Tunnels> {
+        &self.tunnels
+    }
+
+    /// Where this process connects from.
+    pub(crate) fn local(&self) -> IpAddr {
+        self.local
     }
 
     /// The threads of this process for connections.
@@ -261,7 +274,7 @@ impl TcpPort {
             };
             let (port, door) = (self.clone(), porch.clone());
             porch.admit(from.ip(), async move {
-                let why = match timeout(HANDSHAKE, port.answer(socket)).await {
+                let why = match timeout(HANDSHAKE, port.answer(socket, from.ip())).await {
                     Ok(Ok(())) => return,
                     Ok(Err(error)) => error.to_string(),
                     Err(_) => "it did not go on".to_owned(),
@@ -271,8 +284,15 @@ impl TcpPort {
         }
     }
 
-    /// Lets one in that has a ticket.
-    async fn answer(&self, socket: TcpStream) -> io::Result<()> {
+    /// Lets one in that has a ticket, or wants a tunnel.
+    async fn answer(&self, socket: TcpStream, from: IpAddr) -> io::Result<()> {
+        let mut first = [0];
+        socket.peek(&mut first).await?;
+        if first[0] == PREFACE[0] {
+            let passage = self.tunnels.answer(socket, from).await?;
+            self.tunnels.clone().carry(passage).await;
+            return Ok(());
+        }
         self.tune(&socket)?;
         let tls = UnbufferedServerConnection::new(self.server.clone()).map_err(io::Error::other)?;
         let tls = Tls::Server(Box::new(tls));

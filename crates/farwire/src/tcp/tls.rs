@@ -93,6 +93,8 @@ pub(super) struct Secured {
 }
 
 /// What becomes plaintext and ciphertext of one connection.
+///
+/// rustls keeps places in what has come, so it is always given all of that, also to write.
 #[derive(Debug)]
 pub(super) struct Session {
     tls: Tls,
@@ -114,7 +116,7 @@ impl Session {
             let next = session.advance(&mut |data| early.extend_from_slice(data));
             session.early = early;
             if next.is_err() {
-                let _ = session.advance(&mut |_| {}); // an alert says what is wrong
+                let _ = session.advance_once(&mut |_| {}); // an alert says what is wrong
             }
             session.flush(&socket).await?;
             match next? {
@@ -183,22 +185,21 @@ impl Session {
         }
     }
 
-    /// Adds `plain` to what is to be written.
+    /// Adds `plain` to what is to be written. All that has come must have been [opened](Self::open).
     pub(super) fn seal(&mut self, plain: &[u8]) -> io::Result<()> {
         /// What a record adds to its plaintext, and how much of that it holds.
         const OVERHEAD: usize = 5 + 1 + 16;
         const RECORD: usize = 16 << 10;
         let mut room = plain.len() + (plain.len().div_ceil(RECORD) + 1) * OVERHEAD;
         loop {
-            let status = match &mut self.tls {
-                Tls::Client(tls) => {
-                    seal(tls.process_tls_records(&mut []), plain, self.outgoing.room(room))
-                }
-                Tls::Server(tls) => {
-                    seal(tls.process_tls_records(&mut []), plain, self.outgoing.room(room))
-                }
+            let Self { tls, incoming, outgoing, .. } = self;
+            let came = &mut incoming.bytes[incoming.filled.clone()];
+            let (discard, sealed) = match tls {
+                Tls::Client(tls) => seal(tls.process_tls_records(came), plain, outgoing.room(room)),
+                Tls::Server(tls) => seal(tls.process_tls_records(came), plain, outgoing.room(room)),
             };
-            match status? {
+            incoming.consume(discard);
+            match sealed? {
                 Sealed::All(bytes) => {
                     self.outgoing.add(bytes);
                     return Ok(());
@@ -232,18 +233,22 @@ impl Session {
     /// Works through what has come. Data goes to `sink`, and answers to what is to be written.
     fn advance(&mut self, sink: &mut dyn FnMut(&[u8])) -> io::Result<Next> {
         loop {
-            let Self { tls, incoming, outgoing, .. } = self;
-            let came = &mut incoming.bytes[incoming.filled.clone()];
-            let (discard, next) = match tls {
-                Tls::Client(tls) => step(tls.process_tls_records(came), outgoing, sink),
-                Tls::Server(tls) => step(tls.process_tls_records(came), outgoing, sink),
-            };
-            incoming.consume(discard);
-            match next? {
+            match self.advance_once(sink)? {
                 Next::More => {}
                 next => return Ok(next),
             }
         }
+    }
+
+    fn advance_once(&mut self, sink: &mut dyn FnMut(&[u8])) -> io::Result<Next> {
+        let Self { tls, incoming, outgoing, .. } = self;
+        let came = &mut incoming.bytes[incoming.filled.clone()];
+        let (discard, next) = match tls {
+            Tls::Client(tls) => step(tls.process_tls_records(came), outgoing, sink),
+            Tls::Server(tls) => step(tls.process_tls_records(came), outgoing, sink),
+        };
+        incoming.consume(discard);
+        next
     }
 }
 
@@ -307,24 +312,24 @@ fn seal<Data>(
     status: UnbufferedStatus<'_, '_, Data>,
     plain: &[u8],
     room: &mut [u8],
-) -> io::Result<Sealed> {
-    let state = status.state.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
-    match state {
-        ConnectionState::WriteTraffic(mut traffic) => match traffic.encrypt(plain, room) {
+) -> (usize, io::Result<Sealed>) {
+    let sealed = match status.state {
+        Err(error) => Err(io::Error::new(io::ErrorKind::InvalidData, error)),
+        Ok(ConnectionState::WriteTraffic(mut traffic)) => match traffic.encrypt(plain, room) {
             Ok(bytes) => Ok(Sealed::All(bytes)),
             Err(EncryptError::InsufficientSize(InsufficientSizeError { required_size })) => {
                 Ok(Sealed::NeedsRoom(required_size))
             }
             Err(error) => Err(io::Error::other(error)),
         },
-        ConnectionState::EncodeTlsData(mut data) => match data.encode(room) {
-            Ok(bytes) => Ok(Sealed::Other(bytes)),
-            Err(error) => Err(io::Error::other(error)),
-        },
-        ConnectionState::TransmitTlsData(data) => {
+        Ok(ConnectionState::EncodeTlsData(mut data)) => {
+            data.encode(room).map(Sealed::Other).map_err(io::Error::other)
+        }
+        Ok(ConnectionState::TransmitTlsData(data)) => {
             data.done(); // it is written before anything that comes later
             Ok(Sealed::Other(0))
         }
-        _ => Err(io::ErrorKind::NotConnected.into()),
-    }
+        Ok(_) => Err(io::ErrorKind::NotConnected.into()),
+    };
+    (status.discard, sealed)
 }

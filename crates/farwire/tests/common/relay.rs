@@ -75,12 +75,15 @@ impl Drop for Relay {
     }
 }
 
+type Bytes = Arc<Mutex<Vec<u8>>>;
+
 /// Passes the bytes of TCP connections, from a port to a server, until it is dropped.
 #[derive(Debug)]
 pub(crate) struct TcpRelay {
     address: SocketAddr,
     ended: Arc<AtomicBool>,
-    seen: Arc<Mutex<Vec<(Way, Arc<Mutex<Vec<u8>>>)>>>,
+    /// All connections, each way.
+    seen: Arc<Mutex<Vec<(Way, Bytes)>>>,
 }
 
 impl TcpRelay {
@@ -101,7 +104,7 @@ impl TcpRelay {
                     if way == Way::ToClient {
                         std::mem::swap(&mut from, &mut to);
                     }
-                    let stream = Arc::<Mutex<Vec<u8>>>::default();
+                    let stream = Bytes::default();
                     keep.lock().unwrap().push((way, stream.clone()));
                     std::thread::spawn(move || {
                         let mut bytes = vec![0; 1 << 16];

@@ -116,7 +116,7 @@ pub(crate) fn knock_tcp(server: SocketAddr, own_certificate: bool) -> String {
 pub(crate) fn half_open_tcp(server: SocketAddr, count: usize) -> Vec<TcpStream> {
     let connect = |index: usize| {
         let mut socket = TcpStream::connect(server).unwrap();
-        if index % 2 == 0 {
+        if index.is_multiple_of(2) {
             socket.write_all(&[0x16, 3, 1, 1, 0, 1, 0, 0, 0xfc, 3, 3]).unwrap();
         }
         socket

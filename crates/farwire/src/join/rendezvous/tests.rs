@@ -52,7 +52,7 @@ impl Listening {
             lobby: None,
         };
         let identity = Arc::new(Identity::new(&token, Peer(1), Epoch(0), &job).unwrap());
-        let Ears { endpoint, server, .. } = listen(&terms, &identity).unwrap();
+        let Ears { endpoint, server, tcp, .. } = listen(&terms, &identity).unwrap();
         let address = endpoint.local_addr().unwrap();
         let (door, newcomers) = mpsc::channel(100);
         let expected = Arc::new(Expected::default());
@@ -65,7 +65,7 @@ impl Listening {
             side_door: mpsc::channel(1).0,
             lobby: None,
         };
-        listener.keep(endpoint, server, Transport::default());
+        listener.keep(endpoint, server, Transport::default(), tcp.tunnels().clone());
         Self { token, address, expected, _newcomers: newcomers }
     }
 
@@ -77,7 +77,7 @@ impl Listening {
         let deaf = Err("only QUIC".to_owned());
         let (local, settings) = (Ipv4Addr::LOCALHOST.into(), TcpSettings::default());
         Caller {
-            tcp: TcpPort::open(deaf, local, identity.clone(), settings).unwrap(),
+            tcp: TcpPort::open(deaf, local, identity.clone(), settings, Arc::default()).unwrap(),
             endpoint: Endpoint::client(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap(),
             client: identity.client_config().unwrap(),
             transport: Transport::default(),

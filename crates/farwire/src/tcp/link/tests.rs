@@ -27,7 +27,7 @@ fn network() -> Network {
     let port = |rank, listener| {
         let identity = Identity::new(&token, Peer(rank), Epoch(0), &Default::default()).unwrap();
         let (local, settings) = (Ipv4Addr::LOCALHOST.into(), TcpSettings::default());
-        TcpPort::open(listener, local, Arc::new(identity), settings).unwrap()
+        TcpPort::open(listener, local, Arc::new(identity), settings, Arc::default()).unwrap()
     };
     let (zero, one) = (port(0, Ok(listener)), port(1, Err("it only connects".to_owned())));
     let ends = runtime.block_on(async {
@@ -181,7 +181,7 @@ fn bytes_that_are_no_message_break_the_link() {
 #[test]
 fn a_lane_that_sends_more_than_its_window_breaks_the_link() {
     let (mut here, mut peer) = network().with_raw_peer();
-    let frames = LANE_WINDOW / cost(LONGEST) + 3;
+    let frames = LONGEST_LANE_WINDOW / cost(LONGEST) + 3;
     for index in 0..frames as u32 {
         peer.say(&frame(5, index, false));
     }
@@ -356,7 +356,7 @@ fn only_the_holder_of_a_ticket_with_the_right_certificate_gets_in() {
             let job = crate::join::job::JobName::new(job).unwrap();
             let identity = Identity::new(token, Peer(rank), Epoch(0), &job).unwrap();
             let (local, settings) = (Ipv4Addr::LOCALHOST.into(), TcpSettings::default());
-            TcpPort::open(listener, local, Arc::new(identity), settings).unwrap()
+            TcpPort::open(listener, local, Arc::new(identity), settings, Arc::default()).unwrap()
         };
         let deaf = || Err("it only connects".to_owned());
         let zero = port(&token, 0, "here", Ok(listener));
