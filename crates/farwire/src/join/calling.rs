@@ -21,6 +21,8 @@ use crate::tcp::port::TcpPort;
 /// limit. A peer that is not there yet should be found soon, a slow one needs time.
 const FIRST_RETRY: Duration = Duration::from_secs(3);
 const MAX_RETRY: Duration = Duration::from_secs(12);
+/// How long it may take to connect a tunnel, while UDP is not tried.
+const TUNNEL: Duration = Duration::from_millis(1500);
 /// How long a process with another token may be at a peer's address.
 const OTHER_JOB: Duration = Duration::from_secs(5);
 
@@ -133,7 +135,7 @@ impl Caller {
             return first?;
         }
         let passage = Tunnels::connect(self.tcp.local(), address, port);
-        let Ok(Ok(passage)) = timeout(patience, passage).await else { return first? };
+        let Ok(Ok(passage)) = timeout(TUNNEL, passage).await else { return first? };
         // It is there. But it may not have been a moment ago, so UDP has another chance.
         if let Ok(Ok(connection)) = timeout(patience / 2, self.dial(name, address)).await {
             return Ok(connection);

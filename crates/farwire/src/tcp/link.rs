@@ -33,7 +33,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use farwire_proto::{CommId, HEADER_LEN, Header, Lane, OpSeq, Peer};
@@ -236,6 +236,29 @@ impl Outbox {
 }
 
 impl Shared {
+    fn new(
+        from: Peer,
+        longest: usize,
+        bell: Bell,
+        health: Arc<Health>,
+        connections: usize,
+    ) -> Self {
+        Self {
+            from,
+            longest,
+            bell,
+            health,
+            outboxes: (0..connections).map(|_| Outbox::default()).collect(),
+            arrived: Mutex::default(),
+            received: AtomicU64::new(0),
+            held: AtomicU64::new(0),
+            taken_all: AtomicU64::new(0),
+            pool: Mutex::default(),
+            unheard: AtomicUsize::new(connections),
+            heard: Notify::new(),
+        }
+    }
+
     fn pool(&self) -> MutexGuard<'_, Vec<Vec<u8>>> {
         self.pool.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -296,20 +319,8 @@ impl TcpLink {
     ) -> io::Result<Self> {
         let out = ends.out.len();
         let connections: Vec<_> = ends.out.into_iter().chain(ends.back).collect();
-        let shared = Arc::new(Shared {
-            from: peer,
-            longest,
-            bell,
-            health: health.clone(),
-            outboxes: connections.iter().map(|_| Outbox::default()).collect(),
-            arrived: Mutex::default(),
-            received: AtomicU64::new(0),
-            held: AtomicU64::new(0),
-            taken_all: AtomicU64::new(0),
-            pool: Mutex::default(),
-            unheard: AtomicUsize::new(connections.len()),
-            heard: Notify::new(),
-        });
+        let shared = Shared::new(peer, longest, bell, health.clone(), connections.len());
+        let shared = Arc::new(shared);
         let (mut tasks, mut sockets) = (Vec::new(), Vec::new());
         for (index, Secured { socket, session }) in connections.into_iter().enumerate() {
             let (worker, socket) = (workers.next(), socket.into_std()?);
@@ -828,6 +839,22 @@ impl<'a> Reader<'a> {
 
 fn is_whole((header, _, body): &(Header, bool, Vec<u8>)) -> bool {
     body.len() == header.payload as usize
+}
+
+/// Reads any bytes as what comes on a connection, whole and in two parts: that none makes it panic,
+/// and that it does not matter where they are cut, is what fuzzing wants to know.
+pub(crate) fn read_anything(bytes: &[u8]) {
+    static BELL: LazyLock<Option<Bell>> = LazyLock::new(|| Bell::new().ok());
+    let Some(bell) = &*BELL else { return };
+    let read = |parts: &[&[u8]]| {
+        let health = Health::new(bell.clone());
+        let shared = Shared::new(Peer(1), 1000, bell.clone(), health, 1);
+        let mut reader = Reader::new(&shared, 0);
+        let end = parts.iter().try_for_each(|part| reader.feed(part));
+        format!("{end:?} {:?} {:?}", reader.news, (reader.frames, reader.ended, reader.heard))
+    };
+    let (first, second) = bytes.split_at(bytes.len() / 2);
+    assert_eq!(read(&[bytes]), read(&[first, second]));
 }
 
 #[cfg(test)]

@@ -185,7 +185,8 @@ impl Session {
         }
     }
 
-    /// Adds `plain` to what is to be written. All that has come must have been [opened](Self::open).
+    /// Adds `plain` to what is to be written. All that has come must have been
+    /// [opened](Self::open).
     pub(super) fn seal(&mut self, plain: &[u8]) -> io::Result<()> {
         /// What a record adds to its plaintext, and how much of that it holds.
         const OVERHEAD: usize = 5 + 1 + 16;
