@@ -61,6 +61,8 @@ const ALL_WINDOW: u64 = 256 << 20;
 const OUTBOX: usize = 256 << 10;
 /// The same for notices, which are short and go before.
 const OUTBOX_FOR_NOTICES: usize = 2 * OUTBOX;
+/// Bytes that are encrypted and written at once: whole records, which stay in the cache.
+const SEAL: usize = 64 << 10;
 /// Payloads whose memory is kept for others to come, and the shortest of them.
 const POOL: usize = 256;
 const SHORTEST_IN_POOL: usize = 8 << 10;
@@ -655,20 +657,25 @@ async fn move_bytes(
     outbox: &Outbox,
     reader: &mut Reader<'_>,
 ) -> io::Error {
-    let mut plain = Vec::with_capacity(2 * OUTBOX);
+    let (mut plain, mut sealed) = (Vec::with_capacity(2 * OUTBOX), 0);
     let moved = async {
         reader.read(|sink| session.open(sink))?; // what came with the handshake
         loop {
             let mut idle = false;
             if session.outgoing.is_empty() {
-                outbox.take(&mut plain);
-                idle = plain.is_empty();
-                if !idle {
+                if sealed == plain.len() {
+                    plain.clear();
+                    sealed = 0;
+                    outbox.take(&mut plain);
+                    idle = plain.is_empty();
                     if plain.len() >= OUTBOX {
                         reader.shared.bell.ring(); // there is room again
                     }
-                    session.seal(&plain)?;
-                    plain.clear();
+                }
+                let next = &plain[sealed..plain.len().min(sealed + SEAL)];
+                if !next.is_empty() {
+                    session.seal(next)?;
+                    sealed += next.len();
                 }
             }
             let wrote_all = session.write(&socket)?;

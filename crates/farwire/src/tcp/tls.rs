@@ -13,8 +13,9 @@ use rustls::unbuffered::{
 };
 use tokio::net::TcpStream;
 
-/// Bytes that are read from a socket at once, at most.
-const READ: usize = 256 << 10;
+/// Bytes that are read from a socket at once, at most: what stays in the cache until it is
+/// decrypted.
+const READ: usize = 64 << 10;
 
 /// Bytes on their way, in memory that is kept.
 #[derive(Debug, Default)]
