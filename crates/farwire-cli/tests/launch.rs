@@ -234,6 +234,7 @@ fn bench_shows_the_link_that_was_used() {
     for (arguments, heading) in [
         (&["--ranks", "2"][..], "2 ranks, link shm"),
         (&["--ranks", "2", "--link", "quic"], "2 ranks, link quic"),
+        (&["--ranks", "2", "--link", "tcp"], "2 ranks, link tcp"),
         (&["--ranks", "2", "--link", "inproc"], "2 ranks, link inproc"),
         (&["--ranks", "1"], "1 ranks, link none"),
     ] {
@@ -248,7 +249,9 @@ fn bench_shows_the_link_that_was_used() {
     assert!(said.contains("link shm (1 pairs), quic (2 pairs)"), "{said}");
     let said = succeeds(&["launch", "-n", "3", "--", "sh", "-c", &format!("{script} --json")]);
     assert!(
-        said.contains("\"link\":\"shm+quic\",\"links\":{\"shm\":1,\"quic\":2,\"inproc\":0}"),
+        said.contains(
+            "\"link\":\"shm+quic\",\"links\":{\"shm\":1,\"quic\":2,\"tcp\":0,\"inproc\":0}"
+        ),
         "{said}"
     );
 }

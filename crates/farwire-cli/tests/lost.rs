@@ -206,7 +206,7 @@ impl Hosts {
         ip(&format!("-n {}br link set p{VICTIM} {state}", self.prefix)).unwrap();
     }
 
-    fn start(&self, rank: usize, token: &farwire::Token) -> Child {
+    fn start(&self, rank: usize, token: &farwire::Token, link: &str) -> Child {
         Command::new("ip")
             .args(["netns", "exec", &format!("{}h{rank}", self.prefix)])
             .args(rank_command())
@@ -216,6 +216,7 @@ impl Hosts {
             .env("MASTER_ADDR", "10.78.0.1")
             .env("MASTER_PORT", "29500")
             .env("FARWIRE_TOKEN", token.reveal())
+            .env("FARWIRE_LINK", link)
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
             .spawn()
@@ -240,9 +241,9 @@ fn survivors_of_a_rank_that_is_cut_off_know() {
             return println!("skipped, because there can be no network namespaces here: {reason}");
         }
     };
-    table("all packets dropped, QUIC", || {
+    let cut_off = |link: &str| {
         let token = farwire::Token::generate();
-        let mut ranks: Vec<_> = (0..RANKS).map(|rank| hosts.start(rank, &token)).collect();
+        let mut ranks: Vec<_> = (0..RANKS).map(|rank| hosts.start(rank, &token, link)).collect();
         let said = Said::by(ranks.iter_mut().map(|rank| rank.stdout.take().unwrap()).collect());
         said.wait_for("ready", RANKS);
         let blow = now();
@@ -253,5 +254,8 @@ fn survivors_of_a_rank_that_is_cut_off_know() {
         }
         hosts.set_victim("up");
         times
-    });
+    };
+    for link in ["quic", "tcp"] {
+        table(&format!("all packets dropped, {link}"), || cut_off(link));
+    }
 }

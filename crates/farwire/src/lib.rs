@@ -55,6 +55,7 @@ mod quic;
 mod settings;
 mod shm;
 mod sync;
+mod tcp;
 mod token;
 
 pub use comm::Communicator;
@@ -89,9 +90,10 @@ pub use settings::{Builder, Preset};
 pub use sync::{StateError, StateSync};
 pub use token::{Token, TokenError};
 
-/// Reads any bytes as what a process of the cluster says while it joins. For fuzzing.
+/// Reads any bytes as what a process of the cluster says, while it joins and over TCP. For fuzzing.
 #[doc(hidden)]
 pub fn read_anything(bytes: &[u8]) {
     join::rendezvous::read_anything(bytes);
     link::negotiation::read_anything(bytes);
+    tcp::link::read_anything(bytes);
 }

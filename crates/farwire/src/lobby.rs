@@ -65,7 +65,8 @@ impl Lobby {
             newcomer.known.part().await;
             return Ok(());
         };
-        let (member, address) = (known.member.clone(), known.connection.remote_address());
+        let address = self.again.address_of(&known.connection);
+        let member = known.member.clone();
         let pair = Pair {
             me,
             peer: JOINER,

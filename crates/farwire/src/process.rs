@@ -22,7 +22,7 @@ use crate::join::gathering::Newcomer;
 use crate::join::identity::Identity;
 use crate::join::rendezvous::{self, Acquaintance, Group, JoinError, Member, Terms};
 use crate::link::negotiation::{self, Linked};
-use crate::link::{Link, LinkChoice, Pair, Wanted};
+use crate::link::{Link, LinkChoice, LinkKind, Pair, Wanted};
 use crate::lobby::{Addresses, Lobby, MAX_NEWCOMERS};
 use crate::metrics;
 use crate::node::{self, Node};
@@ -207,6 +207,7 @@ impl Settings {
             epoch: self.config.epoch,
             master,
             port_is_held: self.port_is_held,
+            tcp: self.link.kinds().any(LinkKind::uses_tcp).then_some(&self.tcp),
             port: self.port,
             interface: self.interface.as_deref(),
             timeout: self.join_timeout,
@@ -238,7 +239,7 @@ impl Settings {
             rendezvous::join(&terms, identity, transport).await?;
         let mut addresses = HashMap::from([(u64::from(me.0), (member, None))]);
         for known in peers.iter().flatten() {
-            let address = known.connection.remote_address();
+            let address = again.address_of(&known.connection);
             let process = u64::from(known.member.rank);
             addresses.insert(process, (known.member.clone(), Some(address)));
         }

@@ -17,6 +17,7 @@ use crate::link::{Link, LinkChoice, Wanted};
 use crate::observe::flight::Records;
 use crate::quic::congestion::Congestion;
 use crate::quic::control::Beats;
+use crate::tcp::port::TcpSettings;
 use crate::token::Token;
 
 /// Settings that fit a situation.
@@ -72,7 +73,8 @@ const CREDIT: NonZeroU32 = NonZeroU32::new(4).expect("it is not zero");
 /// | [`token`](Self::token) | `FARWIRE_TOKEN`, else `FARWIRE_TOKEN_FILE` | on loopback, the user's key file |
 /// | [`link`](Self::link) | `FARWIRE_LINK` | `auto` |
 /// | | `FARWIRE_CONNECTIONS` | `auto`: as many QUIC connections to a peer as there are cores for |
-/// | | `FARWIRE_CONGESTION` | `auto`: CUBIC within 5 ms, else a model of the path |
+/// | | `FARWIRE_CONGESTION` | for QUIC, `auto`: CUBIC within 5 ms, else a model of the path |
+/// | | `FARWIRE_TCP_CONGESTION` | for TCP, the system's default (`bbr` or `cubic`, say) |
 /// | [`preset`](Self::preset) | `FARWIRE_PRESET` | `lan` |
 /// | [`port`](Self::port) | `FARWIRE_PORT` | any free port |
 /// | [`interface`](Self::interface) | `FARWIRE_INTERFACE` | whichever leads to the peer |
@@ -242,6 +244,8 @@ impl Builder {
             let told = variables.text("LOCAL_WORLD_SIZE").and_then(|ranks| ranks.parse().ok());
             Wanted::auto(told.unwrap_or(if place.is_local() { world } else { 1 }), world)
         });
+        let congestion_of_tcp = variables.text("FARWIRE_TCP_CONGESTION");
+        let tcp = TcpSettings { congestion: congestion_of_tcp.filter(|name| !name.is_empty()) };
         let what = "a port from 1 to 65535, or 0 for any";
         let port = variables.or(self.port, "FARWIRE_PORT", what, |text| text.parse().ok())?;
         let interface = self.interface.or_else(|| variables.text("FARWIRE_INTERFACE"));
@@ -276,6 +280,7 @@ impl Builder {
             link: link.unwrap_or_default(),
             congestion: congestion.unwrap_or_default(),
             connections,
+            tcp,
             port: port.unwrap_or(0),
             interface: interface.filter(|name| !name.is_empty()),
             join_timeout: join_timeout.unwrap_or(JOIN_TIMEOUT),
@@ -346,6 +351,7 @@ pub(crate) struct Settings {
     pub(crate) link: LinkChoice,
     pub(crate) congestion: Congestion,
     pub(crate) connections: Wanted,
+    pub(crate) tcp: TcpSettings,
     /// This rank's UDP port; 0 for any.
     pub(crate) port: u16,
     /// Whether a launcher keeps this process's port free for it.

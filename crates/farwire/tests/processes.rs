@@ -142,6 +142,36 @@ fn a_message_outlives_its_sender() {
     }
 }
 
+/// Rank 0 has no TCP port, since another process has it; so rank 0 connects.
+#[test]
+fn a_rank_that_cannot_listen_on_tcp_connects_to_the_others() {
+    const TEST: &str = "a_rank_that_cannot_listen_on_tcp_connects_to_the_others";
+    let port = common::free_port();
+    let taken = std::net::TcpListener::bind(("127.0.0.1", port));
+    let token = farwire::Token::generate();
+    let ranks = common::start_processes_at(TEST, &[port; 3], &token, "tcp", &[], |comm| {
+        assert_eq!(comm.all_reduce(vec![1; 1000], ReduceOp::Sum).wait().unwrap(), [3; 1000]);
+    });
+    for (index, rank) in ranks.into_iter().enumerate() {
+        common::assert_succeeds(rank, &format!("rank {index}"));
+    }
+    drop(taken);
+}
+
+/// Shorter than the number of ranks, a prime, and one more than what fits in whole frames.
+#[test]
+fn awkward_lengths_over_every_link() {
+    for link in common::links() {
+        for n in [2, 3, 5] {
+            on_processes("awkward_lengths_over_every_link", n, link, |comm| {
+                for len in [1, 2, 3, 1009, 32_769, 2_097_153] {
+                    common::long_collectives(&comm, len);
+                }
+            });
+        }
+    }
+}
+
 #[test]
 fn sixty_four_operations_in_flight_at_once() {
     for link in common::links() {

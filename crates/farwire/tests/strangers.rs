@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering::SeqCst};
 use std::time::Duration;
 
 use common::relay::{Relay, Way};
-use common::stranger::{garbage, half_open, knock};
+use common::stranger::{garbage, garbage_tcp, half_open, half_open_tcp, knock, knock_tcp};
 use common::{assert_succeeds, free_port, resident_megabytes, start_processes_at};
 use farwire::{Builder, Communicator, Peer, Place, ReduceOp, Token};
 use farwire_proto::WorldSize;
@@ -91,6 +91,23 @@ fn slow_handshakes_do_not_keep_ranks_from_joining() {
     });
 }
 
+#[test]
+fn silent_connections_do_not_keep_ranks_from_having_a_tcp_link() {
+    let (token, port) = (Token::generate(), free_port());
+    let join = |rank| builder(rank, 2, port, &token, 60).link("tcp".parse().unwrap()).join();
+    std::thread::scope(|scope| {
+        let zero = scope.spawn(|| join(0).unwrap());
+        let server = std::net::SocketAddr::from(([127, 0, 0, 1], port));
+        while std::net::TcpStream::connect(server).is_err() {
+            std::thread::yield_now();
+        }
+        let silent = half_open_tcp(server, SLOW);
+        let one = join(1).unwrap();
+        sum_to(2, vec![zero.join().unwrap(), one]);
+        drop(silent);
+    });
+}
+
 /// All-reduces until the test says that it is enough, and checks each sum and the growth of this
 /// process.
 fn reduce_until_told(comm: &Communicator) {
@@ -145,13 +162,21 @@ fn join_without_token(test: &str, port: u16) -> String {
 
 #[test]
 fn a_running_job_does_not_notice_strangers() {
-    const TEST: &str = "a_running_job_does_not_notice_strangers";
+    strangers_come("a_running_job_does_not_notice_strangers", "quic");
+}
+
+#[test]
+fn a_running_job_over_tcp_does_not_notice_strangers() {
+    strangers_come("a_running_job_over_tcp_does_not_notice_strangers", "tcp");
+}
+
+fn strangers_come(test: &str, link: &str) {
     let (token, port) = (Token::generate(), free_port());
     if std::env::var_os("FARWIRE_TEST_STRANGER").is_some() {
-        join_without_token(TEST, port);
+        join_without_token(test, port);
     }
     let mut ranks =
-        start_processes_at(TEST, &[port; 2], &token, "quic", &[], |comm| reduce_until_told(&comm));
+        start_processes_at(test, &[port; 2], &token, link, &[], |comm| reduce_until_told(&comm));
     if ranks.is_empty() {
         return; // this is one of them
     }
@@ -166,7 +191,7 @@ fn a_running_job_does_not_notice_strangers() {
     }
     let server = ([127, 0, 0, 1], port).into();
 
-    let error = join_without_token(TEST, port);
+    let error = join_without_token(test, port);
     assert!(error.contains("could not reach rank 0") && error.contains("same token"), "{error}");
 
     let error = join(1, 2, port, &Token::generate(), 4).unwrap_err().to_string();
@@ -184,11 +209,20 @@ fn a_running_job_does_not_notice_strangers() {
 
     garbage(server, 100_000);
 
+    let mut silent = Vec::new();
+    if link == "tcp" {
+        for own_certificate in [false, true] {
+            let told = knock_tcp(server, own_certificate);
+            assert!(told.contains("Certificate") || told.contains("UnknownCA"), "{told}");
+        }
+        garbage_tcp(server, 100);
+        silent = half_open_tcp(server, SLOW);
+    }
     let strangers = network.block_on(half_open(server, SLOW));
     // They hold nobody up, either.
     let error = join(1, 2, port, &token, 10).unwrap_err().to_string();
     assert!(error.contains("the group is complete"), "{error}");
-    drop(strangers);
+    drop((strangers, silent));
 
     for (index, rank) in ranks.into_iter().enumerate() {
         let said = assert_succeeds(rank, &format!("rank {index}"));

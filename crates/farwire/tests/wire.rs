@@ -6,9 +6,9 @@ mod common;
 
 use std::sync::{Arc, Mutex};
 
-use common::relay::{Relay, Way};
+use common::relay::{Relay, TcpRelay, Way};
 use common::{assert_succeeds, free_port, start_processes_at};
-use farwire::{ReduceOp, Token};
+use farwire::{Communicator, ReduceOp, Token};
 
 /// So short that no packet of payload can be without it.
 const PATTERN: &[u8] = b"FARWIRE IN CLEAR";
@@ -49,8 +49,46 @@ fn holds(datagrams: &[Vec<u8>], wanted: &[u8]) -> bool {
     datagrams.iter().any(|datagram| datagram.windows(wanted.len()).any(|window| window == wanted))
 }
 
+/// What both ranks do: everything goes both ways.
+fn exchange(comm: &Communicator) {
+    let payload = PATTERN.repeat(REPEATS);
+    let other = 1 - comm.rank();
+    let sent = comm.send(payload.clone(), other, 0);
+    assert!(comm.recv::<u8>(payload.len(), other, 0).wait().unwrap() == payload);
+    sent.wait().unwrap();
+    assert!(comm.all_reduce(payload.clone(), ReduceOp::Max).wait().unwrap() == payload);
+}
+
+/// Starts two ranks, the second of which finds the first by way of `relay`. Nothing in the ranks
+/// themselves.
+fn run(test: &str, port: u16, relay: u16, token: &Token, link: &str) -> Option<()> {
+    let ranks = start_processes_at(test, &[port, relay], token, link, &[], |comm| {
+        exchange(&comm);
+        comm.shutdown().unwrap();
+    });
+    if ranks.is_empty() {
+        return None;
+    }
+    for (index, rank) in ranks.into_iter().enumerate() {
+        assert_succeeds(rank, &format!("rank {index}"));
+    }
+    Some(())
+}
+
+/// Nothing that went one way is to be understood.
+fn assert_secret(texts: &[Vec<u8>], token: &Token) {
+    let bytes: usize = texts.iter().map(Vec::len).sum();
+    println!("{} datagrams or connections, {bytes} bytes", texts.len());
+    assert!(bytes > PATTERN.len() * REPEATS, "everything went this way");
+    assert!(!holds(texts, PATTERN), "payload in clear");
+    for (form, wanted) in forms(token) {
+        assert!(!holds(texts, &wanted), "token in clear: {form}");
+    }
+}
+
 #[test]
 fn neither_token_nor_payload_crosses_the_wire_in_clear() {
+    const TEST: &str = "neither_token_nor_payload_crosses_the_wire_in_clear";
     let (token, port) = (Token::generate(), free_port());
     let seen: Arc<Mutex<[Vec<Vec<u8>>; 2]>> = Arc::default();
     let record = seen.clone();
@@ -58,34 +96,12 @@ fn neither_token_nor_payload_crosses_the_wire_in_clear() {
         record.lock().unwrap()[usize::from(way == Way::ToClient)].push(datagram.to_vec());
         true
     });
-    let test = "neither_token_nor_payload_crosses_the_wire_in_clear";
-    let ranks =
-        start_processes_at(test, &[port, relay.address.port()], &token, "quic", &[], |comm| {
-            let payload = PATTERN.repeat(REPEATS);
-            let other = 1 - comm.rank();
-            let sent = comm.send(payload.clone(), other, 0);
-            assert!(comm.recv::<u8>(payload.len(), other, 0).wait().unwrap() == payload);
-            sent.wait().unwrap();
-            assert!(comm.all_reduce(payload.clone(), ReduceOp::Max).wait().unwrap() == payload);
-            comm.shutdown().unwrap();
-        });
-    if ranks.is_empty() {
+    if run(TEST, port, relay.address.port(), &token, "quic").is_none() {
         return; // this is one of them
-    }
-    for (index, rank) in ranks.into_iter().enumerate() {
-        assert_succeeds(rank, &format!("rank {index}"));
     }
     drop(relay);
     let seen = std::mem::take(&mut *seen.lock().unwrap());
-    for datagrams in seen {
-        let bytes: usize = datagrams.iter().map(Vec::len).sum();
-        println!("{} datagrams, {bytes} bytes", datagrams.len());
-        assert!(bytes > PATTERN.len() * REPEATS, "everything went this way");
-        assert!(!holds(&datagrams, PATTERN), "payload in clear");
-        for (form, wanted) in forms(&token) {
-            assert!(!holds(&datagrams, &wanted), "token in clear: {form}");
-        }
-    }
+    seen.iter().for_each(|datagrams| assert_secret(datagrams, &token));
 
     // The search finds what there is to find.
     let middle = PATTERN.len() / 2;
@@ -95,4 +111,25 @@ fn neither_token_nor_payload_crosses_the_wire_in_clear() {
     }
     assert!(holds(&[token.reveal().into_bytes()], &forms(&token)[0].1));
     assert_eq!(base64(b"Man", b"+/"), b"TWFu");
+}
+
+#[test]
+fn neither_token_nor_payload_crosses_tcp_in_clear() {
+    const TEST: &str = "neither_token_nor_payload_crosses_tcp_in_clear";
+    let (token, port) = (Token::generate(), free_port());
+    let server = ([127, 0, 0, 1], port).into();
+    // The same port number for both, as ranks have it; another process may have one of the two.
+    let (relay, tcp) = std::iter::repeat_with(|| {
+        let relay = Relay::start(server, |_, _| true);
+        let tcp = TcpRelay::start(relay.address, server);
+        (relay, tcp)
+    })
+    .find_map(|(relay, tcp)| Some((relay, tcp.ok()?)))
+    .unwrap();
+    if run(TEST, port, relay.address.port(), &token, "tcp").is_none() {
+        return; // this is one of them
+    }
+    for way in [Way::ToServer, Way::ToClient] {
+        assert_secret(&tcp.seen(way), &token);
+    }
 }

@@ -4,6 +4,7 @@
 //! is known to get through, connects once more and shows it.
 
 use std::collections::HashMap;
+use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -15,6 +16,7 @@ use tokio::time::{Instant, sleep, timeout_at};
 
 use super::calling::Caller;
 use super::rendezvous::{Answer, read, write};
+use crate::tcp::port::TcpPort;
 
 /// How two processes met, and how they meet again.
 #[derive(Clone, Debug)]
@@ -69,6 +71,26 @@ impl Again {
     pub(crate) fn within(&self, patience: Duration) -> Self {
         let (caller, expected) = (self.caller.clone(), self.expected.clone());
         Self { caller, expected, deadline: Instant::now() + patience }
+    }
+
+    /// This process, as its certificate has it.
+    pub(crate) fn me(&self) -> Peer {
+        self.caller.rank()
+    }
+
+    /// How this process is connected to over TCP, and connects.
+    pub(crate) fn tcp(&self) -> &Arc<TcpPort> {
+        &self.caller.tcp
+    }
+
+    /// Where the other side of a connection listens, or is.
+    pub(crate) fn address_of(&self, connection: &Connection) -> SocketAddr {
+        self.caller.tcp.tunnels().real(connection.remote_address())
+    }
+
+    /// Whether packets on a connection go over UDP, and not through a tunnel.
+    pub(crate) fn is_over_udp(&self, connection: &Connection) -> bool {
+        !self.caller.tcp.tunnels().lead_to(connection.remote_address())
     }
 
     /// A ticket for a peer, and the connection that it will be shown on.

@@ -13,12 +13,16 @@ use super::identity::Identity;
 use super::rendezvous::{
     Acquaintance, Answer, Hello, JoinError, NONSENSE, OTHER_TOKEN, read, read_up_to, write,
 };
+use super::tunnel::Tunnels;
 use crate::quic::transport::Transport;
+use crate::tcp::port::TcpPort;
 
 /// How long to wait for a peer to answer before asking again; each time twice as long, up to a
 /// limit. A peer that is not there yet should be found soon, a slow one needs time.
 const FIRST_RETRY: Duration = Duration::from_secs(3);
 const MAX_RETRY: Duration = Duration::from_secs(12);
+/// How long it may take to connect a tunnel, while UDP is not tried.
+const TUNNEL: Duration = Duration::from_millis(1500);
 /// How long a process with another token may be at a peer's address.
 const OTHER_JOB: Duration = Duration::from_secs(5);
 
@@ -28,6 +32,7 @@ pub(super) struct Caller {
     pub(super) endpoint: Endpoint,
     pub(super) client: ClientConfig,
     pub(super) transport: Transport,
+    pub(super) tcp: Arc<TcpPort>,
     pub(super) identity: Arc<Identity>,
     pub(super) hello: Hello,
     /// When to give up, and how long that is from the beginning.
@@ -104,8 +109,7 @@ impl Caller {
         address: SocketAddr,
         patience: Duration,
     ) -> Result<(Acquaintance, Answer), String> {
-        let connection = timeout(patience, self.dial(name, address)).await;
-        let connection = connection.map_err(|_| "no answer".to_owned())??;
+        let connection = self.reach(name, address, patience).await?;
         let (mut to, mut from) = connection.open_bi().await.map_err(|error| error.to_string())?;
         write(&mut to, hello).await?;
         // Only now is it known that the peer has let this process in: it may have had no place for
@@ -113,6 +117,31 @@ impl Caller {
         let answer = read(&mut from).await?;
         let member = self.hello.member.clone(); // until it says who it is
         Ok((Acquaintance { connection, to, from, member, called: true }, answer))
+    }
+
+    /// Connects over UDP. If there is no answer in time, but there is one over TCP, through a
+    /// [tunnel](super::tunnel).
+    async fn reach(
+        &self,
+        name: &str,
+        address: SocketAddr,
+        patience: Duration,
+    ) -> Result<Connection, String> {
+        let no_answer = |_| "no answer".to_owned();
+        let first = timeout(patience, self.dial(name, address)).await.map_err(no_answer);
+        let (Err(_), Ok(port)) = (&first, self.tcp.listens()) else { return first? };
+        let tunnels = self.tcp.tunnels();
+        if tunnels.lead_to(address) {
+            return first?;
+        }
+        let passage = Tunnels::connect(self.tcp.local(), address, port);
+        let Ok(Ok(passage)) = timeout(TUNNEL, passage).await else { return first? };
+        // It is there. But it may not have been a moment ago, so UDP has another chance.
+        if let Ok(Ok(connection)) = timeout(patience / 2, self.dial(name, address)).await {
+            return Ok(connection);
+        }
+        tunnels.clone().open_to(passage);
+        timeout(patience, self.dial(name, address)).await.map_err(no_answer)?
     }
 
     /// What a peer that has heard the hello says when its turn comes, in up to `limit` bytes.

@@ -21,7 +21,7 @@ use tokio::time::timeout;
 use crate::quic::transport::Transport;
 
 /// How long one handshake may take.
-const HANDSHAKE: Duration = Duration::from_secs(10);
+pub(crate) const HANDSHAKE: Duration = Duration::from_secs(10);
 /// Handshakes that may be in the middle at once.
 const PLACES: usize = 256;
 /// At most one line about strangers goes to the log in this time.
@@ -57,26 +57,15 @@ pub(crate) async fn keep(
                 continue;
             }
         };
-        let mut places = porch.places();
-        let id = places.next_id();
         let (pass, tell, door) = (pass.clone(), tell.clone(), porch.clone());
-        let handshake = tokio::spawn(async move {
-            let outcome = timeout(HANDSHAKE, connecting).await;
-            door.places().leave(id);
-            match outcome {
+        porch.admit(from.ip(), async move {
+            match timeout(HANDSHAKE, connecting).await {
                 Ok(Ok(connection)) => pass(connection),
                 Ok(Err(error)) if is_about_certificates(&error) => tell(from),
                 Ok(Err(error)) => door.say(&format!("refused a stranger from {from}: {error}")),
                 Err(_) => door.say(&format!("refused a stranger from {from} that did not go on")),
             }
         });
-        if let Some(oldest) = places.enter(id, neighbourhood(from.ip()), handshake.abort_handle()) {
-            drop(places);
-            oldest.abort(); // which closes its connection
-            porch.say(
-                "too many handshakes at once; the oldest of the most crowded address were refused",
-            );
-        }
     }
 }
 
@@ -106,7 +95,7 @@ fn neighbourhood(address: IpAddr) -> IpAddr {
 
 /// Where handshakes wait.
 #[derive(Debug, Default)]
-struct Porch {
+pub(crate) struct Porch {
     places: Mutex<Places<AbortHandle>>,
     log: Log,
 }
@@ -116,8 +105,30 @@ impl Porch {
         self.places.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn say(&self, what: &str) {
+    pub(crate) fn say(&self, what: &str) {
         self.log.say(what);
+    }
+
+    /// Gives a handshake a place, perhaps that of another.
+    pub(crate) fn admit(
+        self: &Arc<Self>,
+        from: IpAddr,
+        handshake: impl Future<Output = ()> + Send + 'static,
+    ) {
+        let mut places = self.places();
+        let id = places.next_id();
+        let porch = self.clone();
+        let task = tokio::spawn(async move {
+            handshake.await;
+            porch.places().leave(id);
+        });
+        if let Some(oldest) = places.enter(id, neighbourhood(from), task.abort_handle()) {
+            drop(places);
+            oldest.abort(); // which closes its connection
+            self.say(
+                "too many handshakes at once; the oldest of the most crowded address were refused",
+            );
+        }
     }
 }
 

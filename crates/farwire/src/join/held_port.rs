@@ -1,4 +1,4 @@
-//! A UDP port that a launcher keeps free for a rank: for rank 0, and in an elastic job for each.
+//! A port that a launcher keeps free for a rank: for rank 0, and in an elastic job for each.
 //!
 //! A launcher has to name rank 0's port before rank 0 runs, and to those that join later a port of
 //! one that lives. If it only looked for a free one, another process (a sibling rank that asks for
@@ -7,9 +7,13 @@
 //! [`VARIABLE`], binds with it, and switches it off again at once, so that from then on nobody can
 //! bind the port at all. The launcher's own socket is connected to itself: packets of others never
 //! go there.
+//!
+//! The TCP port of the same number is held in the same way. For TCP, whoever listens has the port
+//! alone.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
+use std::os::fd::OwnedFd;
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
@@ -21,15 +25,26 @@ pub(crate) const VARIABLE: &str = "FARWIRE_HELD_PORT";
 pub struct HeldPort {
     port: u16,
     _socket: UdpSocket,
+    /// Nothing if another process has it: rank 0 can then only connect to others.
+    _tcp: Option<OwnedFd>,
 }
 
 impl HeldPort {
     /// Any free port.
     pub fn any() -> io::Result<Self> {
-        let socket = bind_reusable((Ipv4Addr::LOCALHOST, 0).into())?;
-        let address = socket.local_addr()?;
-        socket.connect(address)?;
-        Ok(Self { port: address.port(), _socket: socket })
+        const TRIES: usize = 16;
+        let mut tries = 0;
+        loop {
+            let any = (Ipv4Addr::LOCALHOST, 0).into();
+            let socket = UdpSocket::from(bind_reusable(any, SocketType::DGRAM)?);
+            let address = socket.local_addr()?;
+            let tcp = bind_reusable(address, SocketType::STREAM).ok();
+            tries += 1;
+            if tcp.is_some() || tries == TRIES {
+                socket.connect(address)?;
+                return Ok(Self { port: address.port(), _socket: socket, _tcp: tcp });
+            }
+        }
     }
 
     /// Its number, for MASTER_PORT or FARWIRE_PORT.
@@ -48,17 +63,17 @@ pub(super) fn bind(address: SocketAddr, is_held: bool) -> io::Result<UdpSocket> 
     if !is_held {
         return UdpSocket::bind(address);
     }
-    let socket = bind_reusable(address)?;
+    let socket = UdpSocket::from(bind_reusable(address, SocketType::DGRAM)?);
     sockopt::set_socket_reuseaddr(&socket, false)?;
     Ok(socket)
 }
 
-fn bind_reusable(address: SocketAddr) -> io::Result<UdpSocket> {
+fn bind_reusable(address: SocketAddr, kind: SocketType) -> io::Result<OwnedFd> {
     let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
-    let socket = rustix::net::socket_with(family, SocketType::DGRAM, SocketFlags::CLOEXEC, None)?;
+    let socket = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)?;
     sockopt::set_socket_reuseaddr(&socket, true)?;
     rustix::net::bind(&socket, &address)?;
-    Ok(socket.into())
+    Ok(socket)
 }
 
 #[cfg(test)]

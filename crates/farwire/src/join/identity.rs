@@ -19,16 +19,18 @@ use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose, PKCS_ED25519,
 };
+use rustls::crypto::{CryptoProvider, aws_lc_rs};
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, PrivatePkcs8KeyDer, ServerName};
 use rustls::server::WebPkiClientVerifier;
-use rustls::{RootCertStore, crypto::aws_lc_rs};
+use rustls::{CipherSuite, RootCertStore, SupportedCipherSuite};
 use time::{Duration, OffsetDateTime};
 
 use super::job::JobName;
 use crate::token::Token;
 
-/// What the two sides agree to speak.
+/// What the two sides agree to speak: over QUIC, and over TCP.
 const ALPN: &[u8] = b"farwire/1";
+const ALPN_TCP: &[u8] = b"farwire-tcp/1";
 /// How long a certificate is good for. It is looked at when a connection is made, and a process may
 /// be called as long as it runs: by one that joins, weeks later. The key never leaves the process.
 const VALID: Duration = Duration::days(10 * 365);
@@ -118,12 +120,18 @@ impl Identity {
     /// Whether the certificate that a peer showed, which is from the cluster's authority, is for
     /// the rank it claims.
     pub(crate) fn is_certified(&self, connection: &quinn::Connection, peer: Peer) -> bool {
-        is_for(connection, self.name_of(peer))
+        is_for(&shown(connection), self.name_of(peer))
     }
 
     /// Whether it is also for this job.
     pub(crate) fn is_of_this_job(&self, connection: &quinn::Connection, peer: Peer) -> bool {
-        is_for(connection, name_in_job(&self.cluster, &self.job, peer, self.epoch))
+        self.certifies(&shown(connection), peer)
+    }
+
+    /// Whether certificates that were shown, and are from the cluster's authority, are for this
+    /// job and this rank.
+    pub(crate) fn certifies(&self, chain: &[CertificateDer<'_>], peer: Peer) -> bool {
+        is_for(chain, name_in_job(&self.cluster, &self.job, peer, self.epoch))
     }
 
     fn roots(&self) -> Result<Arc<RootCertStore>, IdentityError> {
@@ -137,7 +145,41 @@ impl Identity {
     }
 
     pub(crate) fn server_config(&self) -> Result<quinn::ServerConfig, IdentityError> {
-        let provider = Arc::new(aws_lc_rs::default_provider());
+        let tls = self.server_tls(aws_lc_rs::default_provider(), ALPN)?;
+        let tls = QuicServerConfig::try_from(tls).map_err(IdentityError::new)?;
+        Ok(quinn::ServerConfig::with_crypto(Arc::new(tls)))
+    }
+
+    pub(crate) fn client_config(&self) -> Result<quinn::ClientConfig, IdentityError> {
+        let tls = self.client_tls(aws_lc_rs::default_provider(), ALPN)?;
+        let tls = QuicClientConfig::try_from(tls).map_err(IdentityError::new)?;
+        Ok(quinn::ClientConfig::new(Arc::new(tls)))
+    }
+
+    /// How this process answers, and calls, over TCP.
+    pub(crate) fn tcp_configs(
+        &self,
+    ) -> Result<(Arc<rustls::ServerConfig>, Arc<rustls::ClientConfig>), IdentityError> {
+        let mut provider = aws_lc_rs::default_provider();
+        // The first that both have is used. Encryption is the largest cost, and the shorter key,
+        // which is long enough, is a quarter cheaper.
+        let shorter =
+            |suite: &SupportedCipherSuite| suite.suite() != CipherSuite::TLS13_AES_128_GCM_SHA256;
+        provider.cipher_suites.sort_by_key(shorter);
+        let mut server = self.server_tls(provider.clone(), ALPN_TCP)?;
+        let mut client = self.client_tls(provider, ALPN_TCP)?;
+        // Connections are made once, so nothing is kept to resume them.
+        server.send_tls13_tickets = 0;
+        client.resumption = rustls::client::Resumption::disabled();
+        Ok((Arc::new(server), Arc::new(client)))
+    }
+
+    fn server_tls(
+        &self,
+        provider: CryptoProvider,
+        speaks: &[u8],
+    ) -> Result<rustls::ServerConfig, IdentityError> {
+        let provider = Arc::new(provider);
         let verifier = WebPkiClientVerifier::builder_with_provider(self.roots()?, provider.clone())
             .build()
             .map_err(IdentityError::new)?;
@@ -147,22 +189,23 @@ impl Identity {
             .with_client_cert_verifier(verifier)
             .with_single_cert(vec![self.certificate.clone()], self.key())
             .map_err(IdentityError::new)?;
-        tls.alpn_protocols = vec![ALPN.to_vec()];
-        let tls = QuicServerConfig::try_from(tls).map_err(IdentityError::new)?;
-        Ok(quinn::ServerConfig::with_crypto(Arc::new(tls)))
+        tls.alpn_protocols = vec![speaks.to_vec()];
+        Ok(tls)
     }
 
-    pub(crate) fn client_config(&self) -> Result<quinn::ClientConfig, IdentityError> {
-        let provider = Arc::new(aws_lc_rs::default_provider());
-        let mut tls = rustls::ClientConfig::builder_with_provider(provider)
+    fn client_tls(
+        &self,
+        provider: CryptoProvider,
+        speaks: &[u8],
+    ) -> Result<rustls::ClientConfig, IdentityError> {
+        let mut tls = rustls::ClientConfig::builder_with_provider(Arc::new(provider))
             .with_protocol_versions(&[&rustls::version::TLS13])
             .map_err(IdentityError::new)?
             .with_root_certificates(self.roots()?)
             .with_client_auth_cert(vec![self.certificate.clone()], self.key())
             .map_err(IdentityError::new)?;
-        tls.alpn_protocols = vec![ALPN.to_vec()];
-        let tls = QuicClientConfig::try_from(tls).map_err(IdentityError::new)?;
-        Ok(quinn::ClientConfig::new(Arc::new(tls)))
+        tls.alpn_protocols = vec![speaks.to_vec()];
+        Ok(tls)
     }
 }
 
@@ -178,12 +221,15 @@ fn name_in_job(cluster: &str, job: &str, peer: Peer, epoch: Epoch) -> String {
     format!("r{}.e{}.{job}.{cluster}.farwire", peer.0, epoch.0)
 }
 
-/// Whether the certificate that a peer showed is for this name.
-fn is_for(connection: &quinn::Connection, name: String) -> bool {
-    let chain = connection
-        .peer_identity()
-        .and_then(|chain| chain.downcast::<Vec<CertificateDer<'static>>>().ok());
-    let Some(certificate) = chain.as_ref().and_then(|chain| chain.first()) else { return false };
+/// The certificates that a peer showed.
+fn shown(connection: &quinn::Connection) -> Vec<CertificateDer<'static>> {
+    let chain = connection.peer_identity().and_then(|chain| chain.downcast().ok());
+    chain.map_or_else(Vec::new, |chain| *chain)
+}
+
+/// Whether the first of these certificates is for this name.
+fn is_for(chain: &[CertificateDer<'_>], name: String) -> bool {
+    let Some(certificate) = chain.first() else { return false };
     let Ok(name) = ServerName::try_from(name) else { return false };
     webpki::EndEntityCert::try_from(certificate)
         .is_ok_and(|certificate| certificate.verify_is_valid_for_subject_name(&name).is_ok())

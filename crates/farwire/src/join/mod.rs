@@ -12,3 +12,4 @@ mod meeting;
 mod refusals;
 pub(crate) mod rendezvous;
 pub(crate) mod running;
+pub(crate) mod tunnel;

@@ -13,12 +13,12 @@
 //! taken, of another version) is told so and forgotten; the group goes on waiting for its own
 //! ranks. The same happens to any that come when the group is complete.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket};
 use std::sync::Arc;
 use std::time::Duration;
 
 use farwire_proto::{Epoch, Peer, VERSION};
-use quinn::{Connection, Endpoint, RecvStream, SendStream, ServerConfig};
+use quinn::{Connection, Endpoint, RecvStream, Runtime, SendStream, ServerConfig};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
@@ -32,10 +32,12 @@ use super::gathering::{Gathering, Newcomer};
 use super::identity::{Identity, IdentityError};
 use super::job::JobName;
 use super::refusals::Refusals;
+use super::tunnel::{self, Tunnels};
 use super::{door, held_port, meeting};
 use crate::link::Boxed;
 use crate::link::negotiation::Control;
 use crate::quic::transport::{Transport, widen};
+use crate::tcp::port::{TcpPort, TcpSettings};
 
 /// How long one hello may take.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
@@ -165,6 +167,8 @@ pub(crate) struct Terms<'a> {
     pub(crate) interface: Option<&'a str>,
     /// Whether a launcher keeps this process's port free for it.
     pub(crate) port_is_held: bool,
+    /// Whether it also listens on TCP, and how.
+    pub(crate) tcp: Option<&'a TcpSettings>,
     /// How long it may take.
     pub(crate) timeout: Duration,
     /// Where those are sent that want to join later, if they may.
@@ -334,7 +338,7 @@ pub(crate) async fn join(
     let &Terms { place, master, timeout, .. } = terms;
     let deadline = Instant::now() + timeout;
     let (me, world) = (place.rank, place.world);
-    let (endpoint, server, socket) = listen(terms, &identity)?;
+    let Ears { endpoint, server, socket, tcp } = listen(terms, &identity)?;
     let hello = Hello::new(terms, Purpose::Start)?;
     let (door, mut newcomers) = mpsc::channel(world.len());
     let (side_door, from_below) = mpsc::channel(world.len());
@@ -349,12 +353,13 @@ pub(crate) async fn join(
         side_door,
         lobby: terms.lobby.clone(),
     };
-    listener.keep(endpoint.clone(), server, transport);
+    listener.keep(endpoint.clone(), server, transport, tcp.tunnels().clone());
 
     let caller = Arc::new(Caller {
         endpoint: endpoint.clone(),
         client: identity.client_config()?,
         transport,
+        tcp,
         identity,
         hello: hello.clone(),
         deadline,
@@ -372,6 +377,7 @@ pub(crate) async fn join(
         first = Some(there);
     }
     meeting::knock(&socket, me, &table);
+    let tunnels = caller.tcp.tunnels();
     let below = meeting::lower(caller.clone(), &table, from_below);
     let above = async {
         let mut gathering = Gathering::new(me, world, door.clone(), refusals.clone());
@@ -387,7 +393,7 @@ pub(crate) async fn join(
             turn_away(known, COMPLETE.to_owned(), &refusals);
         }
         let mut peers = gathering.peers;
-        if let Err(error) = welcome(&mut peers, me, &hello.member, deadline).await {
+        if let Err(error) = welcome(&mut peers, me, &hello.member, tunnels, deadline).await {
             refuse_all(&mut peers, &error.to_string()).await;
             return Err(error);
         }
@@ -423,12 +429,18 @@ impl Hello {
     }
 }
 
-/// This process's socket, rank 0's where all look for it; how it answers those that connect; and the
-/// socket once more, for what is not QUIC.
-pub(super) fn listen(
-    terms: &Terms<'_>,
-    identity: &Identity,
-) -> Result<(Endpoint, ServerConfig, UdpSocket), JoinError> {
+/// Where a process listens.
+pub(super) struct Ears {
+    pub(super) endpoint: Endpoint,
+    /// How it answers those that connect.
+    pub(super) server: ServerConfig,
+    /// The endpoint's socket once more, for what is not QUIC.
+    pub(super) socket: UdpSocket,
+    pub(super) tcp: Arc<TcpPort>,
+}
+
+/// Listens: rank 0 where all look for it.
+pub(super) fn listen(terms: &Terms<'_>, identity: &Arc<Identity>) -> Result<Ears, JoinError> {
     let master = terms.master;
     let any = match (master.ip().is_loopback(), terms.interface, master.is_ipv6()) {
         (true, ..) => master.ip(),
@@ -445,15 +457,46 @@ pub(super) fn listen(
     let address = SocketAddr::new(any, if first { master.port() } else { terms.port });
     let mut server = identity.server_config()?;
     door::limit_incoming(&mut server);
+    let tunnels = Arc::<Tunnels>::default();
     let listen = || {
-        let socket = held_port::bind(address, terms.port_is_held)?;
+        let (socket, listener) = bind(address, terms)?;
         widen(&socket);
         let (runtime, same) = (Arc::new(quinn::TokioRuntime), socket.try_clone()?);
-        let endpoint = Endpoint::new(Transport::endpoint(), Some(server.clone()), socket, runtime)?;
-        Ok((endpoint, same))
+        let udp = runtime.wrap_udp_socket(socket)?;
+        let socket = Arc::new(tunnel::Socket { udp, tunnels: tunnels.clone() });
+        let (config, server) = (Transport::endpoint(), Some(server.clone()));
+        let endpoint = Endpoint::new_with_abstract_socket(config, server, socket, runtime)?;
+        Ok((endpoint, same, listener))
     };
-    let (endpoint, socket) = listen().map_err(|error| JoinError::Listen { address, error })?;
-    Ok((endpoint, server, socket))
+    let (endpoint, socket, listener) =
+        listen().map_err(|error| JoinError::Listen { address, error })?;
+    let settings = terms.tcp.cloned().unwrap_or_default();
+    let tcp = TcpPort::open(listener, any, identity.clone(), settings, tunnels.clone())?;
+    Ok(Ears { endpoint, server, socket, tcp })
+}
+
+/// Sockets for UDP and TCP, with the same port. TCP may be missing: others can still be connected
+/// to.
+fn bind(
+    address: SocketAddr,
+    terms: &Terms<'_>,
+) -> std::io::Result<(UdpSocket, Result<TcpListener, String>)> {
+    const TRIES: usize = 16;
+    let mut tries = 0;
+    loop {
+        let socket = held_port::bind(address, terms.port_is_held)?;
+        if terms.tcp.is_none() {
+            return Ok((socket, Err("TCP is not among its links".to_owned())));
+        }
+        let bound = socket.local_addr()?;
+        let listener = TcpListener::bind(bound);
+        tries += 1;
+        // Another process may have the TCP port of this number. If any port will do, take another.
+        if listener.is_ok() || address.port() != 0 || tries == TRIES {
+            let why = |error| format!("could not listen on TCP {bound}: {error}");
+            return Ok((socket, listener.map_err(why)));
+        }
+    }
 }
 
 /// The address of a network interface, of the family that rank 0's address has.
@@ -479,11 +522,12 @@ async fn welcome(
     peers: &mut [Option<Acquaintance>],
     me: Peer,
     member: &Member,
+    tunnels: &Tunnels,
     deadline: Instant,
 ) -> Result<(), JoinError> {
     let entry = |peer: &Option<Acquaintance>| match peer {
         None => (member.clone(), None),
-        Some(peer) => (peer.member.clone(), Some(peer.connection.remote_address())),
+        Some(peer) => (peer.member.clone(), Some(tunnels.real(peer.connection.remote_address()))),
     };
     let answer = if me == Peer(0) {
         Answer::Welcome(peers.iter().map(entry).collect())
@@ -547,11 +591,18 @@ pub(super) struct Listener {
 
 impl Listener {
     /// Answers all that connect, for as long as the endpoint lives.
-    pub(super) fn keep(self, endpoint: Endpoint, server: ServerConfig, transport: Transport) {
+    pub(super) fn keep(
+        self,
+        endpoint: Endpoint,
+        server: ServerConfig,
+        transport: Transport,
+        tunnels: Arc<Tunnels>,
+    ) {
         let strangers = self.refusals.clone();
         let tell = move |from| strangers.add_stranger(from, OTHER_TOKEN);
         let listener = Arc::new(self);
-        let pass = move |connection| {
+        let pass = move |connection: Connection| {
+            tunnels.prove(connection.remote_address());
             tokio::spawn(listener.clone().hear(connection));
         };
         tokio::spawn(door::keep(endpoint, server, transport, pass, tell));

@@ -26,13 +26,15 @@ use super::gathering::Newcomer;
 use super::identity::Identity;
 use super::refusals::Refusals;
 use super::rendezvous::{
-    Acquaintance, Answer, Book, Hello, JoinError, Listener, Member, NONSENSE, OTHER_TOKEN, Purpose,
-    Terms, listen, read_up_to, write,
+    Acquaintance, Answer, Book, Ears, Hello, JoinError, Listener, Member, NONSENSE, OTHER_TOKEN,
+    Purpose, Terms, listen, read_up_to, write,
 };
 use crate::quic::transport::Transport;
 
 /// How long one call may take.
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
+/// How much of that an answer may take before it is tried another way.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// Bytes of the longest book.
 const MAX_BOOK: usize = 512 * MAX_MEMBERS + (16 << 10);
 
@@ -84,7 +86,7 @@ impl Joiner {
         transport: Transport,
     ) -> Result<Self, JoinError> {
         let deadline = Instant::now() + terms.timeout;
-        let (endpoint, server, _) = listen(terms, &identity)?;
+        let Ears { endpoint, server, tcp, .. } = listen(terms, &identity)?;
         let hello = Hello::new(terms, Purpose::Join)?;
         // Nobody comes by the doors of a process that was not there at the start.
         let ((door, _), (side_door, _)) = (mpsc::channel(1), mpsc::channel(1));
@@ -98,10 +100,11 @@ impl Joiner {
             side_door,
             lobby: terms.lobby.clone(),
         };
-        listener.keep(endpoint.clone(), server, transport);
+        listener.keep(endpoint.clone(), server, transport, tcp.tunnels().clone());
         let client = identity.client_config()?;
         let patience = terms.timeout;
-        let caller = Caller { endpoint, client, transport, identity, hello, deadline, patience };
+        let caller =
+            Caller { endpoint, client, transport, tcp, identity, hello, deadline, patience };
         let caller = Arc::new(caller);
         Ok(Self { again: Arc::new(Again::new(caller.clone(), expected)), caller })
     }
@@ -165,7 +168,7 @@ impl Joiner {
         let Caller { identity, hello, .. } = &*self.caller;
         let (name, mut hello) = (identity.name_of_any(), hello.clone());
         hello.purpose = purpose;
-        let said = self.caller.say_hello(&hello, &name, address, CALL_TIMEOUT).await;
+        let said = self.caller.say_hello(&hello, &name, address, ANSWER_TIMEOUT).await;
         let said = said.map_err(|error| match error {
             error if error == OTHER_TOKEN => CallError::Refused(address, error),
             error => CallError::Failed(format!("{address}: {error}")),

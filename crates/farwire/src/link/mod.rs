@@ -23,11 +23,12 @@ use crate::quic::control::Health;
 use crate::quic::kind::{MOST, Quic};
 use crate::shm::bell::Bell;
 use crate::shm::kind::SharedMemory;
+use crate::tcp::kind::Tcp;
 pub use choice::{LinkChoice, UnknownLink, link_names};
 use negotiation::Negotiation;
 
 /// Every kind of link between processes. Where several can serve a pair, the first is used.
-static KINDS: &[&dyn LinkKind] = &[&SharedMemory, &Quic];
+static KINDS: &[&dyn LinkKind] = &[&SharedMemory, &Quic, &Tcp];
 
 /// A way to link two processes.
 pub(crate) trait LinkKind: Send + Sync + std::fmt::Debug {
@@ -53,6 +54,10 @@ pub(crate) trait LinkKind: Send + Sync + std::fmt::Debug {
     /// Whether data passes through the network thread, which then wants a core of its own.
     fn uses_network_thread(&self) -> bool {
         true
+    }
+    /// Whether this process should listen on TCP for it.
+    fn uses_tcp(&self) -> bool {
+        false
     }
     /// What `farwire doctor` should say of this machine, as far as this kind depends on it.
     fn examine(&self) -> Vec<Finding> {

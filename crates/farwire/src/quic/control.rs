@@ -92,6 +92,14 @@ impl Health {
     }
 }
 
+#[cfg(test)]
+impl Health {
+    /// Until this side has been told to say goodbye.
+    pub(crate) async fn told_to_leave(&self) {
+        self.leaving.notified().await;
+    }
+}
+
 /// Of a peer whose data goes through shared memory: no streams are opened for it.
 impl Liveness for Health {
     fn loss(&self) -> Option<String> {

@@ -32,7 +32,9 @@ impl LinkKind for Quic {
     }
 
     fn serves(&self, pair: &Pair) -> Result<(), String> {
-        pair.met.as_ref().map(|_| ()).ok_or_else(|| NOT_MET.to_owned())
+        let met = pair.met.as_ref().ok_or(NOT_MET)?;
+        let over_udp = met.again.is_over_udp(&met.connection);
+        if over_udp { Ok(()) } else { Err("UDP does not get through".to_owned()) }
     }
 
     fn connect<'a>(

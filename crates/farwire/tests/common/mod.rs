@@ -194,7 +194,7 @@ pub(crate) fn start_processes_with(
     start_processes_at(test, &vec![port; n], &Token::generate(), link, settings, rank)
 }
 
-/// A UDP port of loopback that nobody uses right now. It is below those that the system hands out,
+/// A port of loopback, for UDP and TCP, that nobody uses right now. It is below those that the system hands out,
 /// so nobody who asks for any port gets it before the rank that is told of it.
 pub(crate) fn free_port() -> u16 {
     static TAKEN: AtomicU32 = AtomicU32::new(0);
@@ -203,7 +203,10 @@ pub(crate) fn free_port() -> u16 {
         let number = first.wrapping_mul(64).wrapping_add(TAKEN.fetch_add(1, Ordering::Relaxed));
         10_000 + (number % 20_000) as u16
     });
-    let free = |port: &u16| std::net::UdpSocket::bind(("127.0.0.1", *port)).is_ok();
+    let free = |port: &u16| {
+        std::net::UdpSocket::bind(("127.0.0.1", *port)).is_ok()
+            && std::net::TcpListener::bind(("127.0.0.1", *port)).is_ok()
+    };
     ports.take(20_000).find(free).expect("a free port")
 }
 

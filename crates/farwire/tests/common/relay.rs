@@ -1,6 +1,7 @@
-//! A place on the wire: a relay of UDP datagrams that sees them all.
+//! A place on the wire: a relay of UDP datagrams that sees them all, and one of TCP connections.
 
-use std::net::{SocketAddr, UdpSocket};
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
@@ -71,5 +72,67 @@ impl Drop for Relay {
         for thread in self.threads.drain(..) {
             let _ = thread.join();
         }
+    }
+}
+
+type Bytes = Arc<Mutex<Vec<u8>>>;
+
+/// Passes the bytes of TCP connections, from a port to a server, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct TcpRelay {
+    address: SocketAddr,
+    ended: Arc<AtomicBool>,
+    /// All connections, each way.
+    seen: Arc<Mutex<Vec<(Way, Bytes)>>>,
+}
+
+impl TcpRelay {
+    /// Listens at `address`, and keeps all that goes by.
+    pub(crate) fn start(address: SocketAddr, server: SocketAddr) -> std::io::Result<TcpRelay> {
+        let listener = TcpListener::bind(address)?;
+        let (ended, seen) = (Arc::new(AtomicBool::new(false)), Arc::<Mutex<Vec<_>>>::default());
+        let (is_over, keep) = (ended.clone(), seen.clone());
+        std::thread::spawn(move || {
+            while let Ok((client, _)) = listener.accept() {
+                if is_over.load(Ordering::Relaxed) {
+                    return;
+                }
+                let server = TcpStream::connect(server).unwrap();
+                for way in [Way::ToServer, Way::ToClient] {
+                    let ends = [client.try_clone().unwrap(), server.try_clone().unwrap()];
+                    let [mut from, mut to] = ends;
+                    if way == Way::ToClient {
+                        std::mem::swap(&mut from, &mut to);
+                    }
+                    let stream = Bytes::default();
+                    keep.lock().unwrap().push((way, stream.clone()));
+                    std::thread::spawn(move || {
+                        let mut bytes = vec![0; 1 << 16];
+                        while let Ok(length @ 1..) = from.read(&mut bytes) {
+                            stream.lock().unwrap().extend_from_slice(&bytes[..length]);
+                            if to.write_all(&bytes[..length]).is_err() {
+                                break;
+                            }
+                        }
+                        let _ = to.shutdown(Shutdown::Write);
+                    });
+                }
+            }
+        });
+        Ok(TcpRelay { address, ended, seen })
+    }
+
+    /// What went one way, a text for each connection.
+    pub(crate) fn seen(&self, way: Way) -> Vec<Vec<u8>> {
+        let seen = self.seen.lock().unwrap();
+        let this_way = seen.iter().filter(|(other, _)| *other == way);
+        this_way.map(|(_, bytes)| bytes.lock().unwrap().clone()).collect()
+    }
+}
+
+impl Drop for TcpRelay {
+    fn drop(&mut self) {
+        self.ended.store(true, Ordering::Relaxed);
+        let _ = TcpStream::connect(self.address); // so that it looks
     }
 }

@@ -1,9 +1,11 @@
 //! Those who do not have the token, and try.
 
 use std::collections::HashSet;
-use std::net::{SocketAddr, UdpSocket};
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream, UdpSocket};
 use std::sync::Arc;
 use std::sync::mpsc;
+use std::time::Duration;
 
 use quinn::crypto::rustls::QuicClientConfig;
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
@@ -57,8 +59,8 @@ impl ServerCertVerifier for Credulous {
     }
 }
 
-/// A QUIC client that speaks as ranks do, with a certificate of its own making or with none.
-fn client(own_certificate: bool) -> quinn::Endpoint {
+/// Speaks as ranks do, with a certificate of its own making or with none.
+fn tls(own_certificate: bool, speaks: &[u8]) -> rustls::ClientConfig {
     let provider = Arc::new(aws_lc_rs::default_provider());
     let tls = rustls::ClientConfig::builder_with_provider(provider.clone())
         .with_protocol_versions(&[&rustls::version::TLS13])
@@ -74,7 +76,13 @@ fn client(own_certificate: bool) -> quinn::Endpoint {
     } else {
         tls.with_no_client_auth()
     };
-    tls.alpn_protocols = vec![b"farwire/1".to_vec()];
+    tls.alpn_protocols = vec![speaks.to_vec()];
+    tls
+}
+
+/// A QUIC client.
+fn client(own_certificate: bool) -> quinn::Endpoint {
+    let tls = tls(own_certificate, b"farwire/1");
     let config = quinn::ClientConfig::new(Arc::new(QuicClientConfig::try_from(tls).unwrap()));
     let mut endpoint = quinn::Endpoint::client("127.0.0.1:0".parse().unwrap()).unwrap();
     endpoint.set_default_client_config(config);
@@ -88,6 +96,46 @@ pub(crate) async fn knock(server: SocketAddr, own_certificate: bool) -> String {
         Err(error) => error.to_string(),
         // A client is done with the handshake before the server has looked at its certificate.
         Ok(connection) => connection.closed().await.to_string(),
+    }
+}
+
+/// Connects over TCP without the token, and returns what it is told.
+pub(crate) fn knock_tcp(server: SocketAddr, own_certificate: bool) -> String {
+    let name = ServerName::try_from("r0.e0.0123456789abcdef.farwire").unwrap();
+    let tls = Arc::new(tls(own_certificate, b"farwire-tcp/1"));
+    let mut tls = rustls::ClientConnection::new(tls, name).unwrap();
+    let mut socket = TcpStream::connect(server).unwrap();
+    socket.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    // A client is done with the handshake before the server has looked at its certificate.
+    let told = rustls::Stream::new(&mut tls, &mut socket).read(&mut [0; 100]);
+    told.map_or_else(|error| error.to_string(), |length| format!("{length} bytes"))
+}
+
+/// Connections over TCP, until they are dropped: every other one says nothing, and the others say
+/// what could be the beginning of a handshake.
+pub(crate) fn half_open_tcp(server: SocketAddr, count: usize) -> Vec<TcpStream> {
+    let connect = |index: usize| {
+        let mut socket = TcpStream::connect(server).unwrap();
+        if index.is_multiple_of(2) {
+            socket.write_all(&[0x16, 3, 1, 1, 0, 1, 0, 0, 0xfc, 3, 3]).unwrap();
+        }
+        socket
+    };
+    (0..count).map(connect).collect()
+}
+
+/// Says noise over TCP, so many times.
+pub(crate) fn garbage_tcp(server: SocketAddr, count: usize) {
+    let mut noise = 1u64;
+    for _ in 0..count {
+        let bytes: Vec<u8> = (0..3000)
+            .map(|_| {
+                noise = noise.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                (noise >> 56) as u8
+            })
+            .collect();
+        let mut socket = TcpStream::connect(server).unwrap();
+        let _ = socket.write_all(&bytes); // it may be turned away in the middle
     }
 }
 

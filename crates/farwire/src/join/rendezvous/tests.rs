@@ -37,6 +37,7 @@ impl Listening {
             source: "the test",
         };
         let job = JobName::new("here").unwrap();
+        let tcp = TcpSettings::default();
         let terms = Terms {
             place: &place,
             job: &job,
@@ -44,13 +45,14 @@ impl Listening {
             epoch: Epoch(0),
             master: SocketAddr::from(([127, 0, 0, 1], 1)),
             port_is_held: false,
+            tcp: Some(&tcp),
             port: 0,
             interface: None,
             timeout: Duration::from_secs(60),
             lobby: None,
         };
         let identity = Arc::new(Identity::new(&token, Peer(1), Epoch(0), &job).unwrap());
-        let (endpoint, server, _) = listen(&terms, &identity).unwrap();
+        let Ears { endpoint, server, tcp, .. } = listen(&terms, &identity).unwrap();
         let address = endpoint.local_addr().unwrap();
         let (door, newcomers) = mpsc::channel(100);
         let expected = Arc::new(Expected::default());
@@ -63,7 +65,7 @@ impl Listening {
             side_door: mpsc::channel(1).0,
             lobby: None,
         };
-        listener.keep(endpoint, server, Transport::default());
+        listener.keep(endpoint, server, Transport::default(), tcp.tunnels().clone());
         Self { token, address, expected, _newcomers: newcomers }
     }
 
@@ -71,11 +73,15 @@ impl Listening {
     fn caller(&self, hello: &Hello, patience: Duration) -> Caller {
         let rank = Peer(hello.member.rank);
         let identity = Identity::new(&self.token, rank, Epoch(0), &hello.job).unwrap();
+        let identity = Arc::new(identity);
+        let deaf = Err("only QUIC".to_owned());
+        let (local, settings) = (Ipv4Addr::LOCALHOST.into(), TcpSettings::default());
         Caller {
+            tcp: TcpPort::open(deaf, local, identity.clone(), settings, Arc::default()).unwrap(),
             endpoint: Endpoint::client(SocketAddr::from(([127, 0, 0, 1], 0))).unwrap(),
             client: identity.client_config().unwrap(),
             transport: Transport::default(),
-            identity: Arc::new(identity),
+            identity,
             hello: hello.clone(),
             deadline: Instant::now() + patience,
             patience,
