@@ -75,11 +75,12 @@ impl LowRank {
             return Some(Ok(Made::Same(seal(Vec::new()))));
         }
         if let Step::Begin = self.step {
-            let owed = common.owed(0..common.input.len());
-            let warm = common.feedback.as_ref().and_then(|feedback| feedback.warm());
-            let values = common.input.values(0..common.input.len());
+            let (context, host) = (common.context, common.vectors.host());
+            let owed = host.owed(0..host.input.len());
+            let warm = host.feedback.as_ref().and_then(|feedback| feedback.warm());
+            let values = host.input.values(0..host.input.len());
             let begun =
-                self.codec.begin(values, residual(owed.as_ref()), warm, self.shape, common.context);
+                self.codec.begin(values, residual(owed.as_ref()), warm, self.shape, context);
             match begun {
                 Err(error) => return Some(Err(common.fail_encode(round, error, Kind::Input, 0))),
                 Ok(p) => self.step = Step::P(p, Summing::default()),
@@ -151,18 +152,19 @@ impl LowRank {
                 Err(error) => self.step = Step::Failed(error),
             },
             Step::Q(q, _) => {
-                common.clear_output(common.input.len());
-                match q.with_sum(whole, &mut common.output) {
+                let host = common.vectors.host();
+                host.clear_output(host.input.len());
+                match q.with_sum(whole, &mut host.output) {
                     Ok(state) => {
-                        if let Some(feedback) = &mut common.feedback {
+                        if let Some(feedback) = &mut host.feedback {
                             feedback.set_worker(0, state.residual);
                             feedback.set_warm(state.warm);
                         }
                         if let Some(only) = &self.only {
-                            common.output.copy_within(only.clone(), 0);
-                            common.output.truncate(only.len());
+                            host.output.copy_within(only.clone(), 0);
+                            host.output.truncate(only.len());
                         }
-                        scale(&mut common.output, self.mean, world);
+                        scale(&mut host.output, self.mean, world);
                     }
                     Err(error) => {
                         // Everyone has the same sum, and finds the same.
