@@ -64,7 +64,7 @@ pub use driver::members::MembershipError;
 pub use elastic::{Change, Elastic, ElasticState, GroupFault};
 pub use error::{Error, SubgroupError};
 pub use farwire_codec as codec;
-pub use farwire_codec::collective::{CodingError, OrderError};
+pub use farwire_codec::collective::{CodingError, OrderError, Vectors};
 pub use farwire_codec::{
     Codec, CodecSpec, CodedPlace, Context, DecodeError, ErrorFeedback, FeedbackError, Norms, Owed,
     Savepoint, SpecError, Transaction, VectorCodec,
