@@ -598,7 +598,7 @@ mod tests {
 
         // A step on the card.
         let mut transaction = feedback.begin("w").unwrap();
-        transaction.own(&[1..2]);
+        transaction.own(&[1..2, 5..6]);
         let piece = transaction.worker_piece(2..4).unwrap();
         assert!(
             matches!(&piece, Piece::Elsewhere(piece) if (&**piece as &dyn std::any::Any).is::<OnCard>())

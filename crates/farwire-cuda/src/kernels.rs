@@ -16,7 +16,7 @@ use cudarc::driver::DeviceRepr;
 use farwire_codec::device::{Draws, KEPT_BLOCK, Keys};
 use farwire_codec::{BlockQuantiser, Cast, Format, Rounding, ValueCoding};
 
-use crate::driver::{Buffer, Device, DevicePart, DeviceValues, Kernel, ValueType};
+use crate::driver::{Buffer, Device, DevicePart, DeviceTensor, DeviceValues, Kernel, ValueType};
 use crate::error::DeviceError;
 use crate::source::{File, Source};
 
@@ -127,6 +127,7 @@ struct Coding {
     first: u64,
     first_block: u64,
     block_at: u64,
+    blocks: u64,
     messages: u64,
     total: u64,
     shards: u32,
@@ -512,6 +513,8 @@ pub(crate) struct SparseScratch {
     first: Buffer<u32>,
     first_block: Buffer<u32>,
     block_at: Buffer<u64>,
+    /// Sixteen bytes for each block of the messages, as `add` takes them.
+    pub(crate) blocks: Buffer<u8>,
 }
 
 impl SparseScratch {
@@ -528,6 +531,7 @@ impl SparseScratch {
             first: device.buffer(0)?,
             first_block: device.buffer(0)?,
             block_at: device.buffer(0)?,
+            blocks: device.buffer(0)?,
         })
     }
 }
@@ -813,15 +817,16 @@ impl KeptKernels {
         limit / KEPT_BLOCK + shards
     }
 
-    /// Bytes that messages of so many elements can take together.
+    /// Bytes that messages of so many elements can take together, each with a byte after it.
     pub(crate) fn room(&self, limit: usize, shards: usize) -> usize {
         let block = INDEX_BYTES + self.value_bytes(KEPT_BLOCK);
-        4 * shards + Self::blocks(limit, shards) * block
+        5 * shards + Self::blocks(limit, shards) * block
     }
 
     /// Codes what was selected, at most `limit` elements. `ends` says where shards end, counted
-    /// from the first element of the job. Where messages start, and the last one ends, is left in
-    /// the header, after its first word.
+    /// from the first element of the job. Left in the header, after its first word: where messages
+    /// start and the last one ends, each with a byte after it, and then which of the blocks is the
+    /// first of each message, and how many there are.
     pub(crate) fn encode(
         &self,
         encoding: &mut Encoding<'_>,
@@ -832,11 +837,12 @@ impl KeptKernels {
         encoding.check();
         let (shards, blocks) = (ends.len(), Self::blocks(limit, ends.len()));
         assert!(encoding.out.len() >= self.room(limit, shards), "room for the messages");
-        assert!(encoding.header.len() >= shards + 2, "room for where they start");
+        assert!(encoding.header.len() > 2 * (shards + 1), "room for where they start");
         assert!(scratch.indices.len() >= limit && scratch.picked.len() >= limit, "a list");
         scratch.first.reserve(shards + 1)?;
         scratch.first_block.reserve(shards + 1)?;
         scratch.block_at.reserve(blocks)?;
+        scratch.blocks.reserve(16 * blocks)?;
         if scratch.ends.0 != ends {
             scratch.ends.0.clear();
             scratch.ends.1.reserve(shards)?;
@@ -852,6 +858,7 @@ impl KeptKernels {
             first: scratch.first.pointer(),
             first_block: scratch.first_block.pointer(),
             block_at: scratch.block_at.pointer(),
+            blocks: scratch.blocks.pointer(),
             messages: encoding.header.pointer() + 8,
             total: scratch.state.pointer() + STATE_TOTAL as u64,
             shards: u32::try_from(shards).expect("fewer shards than 2³²"),
@@ -872,7 +879,7 @@ impl KeptKernels {
         Ok(())
     }
 
-    /// Adds a message whose blocks the host has found: `blocks` of them, 16 bytes each.
+    /// Adds a message whose blocks are known: `count` of them, 16 bytes each.
     pub(crate) fn add(
         &self,
         decoding: &mut Decoding<'_>,
@@ -903,6 +910,38 @@ impl KeptKernels {
             self.gap_scan.launch((1, 1), 1024, 0, &added)?;
             self.add.launch(warps, 128, 0, &added)
         }
+    }
+}
+
+/// The last step of an all-reduce.
+#[derive(Debug)]
+pub(crate) struct FinishKernel {
+    type_: ValueType,
+    kernel: Kernel,
+}
+
+impl FinishKernel {
+    pub(crate) fn new(device: &Arc<Device>, type_: ValueType) -> Result<Self, DeviceError> {
+        let module = device.module(&Source::new(File::Finish, &[value_define(type_)]))?;
+        Ok(Self { type_, kernel: module.kernel("finish")? })
+    }
+
+    /// Writes `from`, divided, over `to`.
+    pub(crate) fn write(
+        &self,
+        from: &Buffer<f32>,
+        divisor: f32,
+        to: &mut DeviceTensor,
+    ) -> Result<(), DeviceError> {
+        assert_eq!(self.type_, to.value_type(), "a kernel for this type");
+        assert!(from.len() >= to.len(), "a value for each");
+        if to.is_empty() {
+            return Ok(());
+        }
+        let arguments = (to.pointer_mut(), from.pointer(), to.len() as u64, divisor);
+        // SAFETY: both have that many elements, and whoever made the tensor promised that nobody
+        // else accesses it now.
+        unsafe { self.kernel.launch((grid(to.len(), ELEMENTWISE), 1), 256, 0, &arguments) }
     }
 }
 
@@ -979,7 +1018,7 @@ mod tests {
         assert_eq!(size_of::<Decode>(), 56);
         assert_eq!(size_of::<Select>(), 112);
         assert_eq!(size_of::<Chunks>(), 56);
-        assert_eq!(size_of::<Coding>(), 88);
+        assert_eq!(size_of::<Coding>(), 96);
         assert_eq!(size_of::<Added>(), 56);
     }
 }

@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
+use std::any::Any;
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex};
 
@@ -129,6 +130,10 @@ impl Vectors for Device {
             feedback.commit();
         }
         Ok(())
+    }
+
+    fn abandon(self: Box<Self>) -> Box<dyn Any + Send> {
+        Box::new(self.input)
     }
 }
 

@@ -38,6 +38,11 @@ enum State<T> {
 }
 
 impl<T> Pending<T> {
+    /// An operation that has failed before it could begin.
+    pub fn failed(error: Error) -> Self {
+        Self::ready(Err(error))
+    }
+
     pub(crate) fn ready(result: Result<T, Error>) -> Self {
         Self { state: State::Ready(Some(result)) }
     }

@@ -26,6 +26,7 @@ mod rounds;
 mod two_phase;
 mod vectors;
 
+use std::any::Any;
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::ops::Range;
 
@@ -96,11 +97,12 @@ impl Home {
         }
     }
 
-    /// What went in; nothing if it is elsewhere, where its owner has it.
-    fn into_input(self) -> Floats {
+    fn abandon(self) -> Abandoned {
         match self {
-            Self::Host(vectors) => vectors.input,
-            Self::Elsewhere(_) => Floats::F32(Vec::new()),
+            Self::Host(vectors) => Abandoned { input: vectors.input, owner: None },
+            Self::Elsewhere(vectors) => {
+                Abandoned { input: Floats::F32(Vec::new()), owner: Some(vectors.abandon()) }
+            }
         }
     }
 }
@@ -380,7 +382,7 @@ impl CodedCollective {
                 Kind::Codec => CodingError::Codec { rank, tensor },
                 Kind::Device => CodingError::Device { rank, tensor, why },
             };
-            return Err((error, vectors.into_input()));
+            return Err((error, vectors.abandon().input));
         }
         match vectors {
             Home::Host(vectors) => {
@@ -401,10 +403,19 @@ impl CodedCollective {
         }
     }
 
-    /// Gives it up: residuals are as they were. What went in comes back, if it was in host memory.
-    pub fn abandon(self) -> Floats {
-        self.common.vectors.into_input()
+    /// Gives it up: residuals are as they were.
+    pub fn abandon(self) -> Abandoned {
+        self.common.vectors.abandon()
     }
+}
+
+/// What is left of a [`CodedCollective`] that was given up.
+#[derive(Debug)]
+pub struct Abandoned {
+    /// What went in; nothing if that is not in host memory.
+    pub input: Floats,
+    /// The owner of memory elsewhere, to be dropped where any code may run.
+    pub owner: Option<Box<dyn Any + Send>>,
 }
 
 /// What an [`CodedCollective`] leaves.

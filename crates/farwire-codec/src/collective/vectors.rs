@@ -1,5 +1,6 @@
 //! One rank's vectors in a collective, wherever they are: what `two_phase.rs` does with them.
 
+use std::any::Any;
 use std::fmt;
 use std::ops::Range;
 
@@ -16,7 +17,7 @@ use crate::job::{CodedPlace, Context, Encoded, Job, Role};
 /// [In host memory](HostVectors), or where somebody else keeps them, such as on a card.
 ///
 /// Calls come by chunk: `encode`, then `sum`, `encode_sum`, `decode`; those of other chunks come in
-/// between. Nothing the caller can see changes before [`finish`](Self::finish): dropped instead,
+/// between. Nothing the caller can see changes before [`finish`](Self::finish): given up instead,
 /// input and residuals are as they were.
 pub trait Vectors: fmt::Debug + Send {
     /// Elements of the input.
@@ -53,6 +54,9 @@ pub trait Vectors: fmt::Debug + Send {
     /// All has come: the result is put in its place, and what is owed from now on replaces what was
     /// owed. Or why it cannot be, and nothing has changed.
     fn finish(self: Box<Self>) -> Result<(), String>;
+
+    /// Gives it up. What comes back is the memory's owner, to be dropped where any code may run.
+    fn abandon(self: Box<Self>) -> Box<dyn Any + Send>;
 }
 
 /// A part of a vector that is encoded as a vector of its own.
@@ -266,5 +270,9 @@ impl Vectors for HostVectors {
             feedback.commit();
         }
         Ok(())
+    }
+
+    fn abandon(self: Box<Self>) -> Box<dyn Any + Send> {
+        Box::new(self.input)
     }
 }
