@@ -3,12 +3,13 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use farwire::{CodecSpec, Communicator, Compressor, Error, Pending, ReduceOp};
+use farwire::{CodecSpec, Communicator, Compressor, Error, Float, Pending, ReduceOp};
 
 use crate::codec::DeviceCodec;
 use crate::driver::{Device, DeviceTensor, ValueType};
 use crate::error::DeviceError;
 use crate::kernels::FinishKernel;
+use crate::staging::{Staging, Travelling};
 use crate::vectors::{DeviceVectors, Workspace, dtype};
 
 /// A communicator whose vectors are on a card.
@@ -45,6 +46,8 @@ pub struct DeviceCommunicator {
     shared: Arc<Shared>,
 }
 
+/// What calls of all clones use.
+
 #[derive(Debug)]
 struct Shared {
     device: Arc<Device>,
@@ -53,6 +56,8 @@ struct Shared {
     codecs: Mutex<HashMap<String, Arc<DeviceCodec>>>,
     /// By type of value.
     finish: [OnceLock<Arc<FinishKernel>>; 3],
+    /// Started by the first vector that travels as it is.
+    staging: Mutex<Option<Arc<Staging>>>,
 }
 
 impl DeviceCommunicator {
@@ -63,6 +68,7 @@ impl DeviceCommunicator {
             workspace: Arc::new(Workspace::new(device)),
             codecs: Mutex::default(),
             finish: Default::default(),
+            staging: Mutex::default(),
         };
         Self { comm: comm.clone(), shared: Arc::new(shared) }
     }
@@ -81,7 +87,9 @@ impl DeviceCommunicator {
     /// takes.
     ///
     /// What is owed is kept on the card, in `compressor`, and comes to the host with whoever asks
-    /// for it there: to save a checkpoint, say.
+    /// for it there: to save a checkpoint, say. A vector that `compressor` leaves as it is (a short
+    /// one) travels as in [`Communicator::all_reduce_compressed`], through host memory: then this
+    /// call waits for the tensor's stream.
     pub fn all_reduce_compressed(
         &self,
         tensor: &str,
@@ -90,8 +98,11 @@ impl DeviceCommunicator {
         compressor: &Compressor,
     ) -> Pending<()> {
         let data = data.into();
-        let codec = compressor.codec_for(data.len(), dtype(data.value_type()));
-        let codec = codec.unwrap_or_else(dense);
+        let Some(codec) = compressor.codec_for(data.len(), dtype(data.value_type())) else {
+            return self
+                .through_the_host(tensor, data, op, compressor)
+                .unwrap_or_else(Pending::failed);
+        };
         match self.vectors(&codec, data) {
             Err(error) => Pending::failed(card_error(error)),
             Ok(vectors) => {
@@ -99,6 +110,67 @@ impl DeviceCommunicator {
                 self.comm.all_reduce_elsewhere(tensor, op, codec, compressor, owing)
             }
         }
+    }
+
+    /// All-reduce of a vector on the card, in its place and without a codec: through pinned memory,
+    /// in pieces, so that copies and network overlap. All ranks of the group have theirs on cards.
+    /// As it works in place, a call that fails half-way leaves anything in the tensor.
+    ///
+    /// Its result has the bits of [`Communicator::all_reduce`]. These calls are made in the same
+    /// order on all ranks, but have no place among the others.
+    pub fn all_reduce(&self, data: impl Into<DeviceTensor>, op: ReduceOp) -> Pending<()> {
+        match self.staging() {
+            Ok(staging) => staging.all_reduce(data.into(), op),
+            Err(error) => Pending::failed(error),
+        }
+    }
+
+    /// A vector that has to travel as the vectors of ranks without a card do.
+    fn through_the_host(
+        &self,
+        tensor: &str,
+        data: DeviceTensor,
+        op: ReduceOp,
+        compressor: &Compressor,
+    ) -> Result<Pending<()>, Error> {
+        let staging = self.staging()?;
+        let device = &self.shared.device;
+        let fetch = || {
+            let bytes = data.len() * data.value_type().size();
+            let mut pinned = device.pooled_pinned(bytes)?;
+            device.follow(data.stream())?;
+            device.copy_from_tensor(&data, 0..data.len(), &mut pinned)?;
+            device.wait()?;
+            Ok((pinned, bytes))
+        };
+        let (pinned, bytes) = fetch().map_err(card_error)?;
+        fn start<T: Float>(
+            comm: &Communicator,
+            tensor: &str,
+            bytes: &[u8],
+            op: ReduceOp,
+            compressor: &Compressor,
+        ) -> Pending<Vec<T>> {
+            let values = bytemuck::cast_slice(bytes).to_vec();
+            comm.all_reduce_compressed(tensor, values, op, compressor)
+        }
+        let (comm, bytes) = (&self.comm, &pinned.bytes()[..bytes]);
+        let result = match data.value_type() {
+            ValueType::F32 => Travelling::F32(start(comm, tensor, bytes, op, compressor)),
+            ValueType::F16 => Travelling::F16(start(comm, tensor, bytes, op, compressor)),
+            ValueType::Bf16 => Travelling::Bf16(start(comm, tensor, bytes, op, compressor)),
+        };
+        Ok(staging.put(result, data))
+    }
+
+    fn staging(&self) -> Result<Arc<Staging>, Error> {
+        let mut staging = self.shared.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(staging) = &*staging {
+            return Ok(staging.clone());
+        }
+        let started = Arc::new(Staging::start(&self.comm, &self.shared.device)?);
+        *staging = Some(started.clone());
+        Ok(started)
     }
 
     fn vectors(
@@ -134,11 +206,6 @@ impl Shared {
     }
 }
 
-/// The codec that leaves nothing out.
-fn dense() -> CodecSpec {
-    "none".parse().expect("the name of a codec")
-}
-
-fn card_error(error: DeviceError) -> Error {
+pub(crate) fn card_error(error: DeviceError) -> Error {
     Error::System { what: "could not use the card", error: std::io::Error::other(error) }
 }

@@ -108,6 +108,12 @@ pub struct Device {
     cache: Cache,
     modules: Mutex<HashMap<Source, Arc<CudaModule>>>,
     spare: Mutex<Spare>,
+    bus: Arc<Bus>,
+}
+
+/// Bytes that have crossed the bus, by all streams of a device and its siblings.
+#[derive(Default)]
+struct Bus {
     to_host: AtomicU64,
     to_card: AtomicU64,
 }
@@ -118,6 +124,15 @@ struct Spare {
     memory: Vec<DeviceMemory>,
     pinned: Vec<Pinned>,
     events: Vec<CudaEvent>,
+}
+
+/// A place in the order of a device's work.
+pub(crate) struct Mark(CudaEvent);
+
+impl fmt::Debug for Mark {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Mark").finish_non_exhaustive()
+    }
 }
 
 /// Bytes that crossed the bus since the device was opened.
@@ -183,9 +198,29 @@ impl Device {
             cache,
             modules: Mutex::default(),
             spare: Mutex::default(),
-            to_host: AtomicU64::new(0),
-            to_card: AtomicU64::new(0),
+            bus: Arc::default(),
         }))
+    }
+
+    /// The same card, with a stream of its own.
+    pub(crate) fn sibling(&self) -> Result<Arc<Self>, DeviceError> {
+        self.bind()?;
+        let stream = self.context.new_stream().map_err(failed("make a stream"))?;
+        Ok(Arc::new(Self {
+            context: self.context.clone(),
+            stream,
+            compute_capability: self.compute_capability,
+            multiprocessors: self.multiprocessors,
+            cache: self.cache.clone(),
+            modules: Mutex::default(),
+            spare: Mutex::default(),
+            bus: self.bus.clone(),
+        }))
+    }
+
+    /// What is put on the stream from now on waits for what is on the sibling's now.
+    pub(crate) fn follow_sibling(&self, sibling: &Self) -> Result<(), DeviceError> {
+        self.order(sibling.stream.cu_stream(), self.stream.cu_stream())
     }
 
     /// Which card it is.
@@ -196,8 +231,8 @@ impl Device {
     /// Bytes that have crossed the bus.
     pub fn bus(&self) -> BusTraffic {
         BusTraffic {
-            to_host: self.to_host.load(Ordering::Relaxed),
-            to_card: self.to_card.load(Ordering::Relaxed),
+            to_host: self.bus.to_host.load(Ordering::Relaxed),
+            to_card: self.bus.to_card.load(Ordering::Relaxed),
         }
     }
 
@@ -213,6 +248,11 @@ impl Device {
 
     /// Waits until all that was put on the stream so far is done. The thread sleeps meanwhile.
     pub(crate) fn wait(&self) -> Result<(), DeviceError> {
+        self.wait_for(self.mark()?)
+    }
+
+    /// Where the stream is now.
+    pub(crate) fn mark(&self) -> Result<Mark, DeviceError> {
         self.bind()?;
         let spare = self.spare().events.pop();
         let event = match spare {
@@ -223,8 +263,14 @@ impl Device {
                 .map_err(failed("make an event"))?,
         };
         event.record(&self.stream).map_err(failed("record an event"))?;
-        event.synchronize().map_err(failed("finish its work"))?;
-        self.spare().events.push(event);
+        Ok(Mark(event))
+    }
+
+    /// Waits until all that was put on the stream before the mark is done. The thread sleeps
+    /// meanwhile.
+    pub(crate) fn wait_for(&self, mark: Mark) -> Result<(), DeviceError> {
+        mark.0.synchronize().map_err(failed("finish its work"))?;
+        self.spare().events.push(mark.0);
         Ok(())
     }
 
@@ -372,7 +418,7 @@ impl Device {
         len: usize,
         to: &mut Buffer<u8>,
     ) -> Result<(), DeviceError> {
-        self.to_card.fetch_add(len as u64, Ordering::Relaxed);
+        self.bus.to_card.fetch_add(len as u64, Ordering::Relaxed);
         assert!(len <= from.len && len <= to.len(), "a copy within both");
         if len == 0 {
             return Ok(());
@@ -410,7 +456,7 @@ impl Device {
         if elements.is_empty() {
             return Ok(());
         }
-        self.to_host.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        self.bus.to_host.fetch_add(bytes.len() as u64, Ordering::Relaxed);
         self.bind()?;
         // SAFETY: `to` has these bytes.
         let target =
@@ -419,6 +465,49 @@ impl Device {
         // SAFETY: as in `copy_to_card`; the host does not look before it has waited, rule 3.
         unsafe { result::memcpy_dtoh_async(target, source, self.stream.cu_stream()) }
             .map_err(failed("copy to the host"))
+    }
+
+    /// Puts a copy of some elements of a tensor to the front of pinned memory on the stream.
+    pub(crate) fn copy_from_tensor(
+        &self,
+        from: &DeviceTensor,
+        elements: Range<usize>,
+        to: &mut Pinned,
+    ) -> Result<(), DeviceError> {
+        let (bytes, source) = (elements.len() * from.type_.size(), from.values(elements).pointer);
+        assert!(bytes <= to.len, "room for them");
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.bus.to_host.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.bind()?;
+        // SAFETY: `to` has this many bytes.
+        let target = unsafe { std::slice::from_raw_parts_mut(to.pointer, bytes) };
+        // SAFETY: whoever made the tensor promised that the elements are there; as above.
+        unsafe { result::memcpy_dtoh_async(target, source, self.stream.cu_stream()) }
+            .map_err(failed("copy to the host"))
+    }
+
+    /// Puts a copy from the front of pinned memory to some elements of a tensor on the stream.
+    pub(crate) fn copy_to_tensor(
+        &self,
+        from: &Pinned,
+        to: &mut DeviceTensor,
+        elements: Range<usize>,
+    ) -> Result<(), DeviceError> {
+        let (bytes, target) = (elements.len() * to.type_.size(), to.values(elements).pointer);
+        assert!(bytes <= from.len, "so many bytes");
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.bus.to_card.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.bind()?;
+        // SAFETY: `from` has this many bytes, all initialised.
+        let source = unsafe { std::slice::from_raw_parts(from.pointer, bytes) };
+        // SAFETY: whoever made the tensor promised that the elements are there, and nobody else's
+        // now; pinned memory is not released before this is done.
+        unsafe { result::memcpy_htod_async(target, source, self.stream.cu_stream()) }
+            .map_err(failed("copy from the host"))
     }
 
     /// Puts a copy of some bytes to the front of another buffer on the stream.
@@ -596,7 +685,7 @@ impl<T: Pod> Buffer<T> {
             return Ok(());
         }
         self.device.bind()?;
-        self.device.to_card.fetch_add(size_of_val(values) as u64, Ordering::Relaxed);
+        self.device.bus.to_card.fetch_add(size_of_val(values) as u64, Ordering::Relaxed);
         let stream = self.device.stream.cu_stream();
         // SAFETY: the buffer is long enough, and the values stay until the copy is done: it is
         // waited for below.
@@ -618,7 +707,7 @@ impl<T: Pod> Buffer<T> {
             return Ok(values);
         }
         self.device.bind()?;
-        self.device.to_host.fetch_add(size_of_val(&values[..]) as u64, Ordering::Relaxed);
+        self.device.bus.to_host.fetch_add(size_of_val(&values[..]) as u64, Ordering::Relaxed);
         let stream = self.device.stream.cu_stream();
         // SAFETY: both have so many elements, and the copy is waited for below.
         let copied = unsafe { result::memcpy_dtoh_async(&mut values, self.pointer(), stream) };

@@ -60,6 +60,7 @@ mod error;
 mod kernels;
 mod nvrtc;
 mod source;
+mod staging;
 mod vectors;
 
 pub use codec::{DeviceCodec, DeviceEncoded, DeviceJob, DeviceResidual, Inbox};

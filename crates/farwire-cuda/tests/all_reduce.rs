@@ -247,8 +247,7 @@ fn what_is_owed_moves_between_card_and_host_and_codecs() {
             for (step, codec) in order.iter().enumerate() {
                 let through = compressor.with_codec(codec.parse().unwrap()).at_step(step as u64);
                 let mine = gradient(rank, step as u64, len);
-                // Without a codec, host and card differ in how they travel; so both are asked alike.
-                let here = if *codec == "none" || moves && step % 2 == 1 { &host } else { &on };
+                let here = if moves && step % 2 == 1 { &host } else { &on };
                 results.push(bits(&here.all_reduce(mine, ReduceOp::Mean, &through)));
                 if moves {
                     let saved = compressor.feedback().unwrap().to_bytes();
@@ -479,6 +478,44 @@ fn device_memory_is_flat_over_a_thousand_steps() {
     }
 }
 
+/// Vectors that travel as they are, in pieces through pinned memory.
+#[test]
+fn dense_vectors_on_cards_have_the_bits_of_the_host() {
+    fn of<T: farwire::Element + TensorElement>(lens: &[usize], narrow: fn(f32) -> T) {
+        for len in lens {
+            for op in [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Max] {
+                let mine = |rank| -> Vec<T> {
+                    gradient(rank, *len as u64, *len).into_iter().map(narrow).collect()
+                };
+                let want = on_threads([Host, Host], |rank, on| {
+                    on.comm.all_reduce(mine(rank), op).wait().unwrap()
+                });
+                let got = on_threads([Card, Card], |rank, on| {
+                    let comm = on.device.as_ref().unwrap();
+                    let tensors: Vec<_> = (0..3)
+                        .map(|_| Arc::new(comm.device().upload(&mine(rank)).unwrap()))
+                        .collect();
+                    let pending: Vec<_> =
+                        tensors.iter().map(|tensor| comm.all_reduce(tensor, op)).collect();
+                    // Others come in between, and do not mind.
+                    on.comm.barrier().wait().unwrap();
+                    pending.into_iter().for_each(|pending| pending.wait().unwrap());
+                    tensors.iter().map(|tensor| tensor.download().unwrap()).collect::<Vec<_>>()
+                });
+                let bytes = |values: &[T]| bytemuck::cast_slice::<T, u8>(values).to_vec();
+                for (got, want) in got.iter().zip(&want) {
+                    let same = got.iter().all(|got| bytes(got) == bytes(want));
+                    assert!(same, "{len} elements, {op:?}");
+                }
+            }
+        }
+    }
+    let Some(_alone) = card() else { return };
+    of::<f32>(&[0, 1, 3, 1009, 32_769, (4 << 20) + 5, (40 << 20) + 1], |x| x);
+    of::<f16>(&[3, 4097, (20 << 20) + 7], f16::from_f32);
+    of::<bf16>(&[3, 4097, (20 << 20) + 7], bf16::from_f32);
+}
+
 /// Runs `rank` in a process for each of two ranks: the test starts itself again.
 fn start_processes(test: &str, case: &str, link: &str, rank: impl Fn(Communicator)) -> Vec<Child> {
     const MARK: &str = "FARWIRE_TEST_CASE";
@@ -594,6 +631,32 @@ fn a_killed_rank_is_an_error_that_leaves_tensor_and_residuals_as_they_were() {
             } else {
                 assert_succeeds(child, link);
             }
+        }
+    }
+}
+
+#[test]
+fn a_killed_rank_is_an_error_of_a_dense_call() {
+    const TEST: &str = "a_killed_rank_is_an_error_of_a_dense_call";
+    let Some(_alone) = card() else { return };
+    let children = start_processes(TEST, "kill", "shm", |comm| {
+        let device = device(0).unwrap();
+        let tensor = Arc::new(device.upload(&gradient(comm.rank(), 0, 24 << 20)).unwrap());
+        let cards = DeviceCommunicator::new(&comm, &device);
+        cards.all_reduce(&tensor, ReduceOp::Mean).wait().unwrap();
+        let pending = cards.all_reduce(&tensor, ReduceOp::Mean);
+        if comm.rank() == 1 {
+            std::process::abort();
+        }
+        let error = pending.wait().unwrap_err();
+        assert_eq!(error.fault(), Some(&Fault::PeerLost(Peer(1))), "{error}");
+        assert_eq!(tensor.download().unwrap().len(), 24 << 20, "the card is fine");
+    });
+    for (rank, mut child) in children.into_iter().enumerate() {
+        if rank == 1 {
+            child.wait().unwrap();
+        } else {
+            assert_succeeds(child, "rank 0");
         }
     }
 }

@@ -83,7 +83,7 @@ pub use link::{LinkChoice, NetworkPath, UnknownLink, link_names};
 pub use local::{local, local_with};
 pub use memory::{Buffer, Memory, MemoryError};
 pub use observe::flight;
-pub use pending::Pending;
+pub use pending::{Pending, Promise};
 pub use policy::{ChoiceError, CodecChoice, CodecPolicy, PolicyError};
 pub use settings::{Builder, Preset};
 pub use sync::{StateError, StateSync};
