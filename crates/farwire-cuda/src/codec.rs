@@ -675,7 +675,7 @@ impl Kind {
             Self::TopK(*topk)
         } else if spec.messages().is_none() {
             return Err(unsupported(
-                "there are no kernels for matrices of low rank; use another codec, or the CPU",
+                "it has no messages but factors of a matrix, which a DeviceCommunicator sums",
             ));
         } else {
             return Err(unsupported(

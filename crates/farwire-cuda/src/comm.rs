@@ -4,13 +4,14 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use farwire::{CodecSpec, Communicator, Compressor, Error, Float, Pending, ReduceOp};
+use farwire_codec::Travel;
 
 use crate::codec::DeviceCodec;
 use crate::driver::{Device, DeviceTensor, ValueType};
 use crate::error::DeviceError;
 use crate::kernels::FinishKernel;
 use crate::staging::{Staging, Travelling};
-use crate::vectors::{DeviceVectors, Workspace, dtype};
+use crate::vectors::{Coder, DeviceVectors, Workspace, dtype};
 
 /// A communicator whose vectors are on a card.
 ///
@@ -180,7 +181,11 @@ impl DeviceCommunicator {
     ) -> Result<DeviceVectors, DeviceError> {
         let shared = &self.shared;
         let finish = shared.finish(tensor.value_type())?;
-        DeviceVectors::new(&shared.workspace, shared.codec(codec)?, finish, tensor)
+        let coder = match codec.travels() {
+            Travel::Factors(_) => Coder::Factors,
+            Travel::Shards(_) | Travel::Whole(_) => Coder::Messages(shared.codec(codec)?),
+        };
+        DeviceVectors::new(&shared.workspace, coder, finish, tensor)
     }
 }
 

@@ -510,25 +510,24 @@ impl Device {
             .map_err(failed("copy from the host"))
     }
 
-    /// Puts a copy of some bytes to the front of another buffer on the stream.
-    pub(crate) fn copy_on_card(
+    /// Puts a copy of some elements to the front of another buffer on the stream.
+    pub(crate) fn copy_on_card<T: Pod>(
         &self,
-        from: &Buffer<u8>,
-        bytes: Range<usize>,
-        to: &mut Buffer<u8>,
+        from: &Buffer<T>,
+        elements: Range<usize>,
+        to: &mut Buffer<T>,
     ) -> Result<(), DeviceError> {
-        assert!(bytes.start <= bytes.end && bytes.end <= from.len(), "bytes of it");
-        assert!(bytes.len() <= to.len(), "room for them");
-        if bytes.is_empty() {
+        assert!(elements.start <= elements.end && elements.end <= from.len(), "elements of it");
+        assert!(elements.len() <= to.len(), "room for them");
+        if elements.is_empty() {
             return Ok(());
         }
         self.bind()?;
-        let source = from.pointer() + bytes.start as u64;
-        // SAFETY: both have these bytes, and neither is released before this is done: rule 2.
-        unsafe {
-            result::memcpy_dtod_async(to.pointer(), source, bytes.len(), self.stream.cu_stream())
-        }
-        .map_err(failed("copy its memory"))
+        let source = from.pointer() + (elements.start * size_of::<T>()) as u64;
+        let (bytes, stream) = (elements.len() * size_of::<T>(), self.stream.cu_stream());
+        // SAFETY: both have these elements, and neither is released before this is done: rule 2.
+        unsafe { result::memcpy_dtod_async(to.pointer(), source, bytes, stream) }
+            .map_err(failed("copy its memory"))
     }
 
     fn bind(&self) -> Result<(), DeviceError> {
@@ -691,7 +690,7 @@ impl<T: Pod> Buffer<T> {
         // waited for below.
         unsafe { result::memcpy_htod_async(self.pointer(), values, stream) }
             .map_err(failed("copy from the host"))?;
-        self.device.synchronize()
+        self.device.wait()
     }
 
     /// A copy on the host. Waits until it is there.
@@ -711,7 +710,7 @@ impl<T: Pod> Buffer<T> {
         let stream = self.device.stream.cu_stream();
         // SAFETY: both have so many elements, and the copy is waited for below.
         let copied = unsafe { result::memcpy_dtoh_async(&mut values, self.pointer(), stream) };
-        self.device.synchronize()?;
+        self.device.wait()?;
         copied.map_err(failed("copy to the host"))?;
         Ok(values)
     }

@@ -145,13 +145,29 @@ struct Added {
     count: u32,
 }
 
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Power {
+    values: u64,
+    owed: u64,
+    matrix: u64,
+    bad: u64,
+    p: u64,
+    q: u64,
+    own: u64,
+    out: u64,
+    len: u64,
+    rows: u64,
+    columns: u64,
+}
+
 macro_rules! device_repr {
     ($($name:ident),*) => {$(
         // SAFETY: rule 1: plain numbers and addresses, laid out as in C.
         unsafe impl DeviceRepr for $name {}
     )*};
 }
-device_repr!(Encode, Decode, Strata, Select, Chunks, Coding, Added);
+device_repr!(Encode, Decode, Strata, Select, Chunks, Coding, Added, Power);
 
 /// What an encoder reads and writes, whichever it is.
 #[derive(Debug)]
@@ -913,6 +929,114 @@ impl KeptKernels {
     }
 }
 
+/// The most columns that PowerSGD's kernels keep in registers.
+const MAX_RANK: usize = 32;
+
+/// The kernels of PowerSGD, for factors of some number of columns.
+#[derive(Debug)]
+pub(crate) struct PowerKernels {
+    type_: ValueType,
+    rank: usize,
+    p: Kernel,
+    q: Kernel,
+    end: Kernel,
+}
+
+/// The matrix that a vector is, and its factors: P row by row, Q column by column.
+#[derive(Debug)]
+pub(crate) struct Matrix<'a> {
+    pub(crate) rows: usize,
+    pub(crate) columns: usize,
+    pub(crate) elements: &'a mut Buffer<f32>,
+    pub(crate) p: &'a mut Buffer<f32>,
+    pub(crate) q: &'a mut Buffer<f32>,
+}
+
+impl PowerKernels {
+    pub(crate) fn new(
+        device: &Arc<Device>,
+        rank: usize,
+        type_: ValueType,
+    ) -> Result<Self, DeviceError> {
+        if rank > MAX_RANK {
+            return Err(DeviceError::Unsupported {
+                codec: format!("powersgd:{rank}"),
+                why: "its kernels take ranks up to 32; use a smaller one, or the CPU",
+            });
+        }
+        let defines = [value_define(type_), ("RANK", rank)];
+        let module = device.module(&Source::new(File::Power, &defines))?;
+        let kernel = |name| module.kernel(name);
+        let (p, q, end) = (kernel("power_p")?, kernel("power_q")?, kernel("power_end")?);
+        Ok(Self { type_, rank, p, q, end })
+    }
+
+    fn arguments(&self, matrix: &Matrix<'_>, len: usize) -> Power {
+        let Matrix { rows, columns, elements, p, q } = matrix;
+        assert!(elements.len() >= len && len <= rows * columns, "a matrix of the vector");
+        assert!(p.len() >= rows * self.rank && q.len() >= columns * self.rank, "its factors");
+        Power {
+            values: 0,
+            owed: 0,
+            matrix: elements.pointer(),
+            bad: 0,
+            p: p.pointer(),
+            q: q.pointer(),
+            own: 0,
+            out: 0,
+            len: len as u64,
+            rows: *rows as u64,
+            columns: *columns as u64,
+        }
+    }
+
+    /// Makes the matrix, and P of the given Q. The least index of what is not finite is left at the
+    /// front of `header`.
+    pub(crate) fn begin(
+        &self,
+        values: DeviceValues<'_>,
+        owed: Option<&Buffer<f32>>,
+        matrix: &mut Matrix<'_>,
+        header: &mut Buffer<u64>,
+    ) -> Result<(), DeviceError> {
+        assert_eq!(values.type_, self.type_, "kernels for this type");
+        assert!(owed.is_none_or(|owed| owed.len() >= values.len()), "a residual for each value");
+        assert!(!header.is_empty(), "room for an index");
+        let arguments = (Power {
+            values: values.pointer,
+            owed: owed.map_or(0, Buffer::pointer),
+            bad: header.pointer(),
+            ..self.arguments(matrix, values.len())
+        },);
+        // SAFETY: vectors have the elements of the matrix, and factors their size.
+        unsafe { self.p.launch((grid(matrix.rows * 16, 256), 1), 256, 0, &arguments) }
+    }
+
+    /// Makes Q of the given P.
+    pub(crate) fn go_on(&self, matrix: &mut Matrix<'_>, len: usize) -> Result<(), DeviceError> {
+        let arguments = (self.arguments(matrix, len),);
+        // SAFETY: as above.
+        unsafe { self.q.launch((grid(matrix.columns, 64), 1), 64, 0, &arguments) }
+    }
+
+    /// Makes the result of both, with Q the sum of all ranks', and takes from the matrix what this
+    /// rank has sent, of which `own` is the Q.
+    pub(crate) fn end(
+        &self,
+        matrix: &mut Matrix<'_>,
+        own: &Buffer<f32>,
+        out: &mut Buffer<f32>,
+        len: usize,
+    ) -> Result<(), DeviceError> {
+        assert!(out.len() >= len && own.len() >= matrix.columns * self.rank, "room and a factor");
+        let all = self.arguments(matrix, len);
+        let arguments = (Power { own: own.pointer(), out: out.pointer(), ..all },);
+        let y = grid(matrix.rows, 16).min(65_535);
+        // SAFETY: as above; the grid goes over all rows.
+        unsafe { self.end.launch((grid(matrix.columns, 256), y), 256, 0, &arguments) }
+    }
+}
+
 /// The last step of an all-reduce.
 #[derive(Debug)]
 pub(crate) struct FinishKernel {
@@ -1020,5 +1144,6 @@ mod tests {
         assert_eq!(size_of::<Chunks>(), 56);
         assert_eq!(size_of::<Coding>(), 96);
         assert_eq!(size_of::<Added>(), 56);
+        assert_eq!(size_of::<Power>(), 88);
     }
 }

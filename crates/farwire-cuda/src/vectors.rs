@@ -17,13 +17,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytes::Bytes;
 use farwire::{DType, Rank, Transaction, Vectors};
-use farwire_codec::collective::{ChunkPlace, StepError};
-use farwire_codec::{CodedPlace, DecodeError, Piece, ResidualElsewhere, Role};
+use farwire_codec::collective::{ChunkPlace, FactorVectors, MatrixPlace, StepError};
+use farwire_codec::device::{power_basis, power_check, power_start};
+use farwire_codec::{CodedPlace, DecodeError, EncodeError, Piece, ResidualElsewhere, Role, Shape};
 
 use crate::codec::{DeviceCodec, DeviceEncoded, DeviceJob, DeviceResidual, Inbox};
-use crate::driver::{Device, DeviceTensor, Pooled, ValueType};
+use crate::driver::{Buffer, Device, DeviceTensor, Pooled, ValueType};
 use crate::error::DeviceError;
-use crate::kernels::FinishKernel;
+use crate::kernels::{FinishKernel, Matrix, PowerKernels};
 
 /// What the steps of all operations of a device use in turn.
 #[derive(Debug)]
@@ -74,14 +75,33 @@ impl Steps {
 pub(crate) struct DeviceVectors {
     device: Arc<Device>,
     workspace: Arc<Workspace>,
-    codec: Arc<DeviceCodec>,
+    coder: Coder,
     finish: Arc<FinishKernel>,
     tensor: DeviceTensor,
     feedback: Option<Transaction>,
     /// By chunk.
     kept: Vec<Kept>,
+    power: Option<PowerStep>,
     output: Option<Pooled<f32>>,
     divisor: f32,
+}
+
+/// What makes the bytes.
+#[derive(Clone, Debug)]
+pub(crate) enum Coder {
+    Messages(Arc<DeviceCodec>),
+    /// PowerSGD.
+    Factors,
+}
+
+/// PowerSGD on the way.
+#[derive(Debug)]
+struct PowerStep {
+    kernels: PowerKernels,
+    matrix: Pooled<f32>,
+    p: Pooled<f32>,
+    /// This rank's.
+    q: Pooled<f32>,
 }
 
 /// What a rank keeps of a chunk from one step to the next.
@@ -97,7 +117,7 @@ impl DeviceVectors {
     /// The tensor's stream is waited for from now on.
     pub(crate) fn new(
         workspace: &Arc<Workspace>,
-        codec: Arc<DeviceCodec>,
+        coder: Coder,
         finish: Arc<FinishKernel>,
         tensor: DeviceTensor,
     ) -> Result<Self, DeviceError> {
@@ -105,11 +125,12 @@ impl DeviceVectors {
         Ok(Self {
             device: workspace.device.clone(),
             workspace: workspace.clone(),
-            codec,
+            coder,
             finish,
             tensor,
             feedback: None,
             kept: Vec::new(),
+            power: None,
             output: None,
             divisor: 1.0,
         })
@@ -119,6 +140,16 @@ impl DeviceVectors {
     pub(crate) fn owing(mut self, feedback: Option<Transaction>) -> Self {
         self.feedback = feedback;
         self
+    }
+
+    fn codec(&self) -> Result<Arc<DeviceCodec>, DeviceError> {
+        match &self.coder {
+            Coder::Messages(codec) => Ok(codec.clone()),
+            Coder::Factors => Err(DeviceError::Unsupported {
+                codec: "powersgd".into(),
+                why: "it has no messages",
+            }),
+        }
     }
 
     fn kept(&mut self, chunk: usize) -> &mut Kept {
@@ -168,12 +199,13 @@ impl DeviceVectors {
             DeviceResidual::Off => None,
             DeviceResidual::Zero | DeviceResidual::Owed(_) => Some(self.device.pooled(len)?),
         };
+        let codec = self.codec()?;
         // The encoder writes to the new one, and has its own back whatever happens.
         left.iter_mut().for_each(|left| out.swap_residual(left));
-        let started = self.codec.start_encode(job, out);
-        let parcels = started.and_then(|()| self.codec.finish_parcels(out, own));
+        let started = codec.start_encode(job, out);
+        let parcels = started.and_then(|()| codec.finish_parcels(out, own));
         left.iter_mut().for_each(|left| out.swap_residual(left));
-        let piece = |left| Piece::Elsewhere(Arc::new(DevicePiece { left, len }));
+        let piece = |left| Piece::Elsewhere(Arc::new(DevicePiece { left, len, warm: None }));
         parcels.map(|parcels| (parcels, left.map(piece)))
     }
 
@@ -181,19 +213,20 @@ impl DeviceVectors {
         let place = chunk.shard(chunk.rank);
         let mut acc = self.device.pooled::<f32>(place.range.len()).map_err(failed)?;
         let mut own = self.kept(chunk.index).own.take().ok_or_else(out_of_order)?;
+        let codec = self.codec().map_err(failed)?;
         let workspace = self.workspace.clone();
         let mut steps = workspace.lock();
         for from in chunk.world.ranks() {
             let (part, fresh) = ((&mut *acc).into(), from.index() == 0);
             if from == chunk.rank {
-                self.codec.start_decode_uploaded(&mut own, &place, part, fresh).map_err(failed)?;
+                codec.start_decode_uploaded(&mut own, &place, part, fresh).map_err(failed)?;
                 continue;
             }
             let inbox = steps.inbox(&self.device, from).map_err(failed)?;
             let started = inbox
                 .copy_from(messages[from.index()])
-                .and_then(|()| self.codec.start_decode(inbox, &place, part, fresh))
-                .and_then(|()| self.codec.start_check(inbox));
+                .and_then(|()| codec.start_decode(inbox, &place, part, fresh))
+                .and_then(|()| codec.start_check(inbox));
             started.map_err(|error| refused(from, error))?;
         }
         steps.spare.push(own);
@@ -212,7 +245,7 @@ impl DeviceVectors {
         self.device.wait().map_err(failed)?;
         for from in chunk.world.others(chunk.rank) {
             let inbox = steps.inbox(&self.device, from).map_err(failed)?;
-            let checked = self.codec.finish_check(inbox, &place(from));
+            let checked = self.codec().and_then(|codec| codec.finish_check(inbox, &place(from)));
             checked.map_err(|error| refused(from, error))?;
         }
         Ok(())
@@ -239,10 +272,11 @@ impl DeviceVectors {
             shards: std::slice::from_ref(&place.range),
         };
         let (mut parcels, left) = self.encode_job(&job, out, None).map_err(failed)?;
+        let codec = self.codec().map_err(failed)?;
         // What everybody decodes, this rank decodes at once.
         own.copy_on_card(out, 0).map_err(failed)?;
         let output = self.output.as_mut().ok_or_else(out_of_order)?.part_mut(shard.clone());
-        self.codec.start_decode_uploaded(&mut own, &place, output, true).map_err(failed)?;
+        codec.start_decode_uploaded(&mut own, &place, output, true).map_err(failed)?;
         steps.spare.push(own);
         if let (Some(feedback), Some(left)) = (&mut self.feedback, left) {
             feedback.set_owner(shard.start, left);
@@ -254,6 +288,7 @@ impl DeviceVectors {
         if chunk.mean && chunk.world.get() > 1 {
             self.divisor = chunk.world.get() as f32;
         }
+        let codec = self.codec().map_err(failed)?;
         let workspace = self.workspace.clone();
         let mut steps = workspace.lock();
         for from in chunk.world.others(chunk.rank) {
@@ -262,8 +297,8 @@ impl DeviceVectors {
             let inbox = steps.inbox(&self.device, from).map_err(failed)?;
             let started = inbox
                 .copy_from(messages[from.index()])
-                .and_then(|()| self.codec.start_decode(inbox, &chunk.shard(from), part, true))
-                .and_then(|()| self.codec.start_check(inbox));
+                .and_then(|()| codec.start_decode(inbox, &chunk.shard(from), part, true))
+                .and_then(|()| codec.start_check(inbox));
             started.map_err(|error| refused(from, error))?;
         }
         self.check(chunk, &mut steps, |from| chunk.shard(from))
@@ -299,10 +334,15 @@ impl Vectors for DeviceVectors {
         self.try_decode(chunk, messages)
     }
 
+    fn factors(&mut self) -> Option<&mut dyn FactorVectors> {
+        matches!(self.coder, Coder::Factors).then_some(self as &mut dyn FactorVectors)
+    }
+
     fn finish(mut self: Box<Self>) -> Result<(), String> {
-        let Some(output) = self.output.take() else { return Ok(()) };
         let text = |error: DeviceError| error.to_string();
-        self.finish.write(&output, self.divisor, &mut self.tensor).map_err(text)?;
+        if let Some(output) = self.output.take() {
+            self.finish.write(&output, self.divisor, &mut self.tensor).map_err(text)?;
+        }
         if let Some(feedback) = self.feedback.take() {
             feedback.commit();
         }
@@ -314,6 +354,104 @@ impl Vectors for DeviceVectors {
         // cannot be said, the card is lost.
         let _ = self.device.lead(self.tensor.stream());
         Box::new(self.tensor)
+    }
+}
+
+impl DeviceVectors {
+    fn try_begin(&mut self, place: &MatrixPlace) -> Result<Vec<f32>, DeviceError> {
+        let (device, rank, len) = (&self.device, place.rank(), self.tensor.len());
+        let Shape { rows, columns } = place.shape;
+        let owed = self.feedback.as_ref().and_then(|owed| owed.worker_piece(0..len));
+        let owed = owed.map(|piece| OwedOnCard::new(device, &piece)).transpose()?;
+        let warm = self.feedback.as_ref().and_then(|owed| owed.warm());
+        let start = power_start(place.codec, warm, place.shape, place.context);
+        if rank == 0 {
+            return Ok(Vec::new());
+        }
+        let kernels = PowerKernels::new(device, rank, self.tensor.value_type())?;
+        let mut step = PowerStep {
+            kernels,
+            matrix: device.pooled(len)?,
+            p: device.pooled(rows * rank)?,
+            q: device.pooled(columns * rank)?,
+        };
+        self.output = Some(device.pooled(len)?);
+        let mut header = device.pooled::<u64>(1)?;
+        header.fill_bytes(0..1, 0xff)?;
+        match owed.as_ref().and_then(OwedOnCard::warm) {
+            Some(there) if warm == Some(&start) => {
+                device.copy_on_card(there, 0..start.len(), &mut step.q)?;
+            }
+            _ => step.q.upload(&start)?,
+        }
+        let (kernels, mut matrix) = step.parts(place.shape);
+        let owed = owed.as_ref().map(OwedOnCard::buffer);
+        kernels.begin(self.tensor.values(0..len), owed, &mut matrix, &mut header)?;
+        let bad = header.download_front(1)?[0];
+        if bad != u64::MAX {
+            return Err(EncodeError::NotFinite { index: bad as usize }.into());
+        }
+        let p = step.p.download_front(rows * rank)?;
+        power_check(&p)?;
+        self.power = Some(step);
+        Ok(p)
+    }
+
+    fn try_with_p(&mut self, place: &MatrixPlace, sum: Vec<f32>) -> Result<Vec<f32>, DeviceError> {
+        let basis = power_basis(sum, place.rank())?;
+        let Some(step) = &mut self.power else { return Ok(Vec::new()) };
+        step.p.upload(&basis)?;
+        let (kernels, mut matrix) = step.parts(place.shape);
+        kernels.go_on(&mut matrix, self.tensor.len())?;
+        let q = step.q.download_front(place.shape.columns * place.rank())?;
+        power_check(&q)?;
+        Ok(q)
+    }
+
+    fn try_with_q(&mut self, place: &MatrixPlace, sum: Vec<f32>) -> Result<(), DeviceError> {
+        power_check(&sum)?;
+        if place.mean && place.world.get() > 1 {
+            self.divisor = place.world.get() as f32;
+        }
+        let (Some(mut step), Some(output)) = (self.power.take(), &mut self.output) else {
+            self.feedback.iter_mut().for_each(|feedback| feedback.set_warm(Vec::new()));
+            return Ok(());
+        };
+        let mut summed = self.device.pooled(sum.len())?;
+        summed.upload(&sum)?;
+        // From now on the sum takes the place of this rank's own.
+        std::mem::swap(&mut step.q, &mut summed);
+        let (own, len) = (summed, self.tensor.len());
+        let (kernels, mut matrix) = step.parts(place.shape);
+        kernels.end(&mut matrix, &own, output, len)?;
+        if let Some(feedback) = &mut self.feedback {
+            let left = DevicePiece { left: step.matrix, len, warm: Some(step.q) };
+            feedback.set_worker(0, Piece::Elsewhere(Arc::new(left)));
+            feedback.set_warm(sum);
+        }
+        Ok(())
+    }
+}
+
+impl PowerStep {
+    fn parts(&mut self, Shape { rows, columns }: Shape) -> (&PowerKernels, Matrix<'_>) {
+        let Self { kernels, matrix, p, q } = self;
+        (kernels, Matrix { rows, columns, elements: matrix, p, q })
+    }
+}
+
+/// Factors are small: they come and go by copies that are waited for.
+impl FactorVectors for DeviceVectors {
+    fn begin(&mut self, matrix: &MatrixPlace) -> Result<Vec<f32>, StepError> {
+        self.try_begin(matrix).map_err(failed)
+    }
+
+    fn with_p(&mut self, matrix: &MatrixPlace, sum: Vec<f32>) -> Result<Vec<f32>, StepError> {
+        self.try_with_p(matrix, sum).map_err(failed)
+    }
+
+    fn with_q(&mut self, matrix: &MatrixPlace, sum: Vec<f32>) -> Result<(), StepError> {
+        self.try_with_q(matrix, sum).map_err(failed)
     }
 }
 
@@ -331,6 +469,8 @@ pub(crate) fn dtype(type_: ValueType) -> DType {
 struct DevicePiece {
     left: Pooled<f32>,
     len: usize,
+    /// Where PowerSGD starts, as committed with it.
+    warm: Option<Pooled<f32>>,
 }
 
 impl ResidualElsewhere for DevicePiece {
@@ -365,14 +505,27 @@ impl OwedOnCard {
         brought.upload(&values)?;
         Ok(Self::Brought(brought))
     }
+
+    fn warm(&self) -> Option<&Buffer<f32>> {
+        match self {
+            Self::Here(piece) => piece.warm.as_deref(),
+            Self::Brought(_) => None,
+        }
+    }
+
+    fn buffer(&self) -> &Buffer<f32> {
+        match self {
+            Self::Here(piece) => &piece.left,
+            Self::Brought(owed) => owed,
+        }
+    }
 }
 
 fn residual(keeps: bool, owed: Option<&OwedOnCard>) -> DeviceResidual<'_> {
     match (keeps, owed) {
         (false, _) => DeviceResidual::Off,
         (true, None) => DeviceResidual::Zero,
-        (true, Some(OwedOnCard::Here(piece))) => DeviceResidual::Owed(&piece.left),
-        (true, Some(OwedOnCard::Brought(owed))) => DeviceResidual::Owed(owed),
+        (true, Some(owed)) => DeviceResidual::Owed(owed.buffer()),
     }
 }
 

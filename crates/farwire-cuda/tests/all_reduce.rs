@@ -62,11 +62,11 @@ fn gradient(rank: usize, step: u64, len: usize) -> Vec<f32> {
 }
 
 fn codecs() -> impl Iterator<Item = &'static str> {
-    samples().filter(|name| DeviceCodec::supports(&name.parse().unwrap()).is_ok())
+    samples()
 }
 
 fn usual() -> impl Iterator<Item = &'static str> {
-    typical().filter(|name| *name != "none" && codecs().any(|codec| codec == *name))
+    typical().filter(|name| *name != "none")
 }
 
 fn bits(values: &[f32]) -> Vec<u32> {
@@ -320,11 +320,11 @@ fn a_codec_without_kernels_is_refused_with_a_reason() {
     let (Some(_alone), Some(device)) = (card(), device(0)) else { return };
     let comm = farwire::local(1).unwrap().remove(0);
     let comm = DeviceCommunicator::new(&comm, &device);
-    let compressor = Compressor::new("powersgd:2".parse().unwrap());
-    let tensor = Arc::new(device.upload(&[1.0f32; 100]).unwrap());
+    let compressor = Compressor::new("powersgd:33".parse().unwrap());
+    let tensor = Arc::new(device.upload(&[1.0f32; 10_000]).unwrap());
     let error = comm.all_reduce_compressed("w", &tensor, ReduceOp::Sum, &compressor).wait();
     let text = error.unwrap_err().to_string();
-    assert!(text.contains("powersgd:2 does not run on the card"), "{text}");
+    assert!(text.contains("powersgd:33 does not run on the card"), "{text}");
     assert!(compressor.feedback().unwrap().begin("w").is_ok(), "nothing is held");
 }
 
@@ -440,6 +440,9 @@ fn only_what_is_sent_crosses_the_bus() {
                         "{codec}: sent {sent}, to the host {to_host:.4} of that; \
                          received {received}, to the card {to_card:.4} of that"
                     );
+                }
+                if step == 0 && codec.starts_with("powersgd") {
+                    continue; // what it starts with has to get there
                 }
                 assert!(to_host <= 1.05, "{codec}: {to_host} of what was sent, step {step}");
                 assert!(to_card <= 1.05, "{codec}: {to_card} of what was received, step {step}");

@@ -39,11 +39,11 @@ use crate::error::{DecodeError, EncodeError};
 use crate::feedback::Owed;
 use crate::job::{Context, Residual};
 use crate::spec::CodecSpec;
-use vectors::HostVectors;
+use vectors::{HostVectors, Power};
 
 pub use floats::Floats;
 pub use order::{CodingError, Collective, Nonsense, Order, OrderError, Task};
-pub use vectors::{ChunkPlace, StepError, Vectors};
+pub use vectors::{ChunkPlace, FactorVectors, MatrixPlace, StepError, Vectors};
 
 /// One rank's part in a collective through a codec.
 ///
@@ -198,7 +198,9 @@ impl Route {
                 let shape = Shape::of(dimensions.as_deref().filter(fits).unwrap_or(&[count]));
                 let only = matches!(collective, Collective::ReduceScatter(_));
                 let only = only.then(|| ranges[rank.index()].clone());
-                Self::LowRank(low_rank::LowRank::new(codec, shape, world, mean, only))
+                let context = task.context;
+                let matrix = MatrixPlace { codec, shape, context, world, mean, only };
+                Self::LowRank(low_rank::LowRank::new(matrix))
             }
             (Travel::Shards(codec) | Travel::Whole(codec), Collective::AllGather(_)) => {
                 Self::AllToAll(all_to_all::AllToAll::gather(codec, ranges))
@@ -236,8 +238,8 @@ impl CodedCollective {
             output,
         } = order;
         let task = Task { collective, codec, rank, world, dimensions, tensor, context };
-        let kept = Vec::new();
-        let host = Box::new(HostVectors { input, output, feedback, threads, kept });
+        let (kept, power) = (Vec::new(), Power::default());
+        let host = Box::new(HostVectors { input, output, feedback, threads, kept, power });
         match Route::of(&task, host.input.len(), host.input.dtype()) {
             Ok((call, route)) => Ok(Self::start(task, call, route, Home::Host(host))),
             Err(error) => Err((error, host.input)),
@@ -246,13 +248,17 @@ impl CodedCollective {
 
     /// This rank's part in an all-reduce of a vector that is not in host memory. Other ranks' may
     /// be.
-    pub fn elsewhere(task: Task, vectors: Box<dyn Vectors>) -> Result<Self, OrderError> {
+    pub fn elsewhere(task: Task, mut vectors: Box<dyn Vectors>) -> Result<Self, OrderError> {
         let (call, route) = Route::of(&task, vectors.len(), vectors.dtype())?;
-        match (&task.collective, &route) {
-            (Collective::AllReduce(_), Route::TwoPhase(_)) => {
-                Ok(Self::start(task, call, route, Home::Elsewhere(vectors)))
-            }
-            _ => Err(OrderError::Elsewhere { codec: task.codec.name() }),
+        let knows_how = match &route {
+            Route::TwoPhase(_) => true,
+            Route::LowRank(_) => vectors.factors().is_some(),
+            Route::AllToAll(_) => false,
+        };
+        if knows_how && matches!(task.collective, Collective::AllReduce(_)) {
+            Ok(Self::start(task, call, route, Home::Elsewhere(vectors)))
+        } else {
+            Err(OrderError::Elsewhere { codec: task.codec.name() })
         }
     }
 

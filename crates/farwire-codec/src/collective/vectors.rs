@@ -9,6 +9,7 @@ use farwire_proto::{DType, Rank, WorldSize};
 
 use super::{Floats, residual, scale, seal, unseal};
 use crate::codec::MessageCodec;
+use crate::codecs::powersgd::{PowerP, PowerQ, PowerSgd, Shape};
 use crate::error::{DecodeError, EncodeError};
 use crate::feedback::{Owed, Transaction};
 use crate::job::{CodedPlace, Context, Encoded, Job, Role};
@@ -51,12 +52,54 @@ pub trait Vectors: fmt::Debug + Send {
     /// this rank's own.
     fn decode(&mut self, chunk: &ChunkPlace<'_>, messages: &[&[u8]]) -> Result<(), StepError>;
 
+    /// The same vectors for sums of factors, if they know how.
+    fn factors(&mut self) -> Option<&mut dyn FactorVectors> {
+        None
+    }
+
     /// All has come: the result is put in its place, and what is owed from now on replaces what was
     /// owed. Or why it cannot be, and nothing has changed.
     fn finish(self: Box<Self>) -> Result<(), String>;
 
     /// Gives it up. What comes back is the memory's owner, to be dropped where any code may run.
     fn abandon(self: Box<Self>) -> Box<dyn Any + Send>;
+}
+
+/// What `low_rank.rs` does with a rank's vectors: the input plus what the worker owes is a matrix M.
+/// Factors are small, and in host memory.
+pub trait FactorVectors {
+    /// P = M·Q, row by row.
+    fn begin(&mut self, matrix: &MatrixPlace) -> Result<Vec<f32>, StepError>;
+
+    /// Goes on with the sum of all ranks' P: Q = Mᵀ·P̂, column by column.
+    fn with_p(&mut self, matrix: &MatrixPlace, sum: Vec<f32>) -> Result<Vec<f32>, StepError>;
+
+    /// Ends with the sum of all ranks' Q: the result, and what is owed from now on.
+    fn with_q(&mut self, matrix: &MatrixPlace, sum: Vec<f32>) -> Result<(), StepError>;
+}
+
+/// A vector that is seen as a matrix.
+#[derive(Clone, Debug)]
+pub struct MatrixPlace {
+    /// The codec.
+    pub codec: PowerSgd,
+    /// Its rows and columns.
+    pub shape: Shape,
+    /// The key to random numbers.
+    pub context: Context,
+    /// How many ranks there are.
+    pub world: WorldSize,
+    /// Whether the result is a mean.
+    pub mean: bool,
+    /// The elements of the result that this rank wants, if not all.
+    pub only: Option<Range<usize>>,
+}
+
+impl MatrixPlace {
+    /// Columns of P and Q.
+    pub fn rank(&self) -> usize {
+        self.codec.rank.min(self.shape.rows).min(self.shape.columns)
+    }
 }
 
 /// A part of a vector that is encoded as a vector of its own.
@@ -131,6 +174,16 @@ pub(super) struct HostVectors {
     pub(super) threads: std::num::NonZeroUsize,
     /// By chunk.
     pub(super) kept: Vec<Kept>,
+    pub(super) power: Power,
+}
+
+/// How far the sums of factors are.
+#[derive(Debug, Default)]
+pub(super) enum Power {
+    #[default]
+    Begin,
+    P(PowerP),
+    Q(PowerQ),
 }
 
 /// What a rank keeps of a chunk from one step to the next.
@@ -265,6 +318,10 @@ impl Vectors for HostVectors {
         Ok(())
     }
 
+    fn factors(&mut self) -> Option<&mut dyn FactorVectors> {
+        Some(self)
+    }
+
     fn finish(self: Box<Self>) -> Result<(), String> {
         if let Some(feedback) = self.feedback {
             feedback.commit();
@@ -274,5 +331,42 @@ impl Vectors for HostVectors {
 
     fn abandon(self: Box<Self>) -> Box<dyn Any + Send> {
         Box::new(self.input)
+    }
+}
+
+impl FactorVectors for HostVectors {
+    fn begin(&mut self, matrix: &MatrixPlace) -> Result<Vec<f32>, StepError> {
+        let all = 0..self.input.len();
+        let owed = self.owed(all.clone());
+        let warm = self.feedback.as_ref().and_then(|feedback| feedback.warm());
+        let (values, owed) = (self.input.values(all), residual(owed.as_ref()));
+        let p = matrix.codec.begin(values, owed, warm, matrix.shape, matrix.context)?;
+        let factor = p.p().to_vec();
+        self.power = Power::P(p);
+        Ok(factor)
+    }
+
+    fn with_p(&mut self, _: &MatrixPlace, sum: Vec<f32>) -> Result<Vec<f32>, StepError> {
+        let Power::P(p) = std::mem::take(&mut self.power) else { unreachable!("it has begun") };
+        let q = p.with_sum(sum)?;
+        let factor = q.q().to_vec();
+        self.power = Power::Q(q);
+        Ok(factor)
+    }
+
+    fn with_q(&mut self, matrix: &MatrixPlace, sum: Vec<f32>) -> Result<(), StepError> {
+        let Power::Q(q) = std::mem::take(&mut self.power) else { unreachable!("it has P") };
+        self.clear_output(self.input.len());
+        let state = q.with_sum(sum, &mut self.output)?;
+        if let Some(feedback) = &mut self.feedback {
+            feedback.set_worker(0, state.residual);
+            feedback.set_warm(state.warm);
+        }
+        if let Some(only) = &matrix.only {
+            self.output.copy_within(only.clone(), 0);
+            self.output.truncate(only.len());
+        }
+        scale(&mut self.output, matrix.mean, matrix.world);
+        Ok(())
     }
 }
