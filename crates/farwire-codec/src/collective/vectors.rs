@@ -15,7 +15,7 @@ use crate::feedback::{Owed, Transaction};
 use crate::job::{CodedPlace, Context, Encoded, Job, Role};
 
 /// One rank's vectors in an all-reduce: its input, the sums it makes, its result, and what it owes.
-/// [In host memory](HostVectors), or where somebody else keeps them, such as on a card.
+/// In host memory, or where somebody else keeps them, such as on a card.
 ///
 /// Calls come by chunk: `encode`, then `sum`, `encode_sum`, `decode`; those of other chunks come in
 /// between. Nothing the caller can see changes before [`finish`](Self::finish): given up instead,
