@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Builds the GPU tests and the benchmark here, for a machine that has a GPU and no cargo.
+# Builds the GPU tests and benchmarks here, for a machine that has a GPU and no cargo.
 #
 #   scripts/gpu.sh [DIR]          (default: target/gpu)
 #
 # Leaves in DIR the programs, stripped, and `run.sh`. Copy DIR to the machine with the GPU and start
 # `run.sh` there. That needs the NVIDIA driver and NVRTC (of the CUDA toolkit, or of the package
 # nvidia-cuda-nvrtc from PyPI), and nothing else; where compute-sanitizer is installed,
-# `run.sh sanitize` has it look for stray, racing and uninitialised accesses.
+# `run.sh sanitize` has it look for stray, racing and uninitialised accesses. `run.sh bench` measures
+# an all-reduce between two ranks on the card, and Gloo's if torch is there.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 dir=${1:-target/gpu}
@@ -18,15 +19,18 @@ built() {
   shift
   cargo build --message-format=json "$@" | sed -n "s/.*\"name\":\"$name\".*\"executable\":\"\([^\"]*\)\".*/\1/p" | tail -1
 }
-for name in parity memory; do
+for name in parity memory all_reduce; do
   cp "$(built "$name" --package farwire-cuda --test "$name")" "$dir/$name"
 done
 cp "$(built codec_cuda --release --package farwire-cuda --example codec_cuda)" "$dir/codec_cuda"
-strip "$dir"/parity "$dir"/memory "$dir"/codec_cuda
+cp "$(built farwire --release --package farwire-cli --features cuda --bin farwire)" "$dir/farwire"
+strip "$dir"/parity "$dir"/memory "$dir"/all_reduce "$dir"/codec_cuda "$dir"/farwire
+cp scripts/gpu_peers.py "$dir"
 
 cat > "$dir/run.sh" <<'RUN'
 #!/usr/bin/env bash
-# The GPU tests, then the table of docs/gpu.md. `run.sh sanitize`: the tests under compute-sanitizer.
+# The GPU tests, then the codecs' table of docs/gpu.md. `run.sh sanitize`: the tests under
+# compute-sanitizer. `run.sh bench`: all-reduces.
 set -euo pipefail
 cd "$(dirname "$0")"
 export FARWIRE_REQUIRE_GPU=1
@@ -43,11 +47,24 @@ if [ "${1:-}" = sanitize ]; then
     echo "== $tool"
     FARWIRE_CUDA_CASES=2 compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 9 ./parity --test-threads 1 \
       bytes_ damaged wrong_guess
+    compute-sanitizer --tool "$tool" --report-api-errors no --error-exitcode 9 ./all_reduce --test-threads 1 \
+      without_error_feedback short_floats
   done
+  exit
+fi
+if [ "${1:-}" = bench ]; then
+  for codec in topk:64/4096 int8; do
+    ./farwire bench all_reduce --device cuda --ranks 2 --link shm --size 256MiB --iters 20 --codec "$codec"
+  done
+  ./farwire bench all_reduce --device cuda --ranks 2 --link shm --size 256MiB --iters 20
+  if python3 -c 'import torch'; then
+    python3 gpu_peers.py --size 256
+  fi
   exit
 fi
 ./parity
 ./memory
+./all_reduce
 ./codec_cuda
 RUN
 chmod +x "$dir/run.sh"

@@ -28,10 +28,17 @@ fn a_size_beyond_any_memory_is_not_a_size() {
 
 #[test]
 fn a_gpu_that_cannot_be_used_is_an_error_that_says_what_is_missing() {
-    let text = refusal(&["all_reduce", "--ranks", "2", "--device", "cuda"]);
-    assert!(text.contains("--device cuda serves `farwire bench codec` alone"), "{text}");
-    if !cfg!(feature = "cuda") {
-        let text = refusal(&["codec", "--device", "cuda"]);
-        assert!(text.contains("built without CUDA; build it with `cargo build --features cuda`"));
+    if cfg!(feature = "cuda") {
+        let text = refusal(&["broadcast", "--ranks", "2", "--device", "cuda"]);
+        assert!(text.contains("--device cuda serves `codec` and all_reduce of f32"), "{text}");
+        let text = refusal(&["all_reduce", "--ranks", "2", "--device", "cuda", "--dtype", "f64"]);
+        assert!(text.contains("--device cuda serves `codec` and all_reduce of f32"), "{text}");
+    } else {
+        for op in ["codec", "all_reduce"] {
+            let text = refusal(&[op, "--device", "cuda"]);
+            assert!(
+                text.contains("built without CUDA; build it with `cargo build --features cuda`")
+            );
+        }
     }
 }

@@ -4,14 +4,38 @@
 
 use std::ops::Range;
 
+use crate::codecs::powersgd::{self, PowerSgd, Shape};
 use crate::codecs::randk::RandomK;
 use crate::dense::Noise;
+use crate::error::EncodeError;
 use crate::index;
-use crate::job::{CodedPlace, Role};
+use crate::job::{CodedPlace, Context, Role};
 use crate::kept::ValueCoding;
 use crate::simd::{self, Level};
 
 pub use crate::codecs::topk::proportion;
+
+/// The Q that a step of PowerSGD starts with, column by column.
+pub fn power_start(
+    codec: PowerSgd,
+    warm: Option<&[f32]>,
+    shape: Shape,
+    context: Context,
+) -> Vec<f32> {
+    codec.start(warm, shape, context)
+}
+
+/// The sum of P with orthonormal columns; or why there is none.
+pub fn power_basis(mut sum: Vec<f32>, rank: usize) -> Result<Vec<f32>, EncodeError> {
+    powersgd::check_finite(&sum)?;
+    powersgd::orthonormalise(&mut sum, rank);
+    Ok(sum)
+}
+
+/// Whether all of a factor is finite.
+pub fn power_check(factor: &[f32]) -> Result<(), EncodeError> {
+    powersgd::check_finite(factor)
+}
 
 /// Elements of a block of kept ones.
 pub const KEPT_BLOCK: usize = index::BLOCK;

@@ -15,6 +15,8 @@
 //! What is owed is owed whatever codec comes next, or none: see [`Transaction::own`] and
 //! [`Transaction::pay`].
 //!
+//! Residuals need not be in host memory: a [`Piece`] may be on the card where it was made.
+//!
 //! An operation takes a [`Transaction`] with it. Only [`commit`](Transaction::commit) changes
 //! anything, so an operation that fails, or a step that is skipped, loses no gradient. Residuals
 //! are f32: smaller types would lose what is smallest.
@@ -51,6 +53,7 @@ mod pieces;
 mod savepoint;
 
 use pieces::Pieces;
+pub use pieces::{Piece, ResidualElsewhere};
 pub use savepoint::Savepoint;
 
 /// The residuals of all tensors of one rank.
@@ -79,8 +82,15 @@ impl State {
     /// Moves the owner residual of all elements outside `ranges`, which ascend, into the worker
     /// residual.
     fn own(&mut self, ranges: &[Range<usize>]) {
+        let keeps = |start: usize, end: usize| {
+            ranges.iter().any(|kept| kept.start <= start && end <= kept.end)
+        };
         for (start, owed) in self.owner.clone().0 {
             let end = start + owed.len();
+            if keeps(start, end) {
+                continue;
+            }
+            let owed = owed.values();
             let mut next = start;
             for kept in ranges.iter().cloned().chain(std::iter::once(end..end)) {
                 let part = next..kept.start.clamp(next, end);
@@ -97,10 +107,10 @@ impl State {
     /// Adds to the worker residual of the elements from `start` on.
     fn add(&mut self, start: usize, owed: &[f32]) {
         let sum = match self.worker.get(start..start + owed.len()) {
-            Some(own) => own.iter().zip(owed).map(|(own, owed)| own + owed).collect(),
+            Some(own) => own.values().iter().zip(owed).map(|(own, owed)| own + owed).collect(),
             None => owed.to_vec(),
         };
-        self.worker.set(start, sum);
+        self.worker.set(start, sum.into());
     }
 }
 
@@ -147,8 +157,7 @@ impl ErrorFeedback {
     pub fn owes(&self, tensor: &str) -> bool {
         let state = |entry: &Entry| entry.state.clone();
         let state = lock(&self.tensors).get(tensor).map(state).unwrap_or_default();
-        let pieces = state.worker.0.values().chain(state.owner.0.values());
-        pieces.flat_map(|values| values.iter()).any(|value| *value != 0.0)
+        state.worker.owes() || state.owner.owes()
     }
 
     /// How much is owed for a tensor, as last committed.
@@ -163,11 +172,12 @@ impl ErrorFeedback {
     pub fn owed(&self, tensor: &str) -> f64 {
         let tensors = lock(&self.tensors);
         let Some(Entry { state, .. }) = tensors.get(tensor) else { return 0.0 };
-        let shared = |(start, owner): (&usize, &Arc<Vec<f32>>)| {
+        let shared = |(start, owner): (&usize, &Piece)| {
             let worker = state.worker.get(*start..start + owner.len());
             worker.map_or(0.0, |worker| {
+                let (worker, owner) = (worker.values(), owner.values());
                 let products =
-                    worker.iter().zip(&**owner).map(|(a, b)| f64::from(*a) * f64::from(*b));
+                    worker.iter().zip(&*owner).map(|(a, b)| f64::from(*a) * f64::from(*b));
                 products.sum::<f64>()
             })
         };
@@ -204,7 +214,7 @@ impl ErrorFeedback {
         for (name, Entry { state, .. }) in theirs {
             let mine = &mut tensors.entry(name).or_default().state;
             for (start, owed) in state.worker.0 {
-                mine.add(start, &owed);
+                mine.add(start, &owed.values());
             }
         }
         Ok(())
@@ -245,12 +255,22 @@ impl Transaction {
     /// Free if the last operation set a piece of the same elements; otherwise pieces are put
     /// together.
     pub fn worker(&self, range: Range<usize>) -> Owed {
-        Owed(self.old.worker.get(range))
+        Owed(self.worker_piece(range).map(|piece| piece.values()))
+    }
+
+    /// The same, where it is; nothing if all of it is zero.
+    pub fn worker_piece(&self, range: Range<usize>) -> Option<Piece> {
+        self.old.worker.get(range)
     }
 
     /// What the owner owed for these elements before this transaction.
     pub fn owner(&self, range: Range<usize>) -> Owed {
-        Owed(self.old.owner.get(range))
+        Owed(self.owner_piece(range).map(|piece| piece.values()))
+    }
+
+    /// The same, where it is; nothing if all of it is zero.
+    pub fn owner_piece(&self, range: Range<usize>) -> Option<Piece> {
+        self.old.owner.get(range)
     }
 
     /// Where PowerSGD starts.
@@ -282,10 +302,10 @@ impl Transaction {
         }
         let all = 0..vector.len();
         if let Some(owed) = state.worker.get(all.clone()) {
-            let Some(left) = vector.add(&owed) else { return false };
+            let Some(left) = vector.add(&owed.values()) else { return false };
             state.worker.cut(&all);
             if left.iter().any(|value| *value != 0.0) {
-                state.worker.set(0, left);
+                state.worker.set(0, left.into());
             }
         }
         self.new = state;
@@ -293,13 +313,13 @@ impl Transaction {
     }
 
     /// What the worker owes from now on for the elements from `start` on.
-    pub fn set_worker(&mut self, start: usize, residual: Vec<f32>) {
-        self.new.worker.set(start, residual);
+    pub fn set_worker(&mut self, start: usize, residual: impl Into<Piece>) {
+        self.new.worker.set(start, residual.into());
     }
 
     /// What the owner owes from now on for the elements from `start` on.
-    pub fn set_owner(&mut self, start: usize, residual: Vec<f32>) {
-        self.new.owner.set(start, residual);
+    pub fn set_owner(&mut self, start: usize, residual: impl Into<Piece>) {
+        self.new.owner.set(start, residual.into());
     }
 
     /// Where PowerSGD starts next time.
@@ -334,7 +354,7 @@ impl Transaction {
         drop(tensors);
         // Buffers that nobody else holds any more can be used again.
         let pieces = old.worker.0.into_values().chain(old.owner.0.into_values());
-        self.spare.extend(pieces.filter_map(|values| Arc::try_unwrap(values).ok()));
+        self.spare.extend(pieces.filter_map(Piece::into_buffer));
     }
 }
 
@@ -546,6 +566,60 @@ mod tests {
         assert!(
             matches!(transaction.worker(0..2).residual(), Residual::Owed([a, b]) if (*a, *b) == (1.0 / 4096.0, 1_000_001.0 - 65_504.0))
         );
+    }
+
+    /// A card of one's own, with a count of what was fetched from it.
+    #[derive(Debug)]
+    struct OnCard(Vec<f32>, Arc<std::sync::atomic::AtomicUsize>);
+
+    impl ResidualElsewhere for OnCard {
+        fn len(&self) -> usize {
+            self.0.len()
+        }
+
+        fn fetch(&self) -> Vec<f32> {
+            self.1.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            self.0.clone()
+        }
+    }
+
+    #[test]
+    fn residuals_on_a_card_are_fetched_for_those_who_need_them_here_and_for_no_others() {
+        let fetched = Arc::new(std::sync::atomic::AtomicUsize::new(0));
+        let on_card =
+            |values: &[f32]| Piece::Elsewhere(Arc::new(OnCard(values.to_vec(), fetched.clone())));
+        let feedback = ErrorFeedback::new();
+        let mut transaction = feedback.begin("w").unwrap();
+        transaction.set_worker(0, on_card(&[1.0, 2.0]));
+        transaction.set_worker(2, on_card(&[3.0, 4.0]));
+        transaction.set_owner(1, on_card(&[10.0]));
+        transaction.set_warm(vec![7.0]);
+        transaction.commit();
+
+        // A step on the card.
+        let mut transaction = feedback.begin("w").unwrap();
+        transaction.own(&[1..2, 5..6]);
+        let piece = transaction.worker_piece(2..4).unwrap();
+        assert!(
+            matches!(&piece, Piece::Elsewhere(piece) if (&**piece as &dyn std::any::Any).is::<OnCard>())
+        );
+        assert!(matches!(transaction.owner_piece(1..2), Some(Piece::Elsewhere(_))));
+        transaction.set_worker(2, on_card(&[5.0, 6.0]));
+        let savepoint = feedback.savepoint();
+        transaction.commit();
+        savepoint.release();
+        assert_eq!(fetched.load(std::sync::atomic::Ordering::Relaxed), 0);
+
+        // Whatever it is on, a checkpoint is the same.
+        let saved = ErrorFeedback::from_bytes(&state(&feedback)).unwrap();
+        assert_eq!(state(&saved), state(&feedback));
+        assert!(fetched.load(std::sync::atomic::Ordering::Relaxed) > 0);
+        // Other cuts, and others who own.
+        let owed = feedback.begin("w").unwrap().worker(1..4);
+        assert!(matches!(owed.residual(), Residual::Owed([2.0, 5.0, 6.0])));
+        feedback.reshard().unwrap();
+        let owed = feedback.begin("w").unwrap().worker(0..4);
+        assert!(matches!(owed.residual(), Residual::Owed([1.0, 12.0, 5.0, 6.0])));
     }
 
     #[test]

@@ -93,7 +93,9 @@ pub use codecs::topk::{Keep, OwnerMode, Share, TopK};
 pub use codecs::{CODECS, samples, typical};
 pub use custom::VectorCodec;
 pub use error::{DecodeError, EncodeError};
-pub use feedback::{ErrorFeedback, FeedbackError, Norms, Owed, Savepoint, Transaction};
+pub use feedback::{
+    ErrorFeedback, FeedbackError, Norms, Owed, Piece, ResidualElsewhere, Savepoint, Transaction,
+};
 pub use job::{CodedPlace, Context, Encoded, Job, Residual, Role, Values};
 pub use kept::ValueCoding;
 pub use spec::{CodecSpec, SpecError};

@@ -45,7 +45,8 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
         "{:<26} {:>10} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8} {:>8}",
         "codec", "bytes", "r += g", "encode", "of add", "decode", "of add", "enc host", "dec host"
     );
-    for row in bench::Bench::new(&device, elements)?.measure(&codecs, repeats)? {
+    let mut bench = bench::Bench::new(&device, elements)?;
+    for row in bench.measure(&codecs, repeats)? {
         println!(
             "{:<26} {:>10} {:>8.3} {:>8.3} {:>8.2} {:>8.3} {:>8.2} {:>8.3} {:>8.3}",
             row.codec,
@@ -59,5 +60,10 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
             row.from_host_ms
         );
     }
+    let power = bench.measure_power(4, repeats)?;
+    println!(
+        "powersgd:4: P {:.3}, Q {:.3}, result and residual {:.3}; r += g {:.3}",
+        power.p_ms, power.q_ms, power.end_ms, power.add_ms
+    );
     Ok(())
 }

@@ -7,12 +7,12 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use farwire_codec::{CodecSpec, CodedPlace, Context, Role};
+use farwire_codec::{CodecSpec, CodedPlace, Context, Role, Shape};
 
 use crate::codec::{DeviceCodec, DeviceEncoded, DeviceJob, DeviceResidual, Inbox};
-use crate::driver::{Buffer, Device, Pinned, Timer};
+use crate::driver::{Buffer, Device, Pinned, Timer, ValueType};
 use crate::error::DeviceError;
-use crate::kernels::AddKernel;
+use crate::kernels::{AddKernel, Matrix, PowerKernels};
 
 /// What was measured of a codec. Times are in milliseconds.
 #[derive(Clone, Debug)]
@@ -127,6 +127,58 @@ impl Bench {
             }
         });
         Ok(rows.collect())
+    }
+}
+
+/// What was measured of PowerSGD, in milliseconds on the card.
+#[derive(Clone, Copy, Debug)]
+pub struct PowerMeasured {
+    /// `r += g`.
+    pub add_ms: f64,
+    /// Gradient plus residual, and P.
+    pub p_ms: f64,
+    /// Q.
+    pub q_ms: f64,
+    /// The result, and the new residual.
+    pub end_ms: f64,
+}
+
+impl Bench {
+    /// Measures PowerSGD of some rank, of a matrix that is as square as it can be.
+    pub fn measure_power(
+        &mut self,
+        rank: usize,
+        repeats: usize,
+    ) -> Result<PowerMeasured, DeviceError> {
+        let Self { timer, add, gradient, owed, acc, device } = self;
+        let (len, Shape { rows, columns }) = (gradient.len(), Shape::of(&[gradient.len()]));
+        let kernels = PowerKernels::new(device, rank, ValueType::F32)?;
+        let (mut elements, mut out) = (device.zeros(len)?, device.zeros(len)?);
+        let mut p = device.upload(&gaussian(rows * rank, 3))?;
+        let mut q = device.upload(&gaussian(columns * rank, 4))?;
+        let own = device.upload(&gaussian(columns * rank, 5))?;
+        let mut header = device.zeros::<u64>(1)?;
+        let mut times = [const { Vec::new() }; 4];
+        for round in 0..=repeats {
+            let mut matrix =
+                Matrix { rows, columns, elements: &mut elements, p: &mut p, q: &mut q };
+            add.add(acc, gradient)?;
+            let add_ms = timer.time(|| add.add(acc, gradient))?;
+            add.add(acc, gradient)?;
+            let p_ms = timer
+                .time(|| kernels.begin(gradient.values(), Some(owed), &mut matrix, &mut header))?;
+            add.add(acc, gradient)?;
+            let q_ms = timer.time(|| kernels.go_on(&mut matrix, len))?;
+            add.add(acc, gradient)?;
+            let end_ms = timer.time(|| kernels.end(&mut matrix, &own, &mut out, len))?;
+            // The first round warms up.
+            if round > 0 {
+                let all = [add_ms, p_ms, q_ms, end_ms];
+                times.iter_mut().zip(all).for_each(|(times, time)| times.push(time));
+            }
+        }
+        let [add_ms, p_ms, q_ms, end_ms] = times.map(median);
+        Ok(PowerMeasured { add_ms, p_ms, q_ms, end_ms })
     }
 }
 

@@ -14,6 +14,7 @@ use std::any::Any;
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
+use bytes::Bytes;
 use farwire_codec::device::{Draws, KeptBlock, Keys, check_shards, drawn_within, kept_blocks};
 use farwire_codec::{
     BlockQuantiser, Cast, CodecSpec, CodedPlace, DecodeError, EncodeError, Identity, Keep,
@@ -96,8 +97,11 @@ pub struct DeviceEncoded {
     pinned_header: Pinned,
     scratch: Buffer<f32>,
     sparse: Option<SparseScratch>,
-    /// Where messages are in `out`, and so in `pinned`; of sparse codecs known at the end.
+    /// Where messages are in `out`, and so in `pinned`; of sparse codecs known at the end. Each has
+    /// a byte after it that means nothing.
     messages: Vec<Range<usize>>,
+    /// Which of the blocks each message has; of sparse codecs alone.
+    blocks: Vec<Range<usize>>,
     sizes_on_card: bool,
 }
 
@@ -116,6 +120,7 @@ impl DeviceEncoded {
             scratch: device.buffer(0)?,
             sparse: None,
             messages: Vec::new(),
+            blocks: Vec::new(),
             sizes_on_card: false,
         })
     }
@@ -169,7 +174,9 @@ pub struct Inbox {
     scratch: Buffer<f32>,
     blocks: Vec<KeptBlock>,
     pinned_blocks: Pinned,
+    /// The blocks, on the card.
     card_blocks: Buffer<u8>,
+    block_count: usize,
     reach: Buffer<u64>,
 }
 
@@ -188,6 +195,7 @@ impl Inbox {
             blocks: Vec::new(),
             pinned_blocks: Pinned::new(device, 0)?,
             card_blocks: device.buffer(0)?,
+            block_count: 0,
             reach: device.buffer(0)?,
         })
     }
@@ -196,7 +204,7 @@ impl Inbox {
     /// still on its way to the card: what was checked on the host must be what arrives there.
     pub fn room(&mut self, len: usize) -> Result<&mut [u8], DeviceError> {
         if std::mem::take(&mut self.in_flight) {
-            self.device.synchronize()?;
+            self.device.wait()?;
         }
         self.pinned.reserve(len + SLACK)?;
         self.len = len;
@@ -206,6 +214,28 @@ impl Inbox {
     /// A copy of this message.
     pub fn copy_from(&mut self, message: &[u8]) -> Result<(), DeviceError> {
         self.room(message.len())?.copy_from_slice(message);
+        Ok(())
+    }
+
+    /// Puts a copy of a message that was encoded on this card on the stream, from there to here: it
+    /// does not cross the bus.
+    pub(crate) fn copy_on_card(
+        &mut self,
+        out: &DeviceEncoded,
+        shard: usize,
+    ) -> Result<(), DeviceError> {
+        let Range { start, end } = out.messages[shard].clone();
+        self.len = end - start;
+        self.bytes.reserve(self.len + SLACK)?;
+        self.bad.fill_bytes(0..1, 0)?;
+        self.device.copy_on_card(&out.out, start..end + SLACK, &mut self.bytes)?;
+        self.block_count = 0;
+        if let (Some(blocks), Some(sparse)) = (out.blocks.get(shard), &out.sparse) {
+            let bytes = 16 * blocks.start..16 * blocks.end;
+            self.block_count = blocks.len();
+            self.card_blocks.reserve(bytes.len())?;
+            self.device.copy_on_card(&sparse.blocks, bytes, &mut self.card_blocks)?;
+        }
         Ok(())
     }
 
@@ -267,11 +297,12 @@ impl DeviceCodec {
         if keeps || !matches!(self.kind, Kind::Dense(_)) {
             out.residual.reserve(len)?;
         }
-        out.header.reserve(job.shards.len() + 2)?;
+        out.header.reserve(2 * job.shards.len() + 3)?;
         let header = out.header.len();
         out.header.fill_bytes(0..header, 0xff)?;
         out.sizes_on_card = false;
         out.messages.clear();
+        out.blocks.clear();
 
         let kernels = self.kernels(job.values.type_)?;
         let origin = job.place.range.start;
@@ -297,7 +328,7 @@ impl DeviceCodec {
             };
             out.messages.push(end..end + bytes);
             shards.push(new);
-            end = (end + bytes).next_multiple_of(16);
+            end = (end + bytes + 1).next_multiple_of(16);
         }
         if let Kind::TopK(codec) = self.kind {
             let selection = selection(&codec, job);
@@ -305,9 +336,9 @@ impl DeviceCodec {
             end = self.kept(&codec)?.room(limit, job.shards.len());
             selected = Some((selection, limit));
         }
-        if out.out.len() < end {
+        if out.out.len() < end + SLACK {
             // What lies between messages is copied with them.
-            out.out = self.device.zeros(end)?;
+            out.out = self.device.zeros(end + SLACK)?;
         }
         if out.sparse.is_none() && selected.is_some() {
             out.sparse = Some(SparseScratch::new(&self.device)?);
@@ -350,25 +381,81 @@ impl DeviceCodec {
 
     /// Waits for the encoding, and copies the messages to pinned memory.
     pub fn finish_encode(&self, out: &mut DeviceEncoded) -> Result<(), DeviceError> {
-        let words = if out.sizes_on_card { out.messages.len() + 2 } else { 1 };
-        out.pinned_header.reserve(8 * words)?;
-        out.device.copy_to_host(&out.header, words, &mut out.pinned_header)?;
+        self.start_header(out)?;
         if !out.sizes_on_card {
             copy_messages(out)?;
         }
-        out.device.synchronize()?;
-        let header: Vec<u64> = words_of(&out.pinned_header.bytes()[..8 * words]);
+        out.device.wait()?;
+        if self.finish_header(out)? {
+            copy_messages(out)?;
+            out.device.wait()?;
+        }
+        Ok(())
+    }
+
+    /// Waits for the encoding, and makes parcels of the messages: each with a zero byte after it, in
+    /// pinned memory of the device's. That of `own`, if there is one, stays on the card, and an
+    /// empty parcel is in its place.
+    pub(crate) fn finish_parcels(
+        &self,
+        out: &mut DeviceEncoded,
+        own: Option<usize>,
+    ) -> Result<Vec<Bytes>, DeviceError> {
+        self.start_header(out)?;
+        let copy = |out: &DeviceEncoded| {
+            let all = 0..out.messages.last().map_or(0, |message| message.end);
+            let skipped = own.map_or(all.end..all.end, |own| out.messages[own].clone());
+            // Its own pinned memory, which the network reads while the next message is made.
+            let mut pinned = out.device.pooled_pinned(all.end + 1)?;
+            out.device.copy_part_to_host(&out.out, 0..skipped.start, &mut pinned)?;
+            out.device.copy_part_to_host(&out.out, skipped.end..all.end, &mut pinned)?;
+            Ok::<_, DeviceError>(pinned)
+        };
+        let early = if out.sizes_on_card { None } else { Some(copy(out)?) };
+        out.device.wait()?;
+        self.finish_header(out)?;
+        let mut pinned = match early {
+            Some(pinned) => pinned,
+            None => {
+                let pinned = copy(out)?;
+                out.device.wait()?;
+                pinned
+            }
+        };
+        for message in &out.messages {
+            pinned.bytes_mut()[message.end] = 0;
+        }
+        let all = Bytes::from_owner(pinned);
+        let parcel = |(shard, message): (usize, &Range<usize>)| match own {
+            Some(own) if own == shard => Bytes::new(),
+            _ => all.slice(message.start..message.end + 1),
+        };
+        Ok(out.messages.iter().enumerate().map(parcel).collect())
+    }
+
+    /// Puts on the stream that the host learns how the encoding went.
+    fn start_header(&self, out: &mut DeviceEncoded) -> Result<(), DeviceError> {
+        let words = if out.sizes_on_card { 2 * out.messages.len() + 3 } else { 1 };
+        out.pinned_header.reserve(8 * words)?;
+        out.device.copy_to_host(&out.header, words, &mut out.pinned_header)
+    }
+
+    /// How it went; and whether only now it is known where the messages are.
+    fn finish_header(&self, out: &mut DeviceEncoded) -> Result<bool, DeviceError> {
+        let shards = out.messages.len();
+        let header: Vec<u64> = words_of(out.pinned_header.bytes());
         if header[0] != u64::MAX {
             return Err(EncodeError::NotFinite { index: header[0] as usize }.into());
         }
         if out.sizes_on_card {
-            for (message, ends) in out.messages.iter_mut().zip(header[1..].windows(2)) {
-                *message = ends[0] as usize..ends[1] as usize;
+            let (starts, blocks) = header[1..].split_at(shards + 1);
+            for (message, ends) in out.messages.iter_mut().zip(starts.windows(2)) {
+                *message = ends[0] as usize..ends[1] as usize - 1;
             }
-            copy_messages(out)?;
-            out.device.synchronize()?;
+            let blocks = blocks[..shards + 1].windows(2);
+            out.blocks.extend(blocks.map(|ends| ends[0] as usize..ends[1] as usize));
         }
-        Ok(())
+        Ok(out.sizes_on_card)
     }
 
     /// Adds the message in `inbox` for `place` to `acc`, which has one element for each of
@@ -417,7 +504,7 @@ impl DeviceCodec {
     pub(crate) fn upload(&self, inbox: &mut Inbox, place: &CodedPlace) -> Result<(), DeviceError> {
         self.check_len(place)?;
         if std::mem::replace(&mut inbox.in_flight, true) {
-            inbox.device.synchronize()?;
+            inbox.device.wait()?;
         }
         let Inbox { device, pinned, len, bytes, bad, .. } = inbox;
         inbox.blocks.clear();
@@ -442,6 +529,7 @@ impl DeviceCodec {
                     words[12..].copy_from_slice(&block.count.to_le_bytes());
                 }
                 let all = 16 * inbox.blocks.len();
+                inbox.block_count = inbox.blocks.len();
                 device.copy_to_card(&inbox.pinned_blocks, all, &mut inbox.card_blocks)?;
             }
         }
@@ -484,7 +572,7 @@ impl DeviceCodec {
                 if fresh {
                     decoding.acc.clear(&self.device)?;
                 }
-                let (blocks, count) = (&inbox.card_blocks, inbox.blocks.len());
+                let (blocks, count) = (&inbox.card_blocks, inbox.block_count);
                 self.kept(&codec)?.add(&mut decoding, blocks, count, &mut inbox.reach)
             }
             _ => unreachable!("kernels are made for the kind"),
@@ -493,11 +581,25 @@ impl DeviceCodec {
 
     /// Waits for the decoding, and says what was wrong with the message, if anything was.
     pub fn finish_decode(&self, inbox: &mut Inbox, place: &CodedPlace) -> Result<(), DeviceError> {
-        let Inbox { device, bad, pinned_bad, in_flight, .. } = inbox;
-        device.copy_to_host(bad, 1, pinned_bad)?;
-        device.synchronize()?;
-        *in_flight = false;
-        if pinned_bad.bytes()[..4] == [0; 4] {
+        self.start_check(inbox)?;
+        inbox.device.wait()?;
+        self.finish_check(inbox, place)
+    }
+
+    /// Puts on the stream that the host learns whether anything was wrong with the message.
+    pub(crate) fn start_check(&self, inbox: &mut Inbox) -> Result<(), DeviceError> {
+        inbox.device.copy_to_host(&inbox.bad, 1, &mut inbox.pinned_bad)
+    }
+
+    /// Says what was wrong with the message. The caller has waited since
+    /// [`start_check`](Self::start_check).
+    pub(crate) fn finish_check(
+        &self,
+        inbox: &mut Inbox,
+        place: &CodedPlace,
+    ) -> Result<(), DeviceError> {
+        inbox.in_flight = false;
+        if inbox.pinned_bad.bytes()[..4] == [0; 4] {
             return Ok(());
         }
         Err(self.refusal(inbox.message(), place))
@@ -573,7 +675,7 @@ impl Kind {
             Self::TopK(*topk)
         } else if spec.messages().is_none() {
             return Err(unsupported(
-                "there are no kernels for matrices of low rank; use another codec, or the CPU",
+                "it has no messages but factors of a matrix, which a DeviceCommunicator sums",
             ));
         } else {
             return Err(unsupported(

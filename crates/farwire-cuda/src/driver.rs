@@ -5,9 +5,12 @@
 //! 1. Nothing of the driver is called before [`is_present`] has found it: cudarc would panic.
 //! 2. All work on a device is put on its one stream, and so are allocation and release of its
 //!    memory: whatever was put there before a buffer is dropped is done before the memory is used
-//!    again. That is why cudarc need not track who reads and writes what.
+//!    again. That is why cudarc need not track who reads and writes what. Memory of others comes
+//!    with the stream they use it on: this one waits for theirs before the first access, and theirs
+//!    for this one after the last.
 //! 3. The host looks at pinned memory only after it has waited for the stream: its bytes are seen
-//!    within this crate alone, and `codec.rs` waits before it reads or writes them.
+//!    within this crate alone, and whoever starts a copy waits before it reads, writes or gives the
+//!    memory back.
 //! 4. Lengths are checked here, in release builds too, before a copy is started.
 
 #![allow(unsafe_code)]
@@ -15,8 +18,9 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::marker::PhantomData;
-use std::ops::Range;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::ops::{Deref, DerefMut, Range};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use bytemuck::Pod;
 use cudarc::driver::sys::{self, CUdeviceptr, CUevent_flags};
@@ -103,6 +107,61 @@ pub struct Device {
     multiprocessors: u32,
     cache: Cache,
     modules: Mutex<HashMap<Source, Arc<CudaModule>>>,
+    spare: Mutex<Spare>,
+    bus: Arc<Bus>,
+}
+
+/// Bytes that have crossed the bus, by all streams of a device and its siblings.
+#[derive(Default)]
+struct Bus {
+    to_host: AtomicU64,
+    to_card: AtomicU64,
+}
+
+/// What was used, and will be again.
+#[derive(Default)]
+struct Spare {
+    memory: Vec<DeviceMemory>,
+    pinned: Vec<Pinned>,
+    events: Vec<CudaEvent>,
+}
+
+/// A place in the order of a device's work.
+pub(crate) struct Mark(CudaEvent);
+
+impl fmt::Debug for Mark {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Mark").finish_non_exhaustive()
+    }
+}
+
+/// Bytes that crossed the bus since the device was opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BusTraffic {
+    /// From the card to the host.
+    pub to_host: u64,
+    /// From the host to the card.
+    pub to_card: u64,
+}
+
+impl std::ops::Sub for BusTraffic {
+    type Output = Self;
+
+    fn sub(self, before: Self) -> Self {
+        let to_host = self.to_host - before.to_host;
+        Self { to_host, to_card: self.to_card - before.to_card }
+    }
+}
+
+/// Somebody else's stream on the same card: what the driver calls a `CUstream`, as a number. Zero
+/// is the default stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct CallerStream(u64);
+
+impl CallerStream {
+    fn raw(self) -> sys::CUstream {
+        self.0 as sys::CUstream
+    }
 }
 
 impl fmt::Debug for Device {
@@ -131,8 +190,152 @@ impl Device {
         let multiprocessors = context
             .attribute(sys::CUdevice_attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
             .map_err(no_card)? as u32;
-        let modules = Mutex::default();
-        Ok(Arc::new(Self { context, stream, compute_capability, multiprocessors, cache, modules }))
+        Ok(Arc::new(Self {
+            context,
+            stream,
+            compute_capability,
+            multiprocessors,
+            cache,
+            modules: Mutex::default(),
+            spare: Mutex::default(),
+            bus: Arc::default(),
+        }))
+    }
+
+    /// The same card, with a stream of its own.
+    pub(crate) fn sibling(&self) -> Result<Arc<Self>, DeviceError> {
+        self.bind()?;
+        let stream = self.context.new_stream().map_err(failed("make a stream"))?;
+        Ok(Arc::new(Self {
+            context: self.context.clone(),
+            stream,
+            compute_capability: self.compute_capability,
+            multiprocessors: self.multiprocessors,
+            cache: self.cache.clone(),
+            modules: Mutex::default(),
+            spare: Mutex::default(),
+            bus: self.bus.clone(),
+        }))
+    }
+
+    /// What is put on the stream from now on waits for what is on the sibling's now.
+    pub(crate) fn follow_sibling(&self, sibling: &Self) -> Result<(), DeviceError> {
+        self.order(sibling.stream.cu_stream(), self.stream.cu_stream())
+    }
+
+    /// Which card it is.
+    pub fn ordinal(&self) -> usize {
+        self.context.ordinal()
+    }
+
+    /// Bytes that have crossed the bus.
+    pub fn bus(&self) -> BusTraffic {
+        BusTraffic {
+            to_host: self.bus.to_host.load(Ordering::Relaxed),
+            to_card: self.bus.to_card.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Gives memory back that was used and would be used again.
+    pub fn trim(&self) {
+        let spare = std::mem::take(&mut *self.spare());
+        drop(spare);
+    }
+
+    fn spare(&self) -> MutexGuard<'_, Spare> {
+        self.spare.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until all that was put on the stream so far is done. The thread sleeps meanwhile.
+    pub(crate) fn wait(&self) -> Result<(), DeviceError> {
+        self.wait_for(self.mark()?)
+    }
+
+    /// Where the stream is now.
+    pub(crate) fn mark(&self) -> Result<Mark, DeviceError> {
+        self.bind()?;
+        let spare = self.spare().events.pop();
+        let event = match spare {
+            Some(event) => event,
+            None => self
+                .context
+                .new_event(Some(CUevent_flags::CU_EVENT_BLOCKING_SYNC))
+                .map_err(failed("make an event"))?,
+        };
+        event.record(&self.stream).map_err(failed("record an event"))?;
+        Ok(Mark(event))
+    }
+
+    /// Waits until all that was put on the stream before the mark is done. The thread sleeps
+    /// meanwhile.
+    pub(crate) fn wait_for(&self, mark: Mark) -> Result<(), DeviceError> {
+        mark.0.synchronize().map_err(failed("finish its work"))?;
+        self.spare().events.push(mark.0);
+        Ok(())
+    }
+
+    /// What is put on the device's stream from now on waits for what is on that one now.
+    pub(crate) fn follow(&self, other: CallerStream) -> Result<(), DeviceError> {
+        self.order(other.raw(), self.stream.cu_stream())
+    }
+
+    /// What is put on that stream from now on waits for what is on the device's now.
+    pub(crate) fn lead(&self, other: CallerStream) -> Result<(), DeviceError> {
+        self.order(self.stream.cu_stream(), other.raw())
+    }
+
+    fn order(&self, first: sys::CUstream, then: sys::CUstream) -> Result<(), DeviceError> {
+        if first == then {
+            return Ok(());
+        }
+        self.bind()?;
+        let event = self.context.new_event(None).map_err(failed("make an event"))?;
+        // SAFETY: one is the device's stream; whoever made the other a `CallerStream` promised that
+        // it is a stream of this card that still exists. An event may end before it happens.
+        unsafe {
+            result::event::record(event.cu_event(), first).map_err(failed("record an event"))?;
+            let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+            result::stream::wait_event(then, event.cu_event(), flags)
+                .map_err(failed("wait for an event"))
+        }
+    }
+
+    /// Room for `len` elements, with anything in it, which goes back to the device when dropped.
+    pub(crate) fn pooled<T: Pod>(self: &Arc<Self>, len: usize) -> Result<Pooled<T>, DeviceError> {
+        let need = len.saturating_mul(size_of::<T>());
+        let mut spare = self.spare();
+        let fits = |(_, memory): &(usize, &DeviceMemory)| {
+            memory.len() >= need && memory.len() <= need.saturating_mul(2).max(POOLED)
+        };
+        let best = spare.memory.iter().enumerate().filter(fits).min_by_key(|(_, m)| m.len());
+        let found = best.map(|(at, _)| at).map(|at| spare.memory.swap_remove(at));
+        drop(spare);
+        let buffer = match found {
+            Some(bytes) => Buffer { device: self.clone(), bytes, len, type_: PhantomData },
+            None => {
+                let units = len.next_multiple_of((POOLED / size_of::<T>()).max(1));
+                Buffer { len, ..self.buffer(units)? }
+            }
+        };
+        Ok(Pooled(Some(buffer)))
+    }
+
+    /// Pinned memory of `len` bytes at least, with anything in it, which goes back to the device
+    /// when dropped.
+    pub(crate) fn pooled_pinned(self: &Arc<Self>, len: usize) -> Result<PooledPinned, DeviceError> {
+        let mut spare = self.spare();
+        let fits = |(_, pinned): &(usize, &Pinned)| {
+            pinned.len >= len && pinned.len <= len.saturating_mul(2).max(POOLED)
+        };
+        let best = spare.pinned.iter().enumerate().filter(fits).min_by_key(|(_, p)| p.len);
+        let found = best.map(|(at, _)| at).map(|at| spare.pinned.swap_remove(at));
+        drop(spare);
+        let pinned = match found {
+            Some(pinned) => pinned,
+            // Messages of sparse codecs differ in length from step to step.
+            None => Pinned::new(self, (len + len / 8).next_multiple_of(POOLED))?,
+        };
+        Ok(PooledPinned { device: self.clone(), pinned: Some(pinned) })
     }
 
     /// How many multiprocessors the card has.
@@ -156,11 +359,17 @@ impl Device {
         let bytes = len.checked_mul(size_of::<T>()).ok_or(out_of_memory(usize::MAX))?;
         // SAFETY: what is in it means nothing until something is written; every type of `Pod` may
         // have any bits. A driver does not give out zero bytes.
-        let bytes = unsafe { self.stream.alloc::<u8>(bytes.max(16)) };
+        let allocate = || unsafe { self.stream.alloc::<u8>(bytes.max(16)) };
+        let bytes = allocate().or_else(|_| {
+            // There may be enough in memory that nobody uses now.
+            self.trim();
+            allocate()
+        });
         let bytes = bytes.map_err(|error| match error.0 {
             sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => out_of_memory(len * size_of::<T>()),
             _ => failed("allocate memory")(error),
         })?;
+        let bytes = DeviceMemory(Some(bytes));
         Ok(Buffer { device: self.clone(), bytes, len, type_: PhantomData })
     }
 
@@ -202,13 +411,14 @@ impl Device {
     }
 
     /// Puts a copy from pinned memory on the stream. The memory is busy until the next
-    /// [`synchronize`](Self::synchronize).
+    /// [`wait`](Self::wait).
     pub(crate) fn copy_to_card(
         &self,
         from: &Pinned,
         len: usize,
         to: &mut Buffer<u8>,
     ) -> Result<(), DeviceError> {
+        self.bus.to_card.fetch_add(len as u64, Ordering::Relaxed);
         assert!(len <= from.len && len <= to.len(), "a copy within both");
         if len == 0 {
             return Ok(());
@@ -230,17 +440,94 @@ impl Device {
         len: usize,
         to: &mut Pinned,
     ) -> Result<(), DeviceError> {
-        let bytes = len * size_of::<T>();
-        assert!(len <= from.len() && bytes <= to.len, "a copy within both");
-        if len == 0 {
+        self.copy_part_to_host(from, 0..len, to)
+    }
+
+    /// The same of some elements, to the same place in pinned memory.
+    pub(crate) fn copy_part_to_host<T: Pod>(
+        &self,
+        from: &Buffer<T>,
+        elements: Range<usize>,
+        to: &mut Pinned,
+    ) -> Result<(), DeviceError> {
+        let bytes = elements.start * size_of::<T>()..elements.end * size_of::<T>();
+        assert!(elements.start <= elements.end && elements.end <= from.len(), "elements of it");
+        assert!(bytes.end <= to.len, "room for them");
+        if elements.is_empty() {
             return Ok(());
         }
+        self.bus.to_host.fetch_add(bytes.len() as u64, Ordering::Relaxed);
+        self.bind()?;
+        // SAFETY: `to` has these bytes.
+        let target =
+            unsafe { std::slice::from_raw_parts_mut(to.pointer.add(bytes.start), bytes.len()) };
+        let source = from.pointer() + bytes.start as u64;
+        // SAFETY: as in `copy_to_card`; the host does not look before it has waited, rule 3.
+        unsafe { result::memcpy_dtoh_async(target, source, self.stream.cu_stream()) }
+            .map_err(failed("copy to the host"))
+    }
+
+    /// Puts a copy of some elements of a tensor to the front of pinned memory on the stream.
+    pub(crate) fn copy_from_tensor(
+        &self,
+        from: &DeviceTensor,
+        elements: Range<usize>,
+        to: &mut Pinned,
+    ) -> Result<(), DeviceError> {
+        let (bytes, source) = (elements.len() * from.type_.size(), from.values(elements).pointer);
+        assert!(bytes <= to.len, "room for them");
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.bus.to_host.fetch_add(bytes as u64, Ordering::Relaxed);
         self.bind()?;
         // SAFETY: `to` has this many bytes.
         let target = unsafe { std::slice::from_raw_parts_mut(to.pointer, bytes) };
-        // SAFETY: as in `copy_to_card`; the host does not look before it has waited, rule 3.
-        unsafe { result::memcpy_dtoh_async(target, from.pointer(), self.stream.cu_stream()) }
+        // SAFETY: whoever made the tensor promised that the elements are there; as above.
+        unsafe { result::memcpy_dtoh_async(target, source, self.stream.cu_stream()) }
             .map_err(failed("copy to the host"))
+    }
+
+    /// Puts a copy from the front of pinned memory to some elements of a tensor on the stream.
+    pub(crate) fn copy_to_tensor(
+        &self,
+        from: &Pinned,
+        to: &mut DeviceTensor,
+        elements: Range<usize>,
+    ) -> Result<(), DeviceError> {
+        let (bytes, target) = (elements.len() * to.type_.size(), to.values(elements).pointer);
+        assert!(bytes <= from.len, "so many bytes");
+        if bytes == 0 {
+            return Ok(());
+        }
+        self.bus.to_card.fetch_add(bytes as u64, Ordering::Relaxed);
+        self.bind()?;
+        // SAFETY: `from` has this many bytes, all initialised.
+        let source = unsafe { std::slice::from_raw_parts(from.pointer, bytes) };
+        // SAFETY: whoever made the tensor promised that the elements are there, and nobody else's
+        // now; pinned memory is not released before this is done.
+        unsafe { result::memcpy_htod_async(target, source, self.stream.cu_stream()) }
+            .map_err(failed("copy from the host"))
+    }
+
+    /// Puts a copy of some elements to the front of another buffer on the stream.
+    pub(crate) fn copy_on_card<T: Pod>(
+        &self,
+        from: &Buffer<T>,
+        elements: Range<usize>,
+        to: &mut Buffer<T>,
+    ) -> Result<(), DeviceError> {
+        assert!(elements.start <= elements.end && elements.end <= from.len(), "elements of it");
+        assert!(elements.len() <= to.len(), "room for them");
+        if elements.is_empty() {
+            return Ok(());
+        }
+        self.bind()?;
+        let source = from.pointer() + (elements.start * size_of::<T>()) as u64;
+        let (bytes, stream) = (elements.len() * size_of::<T>(), self.stream.cu_stream());
+        // SAFETY: both have these elements, and neither is released before this is done: rule 2.
+        unsafe { result::memcpy_dtod_async(to.pointer(), source, bytes, stream) }
+            .map_err(failed("copy its memory"))
     }
 
     fn bind(&self) -> Result<(), DeviceError> {
@@ -321,11 +608,35 @@ macro_rules! arguments {
 arguments!(A 0);
 arguments!(A 0, B 1);
 arguments!(A 0, B 1, C 2);
+arguments!(A 0, B 1, C 2, D 3);
+
+/// Bytes on a card, which may be released by any thread.
+struct DeviceMemory(Option<CudaSlice<u8>>);
+
+impl DeviceMemory {
+    fn slice(&self) -> &CudaSlice<u8> {
+        self.0.as_ref().expect("taken when dropped")
+    }
+
+    fn len(&self) -> usize {
+        self.slice().len()
+    }
+}
+
+impl Drop for DeviceMemory {
+    fn drop(&mut self) {
+        if let Some(slice) = self.0.take() {
+            // The driver releases memory for threads that use the card. If it is lost, so is the
+            // memory.
+            let _ = slice.context().bind_to_thread();
+        }
+    }
+}
 
 /// Elements on a card.
 pub struct Buffer<T> {
     device: Arc<Device>,
-    bytes: CudaSlice<u8>,
+    bytes: DeviceMemory,
     len: usize,
     type_: PhantomData<T>,
 }
@@ -347,10 +658,15 @@ impl<T: Pod> Buffer<T> {
         self.len == 0
     }
 
+    /// Whether it is this device's.
+    pub(crate) fn is_of(&self, device: &Arc<Device>) -> bool {
+        Arc::ptr_eq(&self.device, device)
+    }
+
     /// The address on the card, for whoever launches kernels of their own.
     pub fn pointer(&self) -> u64 {
         // Nothing is tracked (rule 2), so dropping the guard does nothing.
-        self.bytes.device_ptr(&self.device.stream).0
+        self.bytes.slice().device_ptr(&self.device.stream).0
     }
 
     /// Makes room for `len` elements at least. What was in it is lost if there was too little.
@@ -368,12 +684,13 @@ impl<T: Pod> Buffer<T> {
             return Ok(());
         }
         self.device.bind()?;
+        self.device.bus.to_card.fetch_add(size_of_val(values) as u64, Ordering::Relaxed);
         let stream = self.device.stream.cu_stream();
         // SAFETY: the buffer is long enough, and the values stay until the copy is done: it is
         // waited for below.
         unsafe { result::memcpy_htod_async(self.pointer(), values, stream) }
             .map_err(failed("copy from the host"))?;
-        self.device.synchronize()
+        self.device.wait()
     }
 
     /// A copy on the host. Waits until it is there.
@@ -389,10 +706,11 @@ impl<T: Pod> Buffer<T> {
             return Ok(values);
         }
         self.device.bind()?;
+        self.device.bus.to_host.fetch_add(size_of_val(&values[..]) as u64, Ordering::Relaxed);
         let stream = self.device.stream.cu_stream();
         // SAFETY: both have so many elements, and the copy is waited for below.
         let copied = unsafe { result::memcpy_dtoh_async(&mut values, self.pointer(), stream) };
-        self.device.synchronize()?;
+        self.device.wait()?;
         copied.map_err(failed("copy to the host"))?;
         Ok(values)
     }
@@ -427,6 +745,14 @@ pub enum ValueType {
 impl ValueType {
     /// All of them.
     pub const ALL: [Self; 3] = [Self::F32, Self::F16, Self::Bf16];
+
+    /// Bytes of an element.
+    pub fn size(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
 }
 
 /// A gradient on the card, borrowed.
@@ -475,6 +801,116 @@ macro_rules! values_of {
 }
 values_of!(f32 => F32, f16 => F16, bf16 => Bf16);
 
+impl Buffer<f32> {
+    /// The first `len` elements, as a gradient.
+    pub(crate) fn front(&self, len: usize) -> DeviceValues<'_> {
+        assert!(len <= self.len, "elements of it");
+        DeviceValues { len, ..self.values() }
+    }
+}
+
+/// A vector on a card for an operation to work on, which somebody else owns: candle's, say, or
+/// torch's, or a [`Buffer`].
+///
+/// Its owner is kept until the operation has put its last access on the card. Whatever the owner
+/// then has its own stream do comes after that.
+pub struct DeviceTensor {
+    pointer: u64,
+    len: usize,
+    type_: ValueType,
+    stream: CallerStream,
+    _owner: Box<dyn Send>,
+}
+
+impl fmt::Debug for DeviceTensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { len, type_, .. } = self;
+        f.debug_struct("DeviceTensor").field("len", len).field("type", type_).finish()
+    }
+}
+
+impl DeviceTensor {
+    /// Memory of somebody else, used on `stream`: a `CUstream` as a number, where zero is the
+    /// default stream.
+    ///
+    /// # Safety
+    ///
+    /// `pointer` is the address, a multiple of the type's size, of `len` elements on the card that
+    /// the operation's device is on, and `stream` is a stream of that card; both are there until
+    /// `owner` is dropped. From the time of the call until the operation has ended, nothing else
+    /// accesses the elements but work that was put on `stream` before.
+    pub unsafe fn from_raw(
+        pointer: u64,
+        len: usize,
+        type_: ValueType,
+        stream: u64,
+        owner: impl Send + 'static,
+    ) -> Self {
+        Self { pointer, len, type_, stream: CallerStream(stream), _owner: Box::new(owner) }
+    }
+
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The type of its elements.
+    pub fn value_type(&self) -> ValueType {
+        self.type_
+    }
+
+    pub(crate) fn stream(&self) -> CallerStream {
+        self.stream
+    }
+
+    /// Some of its elements, as a gradient.
+    pub(crate) fn values(&self, elements: Range<usize>) -> DeviceValues<'_> {
+        assert!(elements.start <= elements.end && elements.end <= self.len, "elements of it");
+        let pointer = self.pointer + (elements.start * self.type_.size()) as u64;
+        DeviceValues { pointer, len: elements.len(), type_: self.type_, owner: PhantomData }
+    }
+
+    /// Where its elements are, for a kernel that writes them.
+    pub(crate) fn pointer_mut(&mut self) -> u64 {
+        self.pointer
+    }
+}
+
+/// A buffer that its owner still holds. All work on it is put on its device's stream, and so comes
+/// before or after the operation.
+impl<T: TensorElement> From<&Arc<Buffer<T>>> for DeviceTensor {
+    fn from(buffer: &Arc<Buffer<T>>) -> Self {
+        Self {
+            pointer: buffer.pointer(),
+            len: buffer.len,
+            type_: T::TYPE,
+            stream: CallerStream(buffer.device.stream.cu_stream() as u64),
+            _owner: Box::new(buffer.clone()),
+        }
+    }
+}
+
+/// A Rust type of gradients.
+pub trait TensorElement: Pod + Send + Sync {
+    /// The same as a value.
+    const TYPE: ValueType;
+}
+
+impl TensorElement for f32 {
+    const TYPE: ValueType = ValueType::F32;
+}
+impl TensorElement for f16 {
+    const TYPE: ValueType = ValueType::F16;
+}
+impl TensorElement for bf16 {
+    const TYPE: ValueType = ValueType::Bf16;
+}
+
 /// Some elements of an accumulator on the card, borrowed to be added to.
 #[derive(Debug)]
 pub struct DevicePart<'a> {
@@ -519,7 +955,7 @@ impl<'a> From<&'a mut Buffer<f32>> for DevicePart<'a> {
 
 /// Memory of the host that the card copies from and to by itself.
 pub struct Pinned {
-    device: Arc<Device>,
+    stream: Arc<CudaStream>,
     pointer: *mut u8,
     len: usize,
 }
@@ -539,7 +975,11 @@ impl fmt::Debug for Pinned {
 impl Pinned {
     /// `len` zeros.
     pub fn new(device: &Arc<Device>, len: usize) -> Result<Self, DeviceError> {
-        device.bind()?;
+        Self::on(&device.stream, len)
+    }
+
+    fn on(stream: &Arc<CudaStream>, len: usize) -> Result<Self, DeviceError> {
+        stream.context().bind_to_thread().map_err(failed("be used by this thread"))?;
         // SAFETY: a driver does not give out zero bytes, hence at least one.
         let pointer = unsafe { result::malloc_host(len.max(1), 0) };
         let pointer = pointer.map_err(|error| match error.0 {
@@ -551,7 +991,7 @@ impl Pinned {
         let pointer: *mut u8 = pointer.cast();
         // SAFETY: these bytes are ours, and are to be initialised before anybody looks.
         unsafe { pointer.write_bytes(0, len) };
-        Ok(Self { device: device.clone(), pointer, len })
+        Ok(Self { stream: stream.clone(), pointer, len })
     }
 
     /// Number of bytes.
@@ -567,7 +1007,7 @@ impl Pinned {
     /// Makes room for `len` bytes at least, zeros if it has to grow.
     pub(crate) fn reserve(&mut self, len: usize) -> Result<(), DeviceError> {
         if len > self.len {
-            *self = Self::new(&self.device, len)?;
+            *self = Self::on(&self.stream, len)?;
         }
         Ok(())
     }
@@ -589,9 +1029,74 @@ impl Pinned {
 impl Drop for Pinned {
     fn drop(&mut self) {
         // A copy may still run. If the card is lost there is nothing to wait for.
-        let _ = self.device.synchronize();
+        let _ = self.stream.synchronize();
         // SAFETY: allocated by `malloc_host`, released once.
         let _ = unsafe { result::free_host(self.pointer.cast()) };
+    }
+}
+
+/// Sizes in the device's pool are multiples of this.
+const POOLED: usize = 1 << 16;
+
+/// Elements on a card, whose memory goes back to the device.
+#[derive(Debug)]
+pub(crate) struct Pooled<T>(Option<Buffer<T>>);
+
+impl<T> Deref for Pooled<T> {
+    type Target = Buffer<T>;
+
+    fn deref(&self) -> &Buffer<T> {
+        self.0.as_ref().expect("taken when dropped")
+    }
+}
+
+impl<T> DerefMut for Pooled<T> {
+    fn deref_mut(&mut self) -> &mut Buffer<T> {
+        self.0.as_mut().expect("taken when dropped")
+    }
+}
+
+impl<T> Drop for Pooled<T> {
+    fn drop(&mut self) {
+        if let Some(Buffer { device, bytes, .. }) = self.0.take() {
+            device.spare().memory.push(bytes);
+        }
+    }
+}
+
+/// Pinned memory that goes back to the device.
+#[derive(Debug)]
+pub(crate) struct PooledPinned {
+    device: Arc<Device>,
+    pinned: Option<Pinned>,
+}
+
+impl Deref for PooledPinned {
+    type Target = Pinned;
+
+    fn deref(&self) -> &Pinned {
+        self.pinned.as_ref().expect("taken when dropped")
+    }
+}
+
+impl DerefMut for PooledPinned {
+    fn deref_mut(&mut self) -> &mut Pinned {
+        self.pinned.as_mut().expect("taken when dropped")
+    }
+}
+
+impl Drop for PooledPinned {
+    fn drop(&mut self) {
+        if let Some(pinned) = self.pinned.take() {
+            self.device.spare().pinned.push(pinned);
+        }
+    }
+}
+
+/// So that it can become a parcel. By rule 3, what was copied to it is there.
+impl AsRef<[u8]> for PooledPinned {
+    fn as_ref(&self) -> &[u8] {
+        self.bytes()
     }
 }
 

@@ -16,7 +16,7 @@ use cudarc::driver::DeviceRepr;
 use farwire_codec::device::{Draws, KEPT_BLOCK, Keys};
 use farwire_codec::{BlockQuantiser, Cast, Format, Rounding, ValueCoding};
 
-use crate::driver::{Buffer, Device, DevicePart, DeviceValues, Kernel, ValueType};
+use crate::driver::{Buffer, Device, DevicePart, DeviceTensor, DeviceValues, Kernel, ValueType};
 use crate::error::DeviceError;
 use crate::source::{File, Source};
 
@@ -127,6 +127,7 @@ struct Coding {
     first: u64,
     first_block: u64,
     block_at: u64,
+    blocks: u64,
     messages: u64,
     total: u64,
     shards: u32,
@@ -144,13 +145,29 @@ struct Added {
     count: u32,
 }
 
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Power {
+    values: u64,
+    owed: u64,
+    matrix: u64,
+    bad: u64,
+    p: u64,
+    q: u64,
+    own: u64,
+    out: u64,
+    len: u64,
+    rows: u64,
+    columns: u64,
+}
+
 macro_rules! device_repr {
     ($($name:ident),*) => {$(
         // SAFETY: rule 1: plain numbers and addresses, laid out as in C.
         unsafe impl DeviceRepr for $name {}
     )*};
 }
-device_repr!(Encode, Decode, Strata, Select, Chunks, Coding, Added);
+device_repr!(Encode, Decode, Strata, Select, Chunks, Coding, Added, Power);
 
 /// What an encoder reads and writes, whichever it is.
 #[derive(Debug)]
@@ -512,6 +529,8 @@ pub(crate) struct SparseScratch {
     first: Buffer<u32>,
     first_block: Buffer<u32>,
     block_at: Buffer<u64>,
+    /// Sixteen bytes for each block of the messages, as `add` takes them.
+    pub(crate) blocks: Buffer<u8>,
 }
 
 impl SparseScratch {
@@ -528,6 +547,7 @@ impl SparseScratch {
             first: device.buffer(0)?,
             first_block: device.buffer(0)?,
             block_at: device.buffer(0)?,
+            blocks: device.buffer(0)?,
         })
     }
 }
@@ -813,15 +833,16 @@ impl KeptKernels {
         limit / KEPT_BLOCK + shards
     }
 
-    /// Bytes that messages of so many elements can take together.
+    /// Bytes that messages of so many elements can take together, each with a byte after it.
     pub(crate) fn room(&self, limit: usize, shards: usize) -> usize {
         let block = INDEX_BYTES + self.value_bytes(KEPT_BLOCK);
-        4 * shards + Self::blocks(limit, shards) * block
+        5 * shards + Self::blocks(limit, shards) * block
     }
 
     /// Codes what was selected, at most `limit` elements. `ends` says where shards end, counted
-    /// from the first element of the job. Where messages start, and the last one ends, is left in
-    /// the header, after its first word.
+    /// from the first element of the job. Left in the header, after its first word: where messages
+    /// start and the last one ends, each with a byte after it, and then which of the blocks is the
+    /// first of each message, and how many there are.
     pub(crate) fn encode(
         &self,
         encoding: &mut Encoding<'_>,
@@ -832,11 +853,12 @@ impl KeptKernels {
         encoding.check();
         let (shards, blocks) = (ends.len(), Self::blocks(limit, ends.len()));
         assert!(encoding.out.len() >= self.room(limit, shards), "room for the messages");
-        assert!(encoding.header.len() >= shards + 2, "room for where they start");
+        assert!(encoding.header.len() > 2 * (shards + 1), "room for where they start");
         assert!(scratch.indices.len() >= limit && scratch.picked.len() >= limit, "a list");
         scratch.first.reserve(shards + 1)?;
         scratch.first_block.reserve(shards + 1)?;
         scratch.block_at.reserve(blocks)?;
+        scratch.blocks.reserve(16 * blocks)?;
         if scratch.ends.0 != ends {
             scratch.ends.0.clear();
             scratch.ends.1.reserve(shards)?;
@@ -852,6 +874,7 @@ impl KeptKernels {
             first: scratch.first.pointer(),
             first_block: scratch.first_block.pointer(),
             block_at: scratch.block_at.pointer(),
+            blocks: scratch.blocks.pointer(),
             messages: encoding.header.pointer() + 8,
             total: scratch.state.pointer() + STATE_TOTAL as u64,
             shards: u32::try_from(shards).expect("fewer shards than 2³²"),
@@ -872,7 +895,7 @@ impl KeptKernels {
         Ok(())
     }
 
-    /// Adds a message whose blocks the host has found: `blocks` of them, 16 bytes each.
+    /// Adds a message whose blocks are known: `count` of them, 16 bytes each.
     pub(crate) fn add(
         &self,
         decoding: &mut Decoding<'_>,
@@ -903,6 +926,146 @@ impl KeptKernels {
             self.gap_scan.launch((1, 1), 1024, 0, &added)?;
             self.add.launch(warps, 128, 0, &added)
         }
+    }
+}
+
+/// The most columns that PowerSGD's kernels keep in registers.
+const MAX_RANK: usize = 32;
+
+/// The kernels of PowerSGD, for factors of some number of columns.
+#[derive(Debug)]
+pub(crate) struct PowerKernels {
+    type_: ValueType,
+    rank: usize,
+    p: Kernel,
+    q: Kernel,
+    end: Kernel,
+}
+
+/// The matrix that a vector is, and its factors: P row by row, Q column by column.
+#[derive(Debug)]
+pub(crate) struct Matrix<'a> {
+    pub(crate) rows: usize,
+    pub(crate) columns: usize,
+    pub(crate) elements: &'a mut Buffer<f32>,
+    pub(crate) p: &'a mut Buffer<f32>,
+    pub(crate) q: &'a mut Buffer<f32>,
+}
+
+impl PowerKernels {
+    pub(crate) fn new(
+        device: &Arc<Device>,
+        rank: usize,
+        type_: ValueType,
+    ) -> Result<Self, DeviceError> {
+        if rank > MAX_RANK {
+            return Err(DeviceError::Unsupported {
+                codec: format!("powersgd:{rank}"),
+                why: "its kernels take ranks up to 32; use a smaller one, or the CPU",
+            });
+        }
+        let defines = [value_define(type_), ("RANK", rank)];
+        let module = device.module(&Source::new(File::Power, &defines))?;
+        let kernel = |name| module.kernel(name);
+        let (p, q, end) = (kernel("power_p")?, kernel("power_q")?, kernel("power_end")?);
+        Ok(Self { type_, rank, p, q, end })
+    }
+
+    fn arguments(&self, matrix: &Matrix<'_>, len: usize) -> Power {
+        let Matrix { rows, columns, elements, p, q } = matrix;
+        assert!(elements.len() >= len && len <= rows * columns, "a matrix of the vector");
+        assert!(p.len() >= rows * self.rank && q.len() >= columns * self.rank, "its factors");
+        Power {
+            values: 0,
+            owed: 0,
+            matrix: elements.pointer(),
+            bad: 0,
+            p: p.pointer(),
+            q: q.pointer(),
+            own: 0,
+            out: 0,
+            len: len as u64,
+            rows: *rows as u64,
+            columns: *columns as u64,
+        }
+    }
+
+    /// Makes the matrix, and P of the given Q. The least index of what is not finite is left at the
+    /// front of `header`.
+    pub(crate) fn begin(
+        &self,
+        values: DeviceValues<'_>,
+        owed: Option<&Buffer<f32>>,
+        matrix: &mut Matrix<'_>,
+        header: &mut Buffer<u64>,
+    ) -> Result<(), DeviceError> {
+        assert_eq!(values.type_, self.type_, "kernels for this type");
+        assert!(owed.is_none_or(|owed| owed.len() >= values.len()), "a residual for each value");
+        assert!(!header.is_empty(), "room for an index");
+        let arguments = (Power {
+            values: values.pointer,
+            owed: owed.map_or(0, Buffer::pointer),
+            bad: header.pointer(),
+            ..self.arguments(matrix, values.len())
+        },);
+        // SAFETY: vectors have the elements of the matrix, and factors their size.
+        unsafe { self.p.launch((grid(matrix.rows * 16, 256), 1), 256, 0, &arguments) }
+    }
+
+    /// Makes Q of the given P.
+    pub(crate) fn go_on(&self, matrix: &mut Matrix<'_>, len: usize) -> Result<(), DeviceError> {
+        let arguments = (self.arguments(matrix, len),);
+        // SAFETY: as above.
+        unsafe { self.q.launch((grid(matrix.columns, 64), 1), 64, 0, &arguments) }
+    }
+
+    /// Makes the result of both, with Q the sum of all ranks', and takes from the matrix what this
+    /// rank has sent, of which `own` is the Q.
+    pub(crate) fn end(
+        &self,
+        matrix: &mut Matrix<'_>,
+        own: &Buffer<f32>,
+        out: &mut Buffer<f32>,
+        len: usize,
+    ) -> Result<(), DeviceError> {
+        assert!(out.len() >= len && own.len() >= matrix.columns * self.rank, "room and a factor");
+        let all = self.arguments(matrix, len);
+        let arguments = (Power { own: own.pointer(), out: out.pointer(), ..all },);
+        let y = grid(matrix.rows, 16).min(65_535);
+        // SAFETY: as above; the grid goes over all rows.
+        unsafe { self.end.launch((grid(matrix.columns, 256), y), 256, 0, &arguments) }
+    }
+}
+
+/// The last step of an all-reduce.
+#[derive(Debug)]
+pub(crate) struct FinishKernel {
+    type_: ValueType,
+    kernel: Kernel,
+}
+
+impl FinishKernel {
+    pub(crate) fn new(device: &Arc<Device>, type_: ValueType) -> Result<Self, DeviceError> {
+        let module = device.module(&Source::new(File::Finish, &[value_define(type_)]))?;
+        Ok(Self { type_, kernel: module.kernel("finish")? })
+    }
+
+    /// Writes `from`, divided, over `to`.
+    pub(crate) fn write(
+        &self,
+        from: &Buffer<f32>,
+        divisor: f32,
+        to: &mut DeviceTensor,
+    ) -> Result<(), DeviceError> {
+        assert_eq!(self.type_, to.value_type(), "a kernel for this type");
+        assert!(from.len() >= to.len(), "a value for each");
+        if to.is_empty() {
+            return Ok(());
+        }
+        let arguments = (to.pointer_mut(), from.pointer(), to.len() as u64, divisor);
+        // SAFETY: both have that many elements, and whoever made the tensor promised that nobody
+        // else accesses it now.
+        unsafe { self.kernel.launch((grid(to.len(), ELEMENTWISE), 1), 256, 0, &arguments) }
     }
 }
 
@@ -979,7 +1142,8 @@ mod tests {
         assert_eq!(size_of::<Decode>(), 56);
         assert_eq!(size_of::<Select>(), 112);
         assert_eq!(size_of::<Chunks>(), 56);
-        assert_eq!(size_of::<Coding>(), 88);
+        assert_eq!(size_of::<Coding>(), 96);
         assert_eq!(size_of::<Added>(), 56);
+        assert_eq!(size_of::<Power>(), 88);
     }
 }

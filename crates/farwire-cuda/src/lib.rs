@@ -43,6 +43,8 @@
 //! # }
 //! ```
 //!
+//! A [`DeviceCommunicator`] does all that in an all-reduce, with what is owed kept on the card.
+//!
 //! Everything of a [`Device`] happens in order on one stream.
 //!
 //! [`CodecSpec`]: farwire_codec::CodecSpec
@@ -52,13 +54,20 @@
 pub mod bench;
 pub mod cache;
 mod codec;
+mod comm;
 mod driver;
 mod error;
 mod kernels;
 mod nvrtc;
 mod source;
+mod staging;
+mod vectors;
 
 pub use codec::{DeviceCodec, DeviceEncoded, DeviceJob, DeviceResidual, Inbox};
-pub use driver::{Buffer, Card, Device, DevicePart, DeviceValues, Pinned, Timer, ValueType, cards};
+pub use comm::DeviceCommunicator;
+pub use driver::{
+    Buffer, BusTraffic, Card, Device, DevicePart, DeviceTensor, DeviceValues, Pinned,
+    TensorElement, Timer, ValueType, cards,
+};
 pub use error::DeviceError;
 pub use nvrtc::nvrtc_version;

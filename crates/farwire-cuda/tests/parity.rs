@@ -576,15 +576,15 @@ fn a_card_and_two_cpus_reduce_to_the_same_bits() {
 }
 
 #[test]
-fn every_codec_has_kernels_but_low_rank() {
+fn every_codec_has_messages_but_low_rank() {
     let all: Vec<_> = samples().collect();
     let missing: Vec<_> = all.iter().filter(|name| !supported().any(|s| s == **name)).collect();
     assert!(missing.iter().all(|name| name.starts_with("powersgd")), "{missing:?}");
     let error = DeviceCodec::supports(&"powersgd:4".parse().unwrap()).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "powersgd:4 does not run on the card: there are no kernels for matrices of low rank; \
-         use another codec, or the CPU"
+        "powersgd:4 does not run on the card: it has no messages but factors of a matrix, which a \
+         DeviceCommunicator sums"
     );
 }
 

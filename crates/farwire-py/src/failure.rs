@@ -50,7 +50,10 @@ impl From<Error> for Failure {
         let class = match &error {
             Error::Call { .. } | Error::Order { .. } | Error::Subgroup { .. } => "CallError",
             Error::Env { .. } | Error::Token { .. } | Error::Join { .. } => "JoinError",
-            Error::NotEncodable { error: CodingError::Codec { .. }, .. } => "Error",
+            Error::NotEncodable {
+                error: CodingError::Codec { .. } | CodingError::Device { .. },
+                ..
+            } => "Error",
             Error::NotEncodable { .. } => "NotFinite",
             _ => match error.fault() {
                 Some(Fault::PeerLost(_)) => "LostRank",
@@ -72,7 +75,8 @@ impl From<Error> for Failure {
                 error:
                     CodingError::NotFinite { rank, .. }
                     | CodingError::Overflow { rank, .. }
-                    | CodingError::Codec { rank, .. },
+                    | CodingError::Codec { rank, .. }
+                    | CodingError::Device { rank, .. },
                 ..
             } => (Some(*rank), None),
             Error::Remote { rank, .. } | Error::Unanswered { rank, .. } => (Some(*rank), None),

@@ -608,7 +608,7 @@ impl Sim {
 fn given_back(input: Input<Vec<u8>, CodedCollective>) -> Vec<u8> {
     match input {
         Input::Buffer(memory) => memory,
-        Input::Rounds(exchange) => exchange.abandon().into_bytes(),
+        Input::Rounds(exchange) => exchange.abandon().input.into_bytes(),
         Input::Parcel(_) | Input::Nothing | Input::Lengths(_) => Vec::new(),
     }
 }

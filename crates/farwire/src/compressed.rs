@@ -3,8 +3,8 @@
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-use farwire_codec::collective::{CodedCollective, Collective, Floats, Order};
-use farwire_codec::{CodecSpec, Context, ErrorFeedback, Travel};
+use farwire_codec::collective::{CodedCollective, Collective, Floats, Order, Task, Vectors};
+use farwire_codec::{CodecSpec, Context, ErrorFeedback, Transaction, Travel};
 use farwire_proto::{Call, Counts, DType, Element, Rank, ReduceOp, WorldSize};
 use half::{bf16, f16};
 
@@ -157,10 +157,15 @@ impl Compressor {
         self.policy.to_string()
     }
 
+    /// What a vector goes through in an all-reduce, and none if it stays dense.
+    pub fn codec_for(&self, elements: usize, dtype: DType) -> Option<CodecSpec> {
+        self.codec(elements, elements, dtype)
+    }
+
     /// What a rank's vector goes through, and none if it stays dense. The whole is longer than that
     /// only in an all-gather.
-    fn codec<T: Float>(&self, elements: usize, whole: usize) -> Option<CodecSpec> {
-        let codec = (elements >= self.dense_below).then(|| self.policy.codec_for(whole, T::DTYPE));
+    fn codec(&self, elements: usize, whole: usize, dtype: DType) -> Option<CodecSpec> {
+        let codec = (elements >= self.dense_below).then(|| self.policy.codec_for(whole, dtype));
         codec.filter(|codec| !codec.is_none())
     }
 }
@@ -178,7 +183,7 @@ impl Communicator {
         op: ReduceOp,
         compressor: &Compressor,
     ) -> Pending<Vec<T>> {
-        let Some(codec) = compressor.codec::<T>(data.len(), data.len()) else {
+        let Some(codec) = compressor.codec_for(data.len(), T::DTYPE) else {
             let call = Call::AllReduce { count: data.len(), dtype: T::DTYPE, op };
             return self.start_dense(tensor, data, call, compressor);
         };
@@ -194,7 +199,7 @@ impl Communicator {
         op: ReduceOp,
         compressor: &Compressor,
     ) -> Pending<Vec<T>> {
-        let Some(codec) = compressor.codec::<T>(data.len(), data.len()) else {
+        let Some(codec) = compressor.codec_for(data.len(), T::DTYPE) else {
             let call = Call::ReduceScatter { count: data.len(), dtype: T::DTYPE, op };
             return self.start_dense(tensor, data, call, compressor);
         };
@@ -209,12 +214,63 @@ impl Communicator {
         data: Vec<T>,
         compressor: &Compressor,
     ) -> Pending<Vec<T>> {
-        let Some(codec) = compressor.codec::<T>(data.len(), data.len() * self.size()) else {
+        let Some(codec) = compressor.codec(data.len(), data.len() * self.size(), T::DTYPE) else {
             let call = Call::AllGather { counts: Counts::Each(data.len()), dtype: T::DTYPE };
             return self.start_dense(tensor, data, call, compressor);
         };
         let counts = Counts::Each(data.len());
         self.start_coded(tensor, floats(data), Collective::AllGather(counts), codec, compressor)
+    }
+
+    /// [`all_reduce_compressed`](Self::all_reduce_compressed) of a vector that is not in host
+    /// memory, through `codec`, with what `compressor` owes. Others' vectors may be: the messages
+    /// are the same.
+    ///
+    /// This is how the vectors of a device get their operations, as in `farwire-cuda`; with a card,
+    /// call what is there. `vectors` is asked for once the residuals are at hand, and works on the
+    /// thread that codes. The result is where the vectors say.
+    pub fn all_reduce_elsewhere<V: Vectors + 'static>(
+        &self,
+        tensor: &str,
+        op: ReduceOp,
+        codec: CodecSpec,
+        compressor: &Compressor,
+        vectors: impl FnOnce(Option<Transaction>) -> V,
+    ) -> Pending<()> {
+        let completion = Arc::new(Completion::default());
+        let start = || {
+            let node = self.node();
+            let on_its_thread = node
+                .ensure_coder()
+                .inspect_err(|error| tracing::warn!(%error, "could not start the coding thread"))
+                .is_ok();
+            let feedback = compressor.feedback.as_ref().map(|feedback| feedback.begin(tensor));
+            let vectors = Box::new(vectors(feedback.transpose()?));
+            let step = compressor.step.unwrap_or_else(|| node.driver().next_collective(self.id()));
+            let task = Task {
+                collective: Collective::AllReduce(op),
+                codec,
+                rank: Rank(self.rank() as u32),
+                world: WorldSize::new(self.size() as u32).expect("this process is a member"),
+                dimensions: compressor.dimensions.clone(),
+                tensor: tensor.to_owned(),
+                context: Context {
+                    seed: compressor.seed,
+                    step,
+                    tensor: Context::tensor_id(tensor),
+                },
+            };
+            let exchange = CodedCollective::elsewhere(task, vectors)?;
+            let (id, options) = (self.id(), self.options());
+            let done = completion.clone();
+            node.driver().submit_coded(id, exchange, on_its_thread, options, done)?;
+            node.call_keeper();
+            Ok::<_, Error>(())
+        };
+        match start() {
+            Err(error) => Pending::ready(Err(error.in_group(&self.members()))),
+            Ok(()) => Pending::running(self.node().clone(), self.members(), completion, |_| ()),
+        }
     }
 
     /// A call without a codec. What earlier calls through one have left out goes with it.

@@ -2,6 +2,7 @@
 
 pub(crate) mod members;
 
+use std::any::Any;
 use std::collections::VecDeque;
 use std::num::NonZeroUsize;
 use std::ops::{Deref, DerefMut};
@@ -11,7 +12,7 @@ use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use farwire_codec::collective::CodedCollective;
+use farwire_codec::collective::{Abandoned, CodedCollective};
 use farwire_proto::{
     Buffers, Call, Coding, CommId, DType, Engine, Fault, FrameKind, HEADER_LEN, Header, Input,
     Lane, Machine, MachineEvent, Nonsense, OpId, OpenError, Options, Peer, Plan, Rank, Refusal,
@@ -95,9 +96,9 @@ impl DerefMut for DriverGuard<'_> {
 impl Drop for DriverGuard<'_> {
     fn drop(&mut self) {
         let afterwards = self.driver.take().and_then(|mut driver| driver.take_afterwards());
-        if let Some(Afterwards { wake, foreign, failure }) = afterwards {
+        if let Some(Afterwards { wake, foreign, owners, failure }) = afterwards {
             wake.into_iter().for_each(Waker::wake);
-            drop(foreign);
+            drop((foreign, owners));
             if let Some(flight) = failure {
                 flight.save();
             }
@@ -111,13 +112,18 @@ pub(crate) struct Afterwards {
     pub(crate) wake: Vec<Waker>,
     /// Results in memory that others own, whose code runs when nobody wants the result.
     pub(crate) foreign: Vec<Arc<Completion>>,
+    /// Owners of memory elsewhere, of operations that have failed.
+    pub(crate) owners: Vec<Box<dyn Any + Send>>,
     /// A communicator has failed, for this reason.
     pub(crate) failure: Option<Box<Flight>>,
 }
 
 impl Afterwards {
     pub(crate) fn is_nothing(&self) -> bool {
-        self.wake.is_empty() && self.foreign.is_empty() && self.failure.is_none()
+        self.wake.is_empty()
+            && self.foreign.is_empty()
+            && self.owners.is_empty()
+            && self.failure.is_none()
     }
 }
 
@@ -311,7 +317,11 @@ impl Driver {
         let options = Options { segment: None, algorithm: None, ..*options };
         match self.machine.plan(comm, exchange.call(), &options) {
             Ok(plan) => self.start(plan, Input::Rounds(Box::new(exchange)), completion, long),
-            Err(error) => Err(Error::from(error).with_input(exchange.abandon())),
+            Err(error) => {
+                let Abandoned { input, owner } = exchange.abandon();
+                self.afterwards.owners.extend(owner);
+                Err(Error::from(error).with_input(input))
+            }
         }
     }
 
@@ -330,7 +340,7 @@ impl Driver {
             Job { completion, ticket, span: observer.span(comm, seq, call), long }
         });
         if let Err(Refused { why, input }) = started {
-            let input = given_back(input);
+            let input = given_back(input, &mut self.afterwards);
             return Err(match why {
                 Refusal::Call(error) => Error::Call { error, input },
                 Refusal::Failed(error) => Error::Failed { error, members: None, input },
@@ -555,7 +565,7 @@ impl Driver {
                 let result = end.map_err(|(failure, input)| Error::Failed {
                     error: failure.error,
                     members: None,
-                    input: given_back(input),
+                    input: given_back(input, &mut self.afterwards),
                 });
                 self.afterwards.wake.extend(completion.complete(result));
                 if foreign {
@@ -642,10 +652,18 @@ impl Driver {
 }
 
 /// What a caller gets back of what it gave, if that was a vector.
-fn given_back(input: Input<Buffer, CodedCollective>) -> Option<Box<Buffer>> {
+fn given_back(
+    input: Input<Buffer, CodedCollective>,
+    afterwards: &mut Afterwards,
+) -> Option<Box<Buffer>> {
     match input {
         Input::Buffer(buffer) => Some(Box::new(buffer)),
-        Input::Rounds(exchange) => Some(Box::new(exchange.abandon().into())),
+        Input::Rounds(exchange) => {
+            let Abandoned { input, owner } = exchange.abandon();
+            let is_here = owner.is_none();
+            afterwards.owners.extend(owner);
+            is_here.then(|| Box::new(input.into()))
+        }
         Input::Parcel(_) | Input::Nothing | Input::Lengths(_) => None,
     }
 }

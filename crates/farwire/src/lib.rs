@@ -65,7 +65,7 @@ pub use driver::members::MembershipError;
 pub use elastic::{Change, Elastic, ElasticState, GroupFault};
 pub use error::{Error, SubgroupError};
 pub use farwire_codec as codec;
-pub use farwire_codec::collective::{CodingError, OrderError};
+pub use farwire_codec::collective::{CodingError, OrderError, Vectors};
 pub use farwire_codec::{
     Codec, CodecSpec, CodedPlace, Context, DecodeError, ErrorFeedback, FeedbackError, Norms, Owed,
     Savepoint, SpecError, Transaction, VectorCodec,
@@ -84,7 +84,7 @@ pub use link::{LinkChoice, NetworkPath, UnknownLink, link_names};
 pub use local::{local, local_with};
 pub use memory::{Buffer, Memory, MemoryError};
 pub use observe::flight;
-pub use pending::Pending;
+pub use pending::{Pending, Promise};
 pub use policy::{ChoiceError, CodecChoice, CodecPolicy, PolicyError};
 pub use settings::{Builder, Preset};
 pub use sync::{StateError, StateSync};

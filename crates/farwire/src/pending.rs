@@ -3,8 +3,8 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
-use std::task::{Context, Poll};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use farwire_proto::Peer;
@@ -24,9 +24,81 @@ pub struct Pending<T> {
     state: State<T>,
 }
 
+/// The other end of a [`Pending`] whose operation is made of others, on a thread of the caller's: it
+/// says how that ended. Dropped, it says that it has failed.
+#[derive(Debug)]
+pub struct Promise<T> {
+    shared: Arc<Promised<T>>,
+}
+
+struct Promised<T> {
+    state: Mutex<PromiseState<T>>,
+    kept: Condvar,
+}
+
+struct PromiseState<T> {
+    is_kept: bool,
+    result: Option<Result<T, Error>>,
+    waker: Option<Waker>,
+}
+
+impl<T> fmt::Debug for Promised<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Promised").field("kept", &self.lock().is_kept).finish_non_exhaustive()
+    }
+}
+
+impl<T> Promised<T> {
+    fn lock(&self) -> MutexGuard<'_, PromiseState<T>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn keep(&self, result: Result<T, Error>) {
+        let mut state = self.lock();
+        if state.is_kept {
+            return;
+        }
+        (state.is_kept, state.result) = (true, Some(result));
+        let waker = state.waker.take();
+        drop(state);
+        self.kept.notify_all();
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+    }
+
+    /// Waits until it is kept, or so long.
+    fn wait(&self, time: Option<Duration>) -> MutexGuard<'_, PromiseState<T>> {
+        let (state, waits) = (self.lock(), |state: &mut PromiseState<T>| !state.is_kept);
+        match time {
+            None => self.kept.wait_while(state, waits).unwrap_or_else(PoisonError::into_inner),
+            Some(time) => {
+                let waited = self.kept.wait_timeout_while(state, time, waits);
+                waited.unwrap_or_else(PoisonError::into_inner).0
+            }
+        }
+    }
+}
+
+impl<T> Promise<T> {
+    /// The operation has ended.
+    pub fn keep(self, result: Result<T, Error>) {
+        self.shared.keep(result);
+    }
+}
+
+impl<T> Drop for Promise<T> {
+    fn drop(&mut self) {
+        let error = std::io::Error::other("its thread has ended");
+        self.shared.keep(Err(Error::System { what: "an operation was given up", error }));
+    }
+}
+
 enum State<T> {
     /// Refused, or there was nothing to do.
     Ready(Option<Result<T, Error>>),
+    /// Made of others, elsewhere.
+    Promised(Arc<Promised<T>>),
     Running {
         node: Arc<Membership>,
         /// The members of the group that was called on, if it is not the world.
@@ -38,6 +110,32 @@ enum State<T> {
 }
 
 impl<T> Pending<T> {
+    /// An operation that is made of others, and whoever is to say how it ended.
+    ///
+    /// ```
+    /// use farwire::{Pending, ReduceOp};
+    ///
+    /// let comm = farwire::local(1)?.remove(0);
+    /// let (promise, pending) = Pending::promise();
+    /// std::thread::spawn(move || {
+    ///     let twice = comm.all_reduce(vec![1.0f32], ReduceOp::Sum).wait();
+    ///     let twice = twice.and_then(|sum| comm.all_reduce(sum, ReduceOp::Sum).wait());
+    ///     promise.keep(twice);
+    /// });
+    /// assert_eq!(pending.wait()?, [1.0]);
+    /// # Ok::<(), farwire::Error>(())
+    /// ```
+    pub fn promise() -> (Promise<T>, Self) {
+        let state = PromiseState { is_kept: false, result: None, waker: None };
+        let shared = Arc::new(Promised { state: Mutex::new(state), kept: Condvar::new() });
+        (Promise { shared: shared.clone() }, Self { state: State::Promised(shared) })
+    }
+
+    /// An operation that has failed before it could begin.
+    pub fn failed(error: Error) -> Self {
+        Self::ready(Err(error))
+    }
+
     pub(crate) fn ready(result: Result<T, Error>) -> Self {
         Self { state: State::Ready(Some(result)) }
     }
@@ -56,6 +154,9 @@ impl<T> Pending<T> {
         match &mut self.state {
             State::Ready(result) => {
                 result.take().expect("a future is not polled after it was ready")
+            }
+            State::Promised(shared) => {
+                shared.wait(None).result.take().expect("a result is taken once")
             }
             State::Running { node, group, completion, finish } => {
                 node.drive_until(completion, None);
@@ -82,8 +183,12 @@ impl<T> Pending<T> {
     /// # Ok::<(), farwire::Error>(())
     /// ```
     pub fn wait_for(&self, time: Duration) -> bool {
-        if let State::Running { node, completion, .. } = &self.state {
-            node.drive_until(completion, Instant::now().checked_add(time));
+        match &self.state {
+            State::Ready(_) => {}
+            State::Promised(shared) => drop(shared.wait(Some(time))),
+            State::Running { node, completion, .. } => {
+                node.drive_until(completion, Instant::now().checked_add(time));
+            }
         }
         self.is_done()
     }
@@ -92,6 +197,7 @@ impl<T> Pending<T> {
     pub fn is_done(&self) -> bool {
         match &self.state {
             State::Ready(_) => true,
+            State::Promised(shared) => shared.lock().is_kept,
             State::Running { completion, .. } => completion.is_done(),
         }
     }
@@ -117,6 +223,16 @@ where
         match &mut self.state {
             State::Ready(result) => {
                 Poll::Ready(result.take().expect("a future is not polled after it was ready"))
+            }
+            State::Promised(shared) => {
+                let mut state = shared.lock();
+                match state.result.take() {
+                    Some(result) => Poll::Ready(result),
+                    None => {
+                        state.waker = Some(context.waker().clone());
+                        Poll::Pending
+                    }
+                }
             }
             State::Running { node, group, completion, finish } => {
                 match completion.take_or_wake(context.waker()) {

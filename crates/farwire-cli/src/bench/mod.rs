@@ -1,5 +1,7 @@
 //! `farwire bench`: how fast an operation is, here and now.
 
+#[cfg(feature = "cuda")]
+mod all_reduce_cuda;
 mod codec;
 #[cfg(feature = "cuda")]
 mod codec_cuda;
@@ -47,6 +49,7 @@ Examples:
   farwire bench all_reduce --ranks 2 --codec auto    (compressed where that is faster)
   farwire bench codec --codec int8 --size 64MiB      (a codec by itself)
   farwire bench codec --device cuda --size 256MiB    (on a GPU; with the cargo feature `cuda`)
+  farwire bench all_reduce --device cuda --ranks 2 --size 256MiB --codec topk:64/4096
   farwire launch -n 4 -- farwire bench broadcast --size 16MiB --json")]
 pub(crate) struct Args {
     /// What to measure.
@@ -70,7 +73,8 @@ pub(crate) struct Args {
     /// Threads that `codec` uses.
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..=256))]
     threads: u32,
-    /// Where `codec` runs: on the CPU, or on the first GPU.
+    /// Where vectors are: in host memory, or on a GPU, for `codec` and all_reduce. Ranks of a host
+    /// take its GPUs in turn, by LOCAL_RANK.
     #[arg(long, default_value = "cpu", value_parser = named::<Device, _>(Device::NAMES))]
     device: Device,
     /// What carries the data.
@@ -172,8 +176,10 @@ pub(crate) enum BenchError {
     SeveralCodecs,
     #[error("--codec {0} is chosen between ranks; for a codec by itself, name one")]
     NotByItself(CodecChoice),
-    #[error("--device cuda serves `farwire bench codec` alone; other operations take host memory")]
-    OnlyCodecs,
+    #[error(
+        "--device cuda serves `codec` and all_reduce of f32, f16 and bf16; other operations and types take host memory"
+    )]
+    NotOnCard,
     #[cfg(not(feature = "cuda"))]
     #[error("this farwire was built without CUDA; build it with `cargo build --features cuda`")]
     NoCuda,
@@ -222,9 +228,17 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, BenchError> {
     let kind = match args.op {
         Op::Codec if args.device == Device::Cuda => return on_card(args),
         Op::Codec => return codec::run(args).map(|()| ExitCode::SUCCESS),
-        Op::Between(_) if args.device == Device::Cuda => return Err(BenchError::OnlyCodecs),
         Op::Between(kind) => kind,
     };
+    if args.device == Device::Cuda {
+        if cfg!(not(feature = "cuda")) {
+            return on_card(args);
+        }
+        let is_there = matches!(args.dtype, DType::F32 | DType::F16 | DType::Bf16);
+        if kind != Kind::AllReduce || !is_there {
+            return Err(BenchError::NotOnCard);
+        }
+    }
     if args.codec.len() > 1 {
         return Err(BenchError::SeveralCodecs);
     }
@@ -365,6 +379,9 @@ struct Trial<'a, T> {
     compressor: Option<Compressor>,
     /// What that does at this size.
     codec: CodecSpec,
+    /// Where vectors are, if not in host memory.
+    #[cfg(feature = "cuda")]
+    card: Option<all_reduce_cuda::OnCard>,
 }
 
 impl Args {
@@ -408,12 +425,17 @@ fn measure<T: Element>(
         data: Vec::new(),
         compressor: compressor.as_ref().map(|compressor| compressor.at_step(0)),
         codec,
+        #[cfg(feature = "cuda")]
+        card: match args.device {
+            Device::Cuda => Some(all_reduce_cuda::OnCard::new(&tuned)?),
+            Device::Cpu => None,
+        },
     };
 
     let mut wrong = None;
     if args.check {
         trial.data = trial.input(rank).map_err(Error::from)?;
-        let result = trial.call()?;
+        let (result, _) = trial.call()?;
         let mine = trial.wrong(&result);
         wrong = Some(comm.all_reduce(vec![mine], ReduceOp::Sum).wait()?[0]);
     }
@@ -469,9 +491,7 @@ impl<T: Element> Trial<'_, T> {
         // A codec's work depends on the data, and sums of sums would overflow: it gets the same
         // gradient each time.
         let same = (!self.codec.is_none()).then(|| self.data.clone());
-        let start = Instant::now();
-        let result = self.call()?;
-        let took = start.elapsed();
+        let (result, took) = self.call()?;
         self.data = match same {
             Some(same) => same,
             None if result.len() == length => result,
@@ -502,8 +522,19 @@ impl<T: Element> Trial<'_, T> {
         }
     }
 
-    fn call(&mut self) -> Result<Vec<T>, Error> {
+    /// The result, and how long it took.
+    fn call(&mut self) -> Result<(Vec<T>, Duration), Error> {
         let data = std::mem::take(&mut self.data);
+        #[cfg(feature = "cuda")]
+        if let Some(card) = &self.card {
+            return card.all_reduce(data, self.shape.op, self.compressor.as_ref());
+        }
+        let start = Instant::now();
+        let result = self.call_on_host(data)?;
+        Ok((result, start.elapsed()))
+    }
+
+    fn call_on_host(&mut self, data: Vec<T>) -> Result<Vec<T>, Error> {
         if let Some(compressor) = &self.compressor {
             return self.call_compressed(data, compressor);
         }

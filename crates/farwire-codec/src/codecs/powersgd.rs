@@ -104,6 +104,20 @@ impl PowerSgd {
         let level = Level::detect();
         Fused::new(level, &job).read(0, &mut matrix)?;
 
+        let q = self.start(warm, shape, context);
+        let mut p = vec![0.0; shape.rows * rank];
+        for (row, p) in matrix.chunks(shape.columns.max(1)).zip(p.chunks_mut(rank.max(1))) {
+            for (p, column) in p.iter_mut().zip(q.chunks(shape.columns)) {
+                *p = simd::dot(level, row, column);
+            }
+        }
+        check_finite(&p)?;
+        Ok(PowerP { matrix, shape, rank, p, keep: !matches!(residual, Residual::Off) })
+    }
+
+    /// The Q that a step starts with, column by column.
+    pub(crate) fn start(&self, warm: Option<&[f32]>, shape: Shape, context: Context) -> Vec<f32> {
+        let rank = self.rank.min(shape.rows).min(shape.columns);
         let mut q = match warm {
             Some(warm) if warm.len() == shape.columns * rank => warm.to_vec(),
             _ => vec![0.0; shape.columns * rank],
@@ -116,14 +130,7 @@ impl PowerSgd {
                 column.iter_mut().zip(start..).for_each(|(value, i)| *value = counter.normal(i));
             }
         }
-        let mut p = vec![0.0; shape.rows * rank];
-        for (row, p) in matrix.chunks(shape.columns.max(1)).zip(p.chunks_mut(rank.max(1))) {
-            for (p, column) in p.iter_mut().zip(q.chunks(shape.columns)) {
-                *p = simd::dot(level, row, column);
-            }
-        }
-        check_finite(&p)?;
-        Ok(PowerP { matrix, shape, rank, p, keep: !matches!(residual, Residual::Off) })
+        q
     }
 
     /// Elements of P and of Q for a matrix of this shape: what the two sums move.
@@ -215,7 +222,7 @@ pub struct PowerState {
     pub warm: Vec<f32>,
 }
 
-fn check_finite(values: &[f32]) -> Result<(), EncodeError> {
+pub(crate) fn check_finite(values: &[f32]) -> Result<(), EncodeError> {
     match values.iter().position(|value| !value.is_finite()) {
         Some(index) => Err(EncodeError::NotFinite { index }),
         None => Ok(()),
@@ -224,7 +231,7 @@ fn check_finite(values: &[f32]) -> Result<(), EncodeError> {
 
 /// Makes the columns of a matrix of `rank` columns orthonormal, left to right (modified
 /// Gram–Schmidt, in f64). A column that the ones before it already span becomes zero.
-fn orthonormalise(matrix: &mut [f32], rank: usize) {
+pub(crate) fn orthonormalise(matrix: &mut [f32], rank: usize) {
     if matrix.is_empty() {
         return;
     }

@@ -50,23 +50,24 @@ impl AllToAll {
         round: u32,
         common: &mut Common,
     ) -> Option<Result<Made, Trouble>> {
-        let len = common.input.len();
+        let (rank, context, host) = (common.rank, common.context, common.vectors.host());
+        let len = host.input.len();
         let whole = 0..len;
-        let owed = common.owed(whole.clone());
-        let mut encoded = Encoded { residual: common.buffer(len), ..Encoded::default() };
+        let owed = host.owed(whole.clone());
+        let mut encoded = Encoded { residual: host.buffer(len), ..Encoded::default() };
         let job = Job {
-            values: common.input.values(0..len),
+            values: host.input.values(0..len),
             residual: residual(owed.as_ref()),
-            place: CodedPlace::whole(common.context, len),
+            place: CodedPlace::whole(context, len),
             role: Role::Worker,
-            rank: common.rank.0,
+            rank: rank.0,
             shards: std::slice::from_ref(&whole),
-            threads: common.threads,
+            threads: host.threads,
         };
         Some(match self.codec.encode(&job, &mut encoded) {
             Err(error) => Err(common.fail_encode(round, error, Kind::Input, 0)),
             Ok(()) => {
-                if let Some(feedback) = &mut common.feedback {
+                if let Some(feedback) = &mut host.feedback {
                     feedback.set_worker(0, encoded.residual);
                 }
                 self.own = seal(encoded.messages.swap_remove(0));
@@ -81,21 +82,22 @@ impl AllToAll {
         messages: &[&[u8]],
         common: &mut Common,
     ) -> Result<(), Nonsense> {
-        let (me, world) = (common.rank, common.world);
+        let (me, world, context) = (common.rank, common.world, common.context);
+        let output = &mut common.vectors.host().output;
         let len = match &self.what {
             What::Sum { count, .. } => *count,
             What::Gather(blocks) => blocks.last().map_or(0, |last| last.end),
         };
-        common.output.resize(len, 0.0);
+        output.resize(len, 0.0);
         for from in world.ranks() {
             let message = if from == me { unseal(&self.own) } else { messages[from.index()] };
             // What the buffer holds means nothing, so what comes to each element first is written
             // and not added.
             let (out, first) = match &self.what {
-                What::Sum { .. } => (&mut common.output[..], from.index() == 0),
-                What::Gather(blocks) => (&mut common.output[blocks[from.index()].clone()], true),
+                What::Sum { .. } => (&mut output[..], from.index() == 0),
+                What::Gather(blocks) => (&mut output[blocks[from.index()].clone()], true),
             };
-            let place = CodedPlace::whole(common.context, out.len());
+            let place = CodedPlace::whole(context, out.len());
             let decoded = match first {
                 true => self.codec.decode_into(message, &place, out),
                 false => self.codec.add_decoded_into(message, &place, out),
@@ -103,7 +105,7 @@ impl AllToAll {
             decoded.map_err(|why| Nonsense { from, round, why })?;
         }
         if let What::Sum { mean, .. } = self.what {
-            scale(&mut common.output, mean, world);
+            scale(output, mean, world);
         }
         Ok(())
     }

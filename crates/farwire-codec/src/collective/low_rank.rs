@@ -5,34 +5,28 @@
 
 use std::ops::Range;
 
-use farwire_proto::WorldSize;
-
-use super::{Common, Kind, Made, Nonsense, Trouble, even, residual, scale, seal};
-use crate::codecs::powersgd::{PowerP, PowerQ, PowerSgd, Shape};
-use crate::error::{DecodeError, EncodeError};
+use super::vectors::{FactorVectors, MatrixPlace};
+use super::{Common, Kind, Made, Nonsense, StepError, Trouble, even, seal};
+use crate::error::DecodeError;
 
 pub(super) const ROUNDS: u32 = 4;
 
 #[derive(Debug)]
 pub(super) struct LowRank {
-    codec: PowerSgd,
-    shape: Shape,
+    matrix: MatrixPlace,
     /// Of P and of Q, by rank.
     shards: [Vec<Range<usize>>; 2],
-    mean: bool,
-    /// The elements of the result that this rank wants, if not all.
-    only: Option<Range<usize>>,
     step: Step,
 }
 
 #[derive(Debug)]
 enum Step {
     Begin,
-    /// Waits for the shards of P, or for their sums.
-    P(PowerP, Summing),
-    Q(PowerQ, Summing),
+    /// This rank's P, which waits for the shards of the others', or for their sums.
+    P(Vec<f32>, Summing),
+    Q(Vec<f32>, Summing),
     /// P could not be made use of, which the others have to be told.
-    Failed(EncodeError),
+    Failed(StepError),
     End,
 }
 
@@ -44,22 +38,10 @@ struct Summing {
 }
 
 impl LowRank {
-    pub(super) fn new(
-        codec: PowerSgd,
-        shape: Shape,
-        world: WorldSize,
-        mean: bool,
-        only: Option<Range<usize>>,
-    ) -> Self {
-        let (p, q) = codec.factor_lens(shape);
-        Self {
-            codec,
-            shape,
-            shards: [even(p, world), even(q, world)],
-            mean,
-            only,
-            step: Step::Begin,
-        }
+    pub(super) fn new(matrix: MatrixPlace) -> Self {
+        let (p, q) = matrix.codec.factor_lens(matrix.shape);
+        let shards = |len| even(len, matrix.world);
+        Self { shards: [shards(p), shards(q)], matrix, step: Step::Begin }
     }
 
     pub(super) fn longest(&self) -> usize {
@@ -75,21 +57,16 @@ impl LowRank {
             return Some(Ok(Made::Same(seal(Vec::new()))));
         }
         if let Step::Begin = self.step {
-            let owed = common.owed(0..common.input.len());
-            let warm = common.feedback.as_ref().and_then(|feedback| feedback.warm());
-            let values = common.input.values(0..common.input.len());
-            let begun =
-                self.codec.begin(values, residual(owed.as_ref()), warm, self.shape, common.context);
-            match begun {
-                Err(error) => return Some(Err(common.fail_encode(round, error, Kind::Input, 0))),
+            match vectors(common).begin(&self.matrix) {
+                Err(error) => return Some(Err(common.fail_step(round, error, Kind::Input, 0))),
                 Ok(p) => self.step = Step::P(p, Summing::default()),
             }
         }
         let (factor, summing, first) = match &self.step {
-            Step::P(p, summing) => (p.p(), summing, 0),
-            Step::Q(q, summing) => (q.q(), summing, 2),
+            Step::P(p, summing) => (p, summing, 0),
+            Step::Q(q, summing) => (q, summing, 2),
             Step::Failed(error) => {
-                return Some(Err(common.fail_encode(round, *error, Kind::Sum, 0)));
+                return Some(Err(common.fail_step(round, error.clone(), Kind::Sum, 0)));
             }
             Step::Begin | Step::End => return None,
         };
@@ -117,8 +94,8 @@ impl LowRank {
             DecodeError::check_len(messages[from.index()], 4 * len).map_err(nonsense)
         };
         let (factor, summing) = match &mut self.step {
-            Step::P(p, summing) => (p.p(), summing),
-            Step::Q(q, summing) => (q.q(), summing),
+            Step::P(p, summing) => (p, summing),
+            Step::Q(q, summing) => (q, summing),
             Step::Begin | Step::Failed(_) | Step::End => return Ok(()),
         };
         if round.is_multiple_of(2) {
@@ -146,27 +123,18 @@ impl LowRank {
             }
         }
         match std::mem::replace(&mut self.step, Step::End) {
-            Step::P(p, _) => match p.with_sum(whole) {
-                Ok(q) => self.step = Step::Q(q, Summing::default()),
-                Err(error) => self.step = Step::Failed(error),
-            },
-            Step::Q(q, _) => {
-                common.clear_output(common.input.len());
-                match q.with_sum(whole, &mut common.output) {
-                    Ok(state) => {
-                        if let Some(feedback) = &mut common.feedback {
-                            feedback.set_worker(0, state.residual);
-                            feedback.set_warm(state.warm);
-                        }
-                        if let Some(only) = &self.only {
-                            common.output.copy_within(only.clone(), 0);
-                            common.output.truncate(only.len());
-                        }
-                        scale(&mut common.output, self.mean, world);
-                    }
-                    Err(error) => {
+            Step::P(..) => {
+                self.step = match vectors(common).with_p(&self.matrix, whole) {
+                    Ok(q) => Step::Q(q, Summing::default()),
+                    Err(error) => Step::Failed(error),
+                };
+            }
+            Step::Q(..) => {
+                if let Err(error) = vectors(common).with_q(&self.matrix, whole) {
+                    let same = matches!(error, StepError::Encode(_));
+                    let trouble = common.fail_step(ROUNDS, error, Kind::Sum, 0);
+                    if same {
                         // Everyone has the same sum, and finds the same.
-                        let trouble = common.fail_encode(ROUNDS, error, Kind::Sum, 0);
                         common.trouble = Some(Trouble { rank: farwire_proto::Rank(0), ..trouble });
                     }
                 }
@@ -175,6 +143,10 @@ impl LowRank {
         }
         Ok(())
     }
+}
+
+fn vectors(common: &mut Common) -> &mut dyn FactorVectors {
+    common.vectors.get().factors().expect("others are refused before the first round")
 }
 
 /// `sum += values`, which are f32 of the same number.

@@ -24,22 +24,26 @@ mod low_rank;
 mod order;
 mod rounds;
 mod two_phase;
+mod vectors;
 
+use std::any::Any;
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::ops::Range;
 
 use bytes::Bytes;
-use farwire_proto::{Call, Counts, Partition, Rank, ReduceOp, WorldSize};
+use farwire_proto::{Call, Counts, DType, Partition, Rank, ReduceOp, WorldSize};
 
 use crate::codec::Travel;
 use crate::codecs::powersgd::Shape;
 use crate::error::{DecodeError, EncodeError};
-use crate::feedback::{Owed, Transaction};
+use crate::feedback::Owed;
 use crate::job::{Context, Residual};
 use crate::spec::CodecSpec;
+use vectors::{HostVectors, Power};
 
 pub use floats::Floats;
-pub use order::{CodingError, Collective, Nonsense, Order, OrderError};
+pub use order::{CodingError, Collective, Nonsense, Order, OrderError, Task};
+pub use vectors::{ChunkPlace, FactorVectors, MatrixPlace, StepError, Vectors};
 
 /// One rank's part in a collective through a codec.
 ///
@@ -61,14 +65,46 @@ pub struct CodedCollective {
 struct Common {
     rank: Rank,
     world: WorldSize,
-    input: Floats,
+    vectors: Home,
     tensor: String,
-    feedback: Option<Transaction>,
     context: Context,
-    threads: NonZeroUsize,
-    output: Vec<f32>,
+    /// Why this rank's device could not go on, if it could not.
+    device: Option<String>,
     /// The first thing that went wrong, in an order that all ranks agree on.
     trouble: Option<Trouble>,
+}
+
+/// Where the vectors are.
+#[derive(Debug)]
+enum Home {
+    Host(Box<HostVectors>),
+    Elsewhere(Box<dyn Vectors>),
+}
+
+impl Home {
+    fn get(&mut self) -> &mut dyn Vectors {
+        match self {
+            Self::Host(vectors) => &mut **vectors,
+            Self::Elsewhere(vectors) => &mut **vectors,
+        }
+    }
+
+    /// Vectors of a route that others do not take.
+    fn host(&mut self) -> &mut HostVectors {
+        match self {
+            Self::Host(vectors) => vectors,
+            Self::Elsewhere(_) => unreachable!("other routes are refused before the first round"),
+        }
+    }
+
+    fn abandon(self) -> Abandoned {
+        match self {
+            Self::Host(vectors) => Abandoned { input: vectors.input, owner: None },
+            Self::Elsewhere(vectors) => {
+                Abandoned { input: Floats::F32(Vec::new()), owner: Some(vectors.abandon()) }
+            }
+        }
+    }
 }
 
 /// The closed set of ways to move coded data.
@@ -119,16 +155,20 @@ enum Kind {
     Sum = 2,
     /// Anything at all: the codec is wrong.
     Codec = 3,
+    /// Anything at all: where the vectors are, something failed.
+    Device = 4,
 }
 
 const FINE: u8 = 0;
 
+/// In place of a round: the others do not know of the trouble yet.
+const UNTOLD: u32 = u32::MAX;
+
 impl Route {
-    /// The call to plan for `order`, and its rounds.
-    fn of(order: &Order) -> Result<(Call, Self), OrderError> {
-        let Order { collective, codec, input, dimensions, rank, world, .. } = order;
+    /// The call to plan for `task`, and its rounds.
+    fn of(task: &Task, count: usize, dtype: DType) -> Result<(Call, Self), OrderError> {
+        let Task { collective, codec, dimensions, rank, world, .. } = task;
         let (rank, world) = (*rank, *world);
-        let (count, dtype) = (input.len(), input.dtype());
         let (plain, ranges, op) = match *collective {
             Collective::AllReduce(op) => {
                 (Call::AllReduce { count, dtype, op }, even(count, world), Some(op))
@@ -158,7 +198,9 @@ impl Route {
                 let shape = Shape::of(dimensions.as_deref().filter(fits).unwrap_or(&[count]));
                 let only = matches!(collective, Collective::ReduceScatter(_));
                 let only = only.then(|| ranges[rank.index()].clone());
-                Self::LowRank(low_rank::LowRank::new(codec, shape, world, mean, only))
+                let context = task.context;
+                let matrix = MatrixPlace { codec, shape, context, world, mean, only };
+                Self::LowRank(low_rank::LowRank::new(matrix))
             }
             (Travel::Shards(codec) | Travel::Whole(codec), Collective::AllGather(_)) => {
                 Self::AllToAll(all_to_all::AllToAll::gather(codec, ranges))
@@ -173,7 +215,7 @@ impl Route {
         };
         // A byte for how it went, or nine if it went badly.
         let max = 9 + route.longest();
-        let codec = agreement(codec, order.context);
+        let codec = agreement(codec, task.context);
         let call = Call::Coded { call: Box::new(plain), codec, rounds: route.rounds(), max };
         Ok((call, route))
     }
@@ -182,38 +224,52 @@ impl Route {
 impl CodedCollective {
     /// This rank's part in `order`; or why there can be none, and its input back.
     pub fn new(order: Order) -> Result<Self, (OrderError, Floats)> {
-        let (call, route) = match Route::of(&order) {
-            Ok(laid_out) => laid_out,
-            Err(error) => return Err((error, order.input)),
-        };
         let Order {
             collective,
+            codec,
             rank,
             world,
             input,
-            tensor,
-            mut feedback,
-            context,
-            threads,
-            output,
-            ..
-        } = order;
-        let adds = !matches!(collective, Collective::AllGather(_));
-        if let Some(feedback) = feedback.as_mut().filter(|_| adds) {
-            feedback.own(&route.owned(rank));
-        }
-        let common = Common {
-            rank,
-            world,
-            input,
+            dimensions,
             tensor,
             feedback,
             context,
             threads,
             output,
-            trouble: None,
+        } = order;
+        let task = Task { collective, codec, rank, world, dimensions, tensor, context };
+        let (kept, power) = (Vec::new(), Power::default());
+        let host = Box::new(HostVectors { input, output, feedback, threads, kept, power });
+        match Route::of(&task, host.input.len(), host.input.dtype()) {
+            Ok((call, route)) => Ok(Self::start(task, call, route, Home::Host(host))),
+            Err(error) => Err((error, host.input)),
+        }
+    }
+
+    /// This rank's part in an all-reduce of a vector that is not in host memory. Other ranks' may
+    /// be.
+    pub fn elsewhere(task: Task, mut vectors: Box<dyn Vectors>) -> Result<Self, OrderError> {
+        let (call, route) = Route::of(&task, vectors.len(), vectors.dtype())?;
+        let knows_how = match &route {
+            Route::TwoPhase(_) => true,
+            Route::LowRank(_) => vectors.factors().is_some(),
+            Route::AllToAll(_) => false,
         };
-        Ok(Self { call, route, common, made: 0, came: 0 })
+        if knows_how && matches!(task.collective, Collective::AllReduce(_)) {
+            Ok(Self::start(task, call, route, Home::Elsewhere(vectors)))
+        } else {
+            Err(OrderError::Elsewhere { codec: task.codec.name() })
+        }
+    }
+
+    fn start(task: Task, call: Call, route: Route, mut vectors: Home) -> Self {
+        let Task { collective, rank, world, tensor, context, .. } = task;
+        let adds = !matches!(collective, Collective::AllGather(_));
+        if let Some(feedback) = vectors.get().feedback_mut().filter(|_| adds) {
+            feedback.own(&route.owned(rank));
+        }
+        let common = Common { rank, world, vectors, tensor, context, device: None, trouble: None };
+        Self { call, route, common, made: 0, came: 0 }
     }
 
     /// The call to plan: its rounds, and how long a parcel can be.
@@ -300,6 +356,7 @@ impl CodedCollective {
                 1 => Kind::Input,
                 2 => Kind::Sum,
                 3 => Kind::Codec,
+                4 => Kind::Device,
                 _ => return Err(nonsense(DecodeError::Field("status"))),
             };
             let element = <[u8; 8]>::try_from(message).map(u64::from_le_bytes);
@@ -318,32 +375,53 @@ impl CodedCollective {
         }
     }
 
-    /// The result, in f32; residuals are committed. Call it after the last round has come.
+    /// The result, in f32; residuals are committed. Call it after the last round has come. Of
+    /// vectors elsewhere, the result is where they are, and nothing comes back here.
     pub fn finish(self) -> Result<Finished, (CodingError, Floats)> {
-        let Common { tensor, feedback, output, input, trouble, .. } = self.common;
-        match trouble {
-            Some(Trouble { rank, kind, element, .. }) => {
-                let rank = rank.index();
-                let error = match kind {
-                    Kind::Input => CodingError::NotFinite { rank, tensor, element },
-                    Kind::Sum => CodingError::Overflow { rank, tensor, element },
-                    Kind::Codec => CodingError::Codec { rank, tensor },
-                };
-                Err((error, input))
-            }
-            None => {
+        let Common { rank: me, tensor, vectors, device, trouble, .. } = self.common;
+        if let Some(Trouble { rank, kind, element, .. }) = trouble {
+            let why = device.filter(|_| rank == me);
+            let rank = rank.index();
+            let error = match kind {
+                Kind::Input => CodingError::NotFinite { rank, tensor, element },
+                Kind::Sum => CodingError::Overflow { rank, tensor, element },
+                Kind::Codec => CodingError::Codec { rank, tensor },
+                Kind::Device => CodingError::Device { rank, tensor, why },
+            };
+            return Err((error, vectors.abandon().input));
+        }
+        match vectors {
+            Home::Host(vectors) => {
+                let HostVectors { input, output, feedback, .. } = *vectors;
                 if let Some(feedback) = feedback {
                     feedback.commit();
                 }
                 Ok(Finished { output, input })
             }
+            Home::Elsewhere(vectors) => match vectors.finish() {
+                Ok(()) => Ok(Finished { output: Vec::new(), input: Floats::F32(Vec::new()) }),
+                Err(why) => {
+                    let (rank, why) = (me.index(), Some(why));
+                    let error = CodingError::Device { rank, tensor, why };
+                    Err((error, Floats::F32(Vec::new())))
+                }
+            },
         }
     }
 
     /// Gives it up: residuals are as they were.
-    pub fn abandon(self) -> Floats {
-        self.common.input
+    pub fn abandon(self) -> Abandoned {
+        self.common.vectors.abandon()
     }
+}
+
+/// What is left of a [`CodedCollective`] that was given up.
+#[derive(Debug)]
+pub struct Abandoned {
+    /// What went in; nothing if that is not in host memory.
+    pub input: Floats,
+    /// The owner of memory elsewhere, to be dropped where any code may run.
+    pub owner: Option<Box<dyn Any + Send>>,
 }
 
 /// What an [`CodedCollective`] leaves.
@@ -383,31 +461,55 @@ impl Route {
 }
 
 impl Common {
-    /// What this rank owes for some elements, as a worker.
-    fn owed(&self, range: Range<usize>) -> Option<Owed> {
-        self.feedback.as_ref().map(|feedback| feedback.worker(range))
-    }
-
-    /// A buffer for so many elements, with anything in it.
-    fn buffer(&mut self, len: usize) -> Vec<f32> {
-        self.feedback.as_mut().map(|feedback| feedback.buffer(len)).unwrap_or_default()
-    }
-
     /// This rank could not encode what it had to in a round, counted from element `first`.
     fn fail_encode(&mut self, round: u32, error: EncodeError, kind: Kind, first: usize) -> Trouble {
-        let (kind, element) = match error {
-            EncodeError::NotFinite { index } => (kind, (first + index) as u64),
-            EncodeError::TooLong { .. } | EncodeError::OwnMessage(_) => (Kind::Codec, 0),
-        };
+        match error {
+            EncodeError::NotFinite { index } => self.fail(round, kind, (first + index) as u64),
+            EncodeError::TooLong { .. } | EncodeError::OwnMessage(_) => {
+                self.fail(round, Kind::Codec, 0)
+            }
+        }
+    }
+
+    /// The same, wherever its vectors are.
+    fn fail_step(&mut self, round: u32, error: StepError, kind: Kind, first: usize) -> Trouble {
+        match error {
+            StepError::Encode(error) => self.fail_encode(round, error, kind, first),
+            StepError::Decode { .. } => self.fail(round, Kind::Codec, 0),
+            StepError::Device(why) => {
+                self.device.get_or_insert(why);
+                self.fail(round, Kind::Device, 0)
+            }
+        }
+    }
+
+    /// What became of a round of parcels. A device that fails is no fault of the others: they are
+    /// told in the next round, if there is one.
+    fn understood(&mut self, round: u32, done: Result<(), StepError>) -> Result<(), Nonsense> {
+        match done {
+            Ok(()) => Ok(()),
+            Err(StepError::Decode { from, why }) => Err(Nonsense { from, round, why }),
+            Err(error) => {
+                self.fail_step(UNTOLD, error, Kind::Sum, 0);
+                Ok(())
+            }
+        }
+    }
+
+    /// What keeps this rank from making the parcels of a round, in its own words if it is the one
+    /// to say so.
+    fn trouble_in(&mut self, round: u32) -> Option<Result<Made, Trouble>> {
+        let Trouble { round: known, kind, element, .. } = self.trouble?;
+        Some(match known {
+            UNTOLD => Err(self.fail(round, kind, element)),
+            _ => Ok(Made::Same(seal(Vec::new()))),
+        })
+    }
+
+    fn fail(&mut self, round: u32, kind: Kind, element: u64) -> Trouble {
         let mine = Trouble { round, rank: self.rank, kind, element };
         self.trouble = Some(self.trouble.map_or(mine, |known| known.min(mine)));
         mine
-    }
-
-    /// Zeros for `len` elements of result.
-    fn clear_output(&mut self, len: usize) {
-        self.output.clear();
-        self.output.resize(len, 0.0);
     }
 }
 

@@ -48,6 +48,25 @@ pub struct Order {
     pub output: Vec<f32>,
 }
 
+/// What an operation is, wherever its vectors are.
+#[derive(Clone, Debug)]
+pub struct Task {
+    /// What to do.
+    pub collective: Collective,
+    /// Through which codec.
+    pub codec: CodecSpec,
+    /// This rank.
+    pub rank: Rank,
+    /// How many there are.
+    pub world: WorldSize,
+    /// The dimensions of the tensor, where they are known.
+    pub dimensions: Option<Vec<usize>>,
+    /// The tensor's name, for errors.
+    pub tensor: String,
+    /// The key to random numbers: the same on all ranks.
+    pub context: Context,
+}
+
 /// Why a coded operation has no result, the same on all ranks.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -89,6 +108,19 @@ pub enum CodingError {
         /// With which tensor.
         tensor: String,
     },
+    /// Vectors that are not in host memory, and could not be worked on where they are.
+    #[error(
+        "rank {rank} could not work on tensor `{tensor}` on its device: {}; residuals are unchanged",
+        why.as_deref().unwrap_or("that rank's own error says why")
+    )]
+    Device {
+        /// Whose.
+        rank: usize,
+        /// With which tensor.
+        tensor: String,
+        /// What was wrong; known on that rank alone.
+        why: Option<String>,
+    },
 }
 
 /// Why an operation cannot be started.
@@ -112,6 +144,15 @@ pub enum OrderError {
         codec: String,
         /// How many were given.
         given: usize,
+    },
+    /// Vectors that are not in host memory, in an operation that is for those alone.
+    #[error(
+        "{codec} does not work on vectors outside of host memory; use another codec, or copy the \
+         vector to the host"
+    )]
+    Elsewhere {
+        /// The codec.
+        codec: String,
     },
     /// A codec that makes sums only.
     #[error("{codec} sums matrices and cannot gather; use another codec for all_gather")]

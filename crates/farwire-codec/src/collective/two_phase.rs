@@ -22,12 +22,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use bytes::Bytes;
 use farwire_proto::{Rank, WorldSize};
 
-use super::{Common, Kind, Made, Nonsense, Trouble, even, residual, scale, seal, unseal};
+use super::vectors::ChunkPlace;
+use super::{Common, Kind, Made, Nonsense, Trouble, even};
 use crate::codec::MessageCodec;
-use crate::job::{CodedPlace, Encoded, Job, Role};
 
 /// Elements of a chunk: long enough that its parcels fill frames, short enough that three of them
 /// overlap.
@@ -36,8 +35,6 @@ const CHUNK: usize = 1 << 22;
 #[derive(Debug)]
 pub(super) struct TwoPhase {
     codec: Arc<dyn MessageCodec>,
-    /// Elements of the vector.
-    count: usize,
     chunks: Vec<Chunk>,
     /// Whether the sums are gathered.
     gather: bool,
@@ -50,10 +47,8 @@ struct Chunk {
     range: Range<usize>,
     /// By rank.
     shards: Vec<Range<usize>>,
-    /// This rank's message to itself, until it is added up.
-    own: Bytes,
-    /// The sum of this rank's shard, until it is encoded.
-    sum: Option<Vec<f32>>,
+    /// Whether this rank's shard has been added up.
+    summed: bool,
 }
 
 /// What a round is for: the scatter or the gather of a chunk.
@@ -79,8 +74,7 @@ impl TwoPhase {
                 .into_iter()
                 .map(|shard| start + shard.start..start + shard.end)
                 .collect(),
-            own: Bytes::new(),
-            sum: None,
+            summed: false,
         };
         let chunks: Vec<_> = (0..chunks)
             .map(|chunk| {
@@ -92,7 +86,7 @@ impl TwoPhase {
         let longest_shard =
             chunks.iter().flat_map(|chunk| &chunk.shards).map(ExactSizeIterator::len).max();
         let longest = codec.max_message_len(longest_shard.unwrap_or(0));
-        Self { codec, count, chunks, gather, mean, longest }
+        Self { codec, chunks, gather, mean, longest }
     }
 
     pub(super) fn rounds(&self) -> u32 {
@@ -129,9 +123,7 @@ impl TwoPhase {
     ) -> Option<Result<Made, Trouble>> {
         match self.phase(round) {
             Phase::Scatter(chunk) => Some(self.encode_shards(round, chunk, common)),
-            Phase::Gather(chunk)
-                if common.trouble.is_some() || self.chunks[chunk].sum.is_some() =>
-            {
+            Phase::Gather(chunk) if common.trouble.is_some() || self.chunks[chunk].summed => {
                 Some(self.encode_sum(round, chunk, common))
             }
             Phase::Gather(_) => None,
@@ -139,76 +131,28 @@ impl TwoPhase {
     }
 
     fn encode_shards(
-        &mut self,
+        &self,
         round: u32,
         chunk: usize,
         common: &mut Common,
     ) -> Result<Made, Trouble> {
-        if common.trouble.is_some() {
-            return Ok(Made::Same(seal(Vec::new())));
+        if let Some(said) = common.trouble_in(round) {
+            return said;
         }
-        if chunk == 0 && self.gather {
-            // What is in it is written over, shard by shard.
-            common.output.resize(self.count, 0.0);
-        }
-        let context = self.context(chunk, common);
-        let Chunk { range, shards, own, .. } = &mut self.chunks[chunk];
-        let owed = common.owed(range.clone());
-        let mut encoded = Encoded { residual: common.buffer(range.len()), ..Encoded::default() };
-        // A chunk is a vector of its own, from its first element on.
-        let local: Vec<_> =
-            shards.iter().map(|shard| shard.start - range.start..shard.end - range.start).collect();
-        let job = Job {
-            values: common.input.values(range.clone()),
-            residual: residual(owed.as_ref()),
-            place: CodedPlace::whole(context, range.len()),
-            role: Role::Worker,
-            rank: common.rank.0,
-            shards: &local,
-            threads: common.threads,
-        };
-        if let Err(error) = self.codec.encode(&job, &mut encoded) {
-            let first = range.start;
-            return Err(common.fail_encode(round, error, Kind::Input, first));
-        }
-        if let Some(feedback) = &mut common.feedback {
-            feedback.set_worker(range.start, encoded.residual);
-        }
-        let parcels: Vec<_> = encoded.messages.into_iter().map(seal).collect();
-        *own = parcels[common.rank.index()].clone();
-        Ok(Made::Each(parcels))
+        let place = self.place(chunk, common);
+        let encoded = common.vectors.get().encode(&place);
+        let first = place.range.start;
+        encoded.map(Made::Each).map_err(|error| common.fail_step(round, error, Kind::Input, first))
     }
 
-    fn encode_sum(
-        &mut self,
-        round: u32,
-        chunk: usize,
-        common: &mut Common,
-    ) -> Result<Made, Trouble> {
-        let Some(sum) = self.chunks[chunk].sum.take().filter(|_| common.trouble.is_none()) else {
-            return Ok(Made::Same(seal(Vec::new())));
-        };
-        let context = self.context(chunk, common);
-        let Chunk { range, shards, own, .. } = &mut self.chunks[chunk];
-        let shard = shards[common.rank.index()].clone();
-        let owed = common.feedback.as_ref().map(|feedback| feedback.owner(shard.clone()));
-        let mut encoded = Encoded { residual: common.buffer(shard.len()), ..Encoded::default() };
-        let place = CodedPlace::whole(context, range.len())
-            .part(shard.start - range.start..shard.end - range.start);
-        let job = Job {
-            rank: common.rank.0,
-            threads: common.threads,
-            ..Job::owner(&sum, residual(owed.as_ref()), &place)
-        };
-        if let Err(error) = self.codec.encode(&job, &mut encoded) {
-            return Err(common.fail_encode(round, error, Kind::Sum, shard.start));
+    fn encode_sum(&self, round: u32, chunk: usize, common: &mut Common) -> Result<Made, Trouble> {
+        if let Some(said) = common.trouble_in(round) {
+            return said;
         }
-        if let Some(feedback) = &mut common.feedback {
-            feedback.set_owner(shard.start, encoded.residual);
-            feedback.give_back(sum);
-        }
-        *own = seal(encoded.messages.swap_remove(0));
-        Ok(Made::Same(own.clone()))
+        let place = self.place(chunk, common);
+        let encoded = common.vectors.get().encode_sum(&place);
+        let first = place.shards[common.rank.index()].start;
+        encoded.map(Made::Same).map_err(|error| common.fail_step(round, error, Kind::Sum, first))
     }
 
     pub(super) fn came(
@@ -217,55 +161,35 @@ impl TwoPhase {
         messages: &[&[u8]],
         common: &mut Common,
     ) -> Result<(), Nonsense> {
-        let (phase, me, world) = (self.phase(round), common.rank, common.world);
+        let phase = self.phase(round);
         let (Phase::Scatter(chunk) | Phase::Gather(chunk)) = phase;
-        let context = self.context(chunk, common);
-        let Chunk { range, shards, own, sum, .. } = &mut self.chunks[chunk];
-        let whole = CodedPlace::whole(context, range.len());
-        let place =
-            |shard: &Range<usize>| whole.part(shard.start - range.start..shard.end - range.start);
-        let message = |from: farwire_proto::Rank| {
-            if from == me { unseal(own) } else { messages[from.index()] }
+        let place = self.place(chunk, common);
+        let vectors = common.vectors.get();
+        let done = match phase {
+            Phase::Scatter(_) => vectors.sum(&place, messages),
+            Phase::Gather(_) => vectors.decode(&place, messages),
         };
-        match phase {
-            Phase::Scatter(_) => {
-                let mine = &shards[me.index()];
-                let mut acc = if self.gather {
-                    common.buffer(mine.len())
-                } else {
-                    std::mem::take(&mut common.output)
-                };
-                acc.resize(mine.len(), 0.0);
-                for from in world.ranks() {
-                    let (message, place) = (message(from), place(mine));
-                    let added = match from.index() {
-                        0 => self.codec.decode_into(message, &place, &mut acc),
-                        _ => self.codec.add_decoded_into(message, &place, &mut acc),
-                    };
-                    added.map_err(|why| Nonsense { from, round, why })?;
-                }
-                if self.gather {
-                    *sum = Some(acc);
-                } else {
-                    scale(&mut acc, self.mean, world);
-                    common.output = acc;
-                }
-            }
-            Phase::Gather(_) => {
-                for from in world.ranks() {
-                    let shard = &shards[from.index()];
-                    let out = &mut common.output[shard.clone()];
-                    self.codec
-                        .decode_into(message(from), &place(shard), out)
-                        .map_err(|why| Nonsense { from, round, why })?;
-                    scale(out, self.mean, world);
-                }
-            }
-        }
+        common.understood(round, done)?;
+        self.chunks[chunk].summed = true;
         Ok(())
     }
 
-    fn context(&self, chunk: usize, common: &Common) -> crate::job::Context {
-        if self.chunks.len() == 1 { common.context } else { common.context.chunk(chunk as u64) }
+    fn place(&self, index: usize, common: &Common) -> ChunkPlace<'_> {
+        let Chunk { range, shards, .. } = &self.chunks[index];
+        let context = match self.chunks.len() {
+            1 => common.context,
+            _ => common.context.chunk(index as u64),
+        };
+        ChunkPlace {
+            index,
+            range: range.clone(),
+            shards,
+            context,
+            rank: common.rank,
+            world: common.world,
+            mean: self.mean,
+            gather: self.gather,
+            codec: &*self.codec,
+        }
     }
 }

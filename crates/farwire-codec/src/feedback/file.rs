@@ -18,10 +18,9 @@ impl ErrorFeedback {
         let tensors = lock(&self.tensors);
         let pieces = tensors.iter().flat_map(|(name, Entry { state, .. })| {
             let kind = |kind: &'static str, pieces: &'_ Pieces| {
-                let pieces = pieces
-                    .0
-                    .iter()
-                    .map(move |(start, values)| (format!("{kind}:{start}:{name}"), values.clone()));
+                let pieces = pieces.0.iter().map(move |(start, values)| {
+                    (format!("{kind}:{start}:{name}"), values.values())
+                });
                 pieces.collect::<Vec<_>>()
             };
             let warm = state.warm.iter().map(|values| (format!("warm:0:{name}"), values.clone()));
@@ -78,7 +77,7 @@ impl ErrorFeedback {
             if pieces.overlaps(&(start..start + values.len())) {
                 return Err(refuse("it overlaps another piece"));
             }
-            pieces.0.insert(start, Arc::new(values));
+            pieces.0.insert(start, values.into());
         }
         Ok(Self { tensors: Arc::new(Mutex::new(tensors)) })
     }

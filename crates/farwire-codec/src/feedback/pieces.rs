@@ -1,13 +1,79 @@
 //! What is owed for some elements of a tensor.
 
+use std::any::Any;
 use std::collections::BTreeMap;
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
+
+/// What is owed for a run of elements, where it is.
+#[derive(Clone, Debug)]
+pub enum Piece {
+    /// In host memory.
+    Host(Arc<Vec<f32>>),
+    /// On a card.
+    Elsewhere(Arc<dyn ResidualElsewhere>),
+}
+
+/// What is owed for a run of elements, kept outside of host memory.
+///
+/// Whoever put it there finds it again by its type, with [`Any`]. All else (saving, another codec,
+/// a change of ranks) fetches it.
+pub trait ResidualElsewhere: Any + fmt::Debug + Send + Sync {
+    /// Number of elements.
+    fn len(&self) -> usize;
+
+    /// Whether there are none.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// A copy in host memory. What cannot be fetched, from a card that is lost, is all NaN: nothing
+    /// takes that for a residual, neither an encoder nor a checkpoint.
+    fn fetch(&self) -> Vec<f32>;
+}
+
+impl Piece {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Host(values) => values.len(),
+            Self::Elsewhere(values) => values.len(),
+        }
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The values, in host memory.
+    pub fn values(&self) -> Arc<Vec<f32>> {
+        match self {
+            Self::Host(values) => values.clone(),
+            Self::Elsewhere(values) => Arc::new(values.fetch()),
+        }
+    }
+
+    /// The buffer, if it is in host memory and nobody else holds it.
+    pub(super) fn into_buffer(self) -> Option<Vec<f32>> {
+        match self {
+            Self::Host(values) => Arc::try_unwrap(values).ok(),
+            Self::Elsewhere(_) => None,
+        }
+    }
+}
+
+impl From<Vec<f32>> for Piece {
+    fn from(values: Vec<f32>) -> Self {
+        Self::Host(Arc::new(values))
+    }
+}
 
 /// Residuals of some elements of a tensor: disjoint runs by their first element. What is not
 /// covered is zero.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Pieces(pub(super) BTreeMap<usize, Arc<Vec<f32>>>);
+pub(super) struct Pieces(pub(super) BTreeMap<usize, Piece>);
 
 impl Pieces {
     pub(super) fn overlaps(&self, range: &Range<usize>) -> bool {
@@ -15,7 +81,7 @@ impl Pieces {
     }
 
     /// The pieces that share an element with `range`.
-    fn overlapping(&self, range: &Range<usize>) -> impl Iterator<Item = (usize, &Arc<Vec<f32>>)> {
+    fn overlapping(&self, range: &Range<usize>) -> impl Iterator<Item = (usize, &Piece)> {
         let end = if range.is_empty() { 0 } else { range.end };
         let from = range.start;
         self.0
@@ -25,54 +91,67 @@ impl Pieces {
             .take_while(move |(start, values)| start + values.len() > from)
     }
 
-    /// The residual of `range`, or nothing if all of it is zero.
-    pub(super) fn get(&self, range: Range<usize>) -> Option<Arc<Vec<f32>>> {
-        if let Some(values) = self.0.get(&range.start)
-            && values.len() == range.len()
+    /// The residual of `range`, or nothing if all of it is zero. Where one piece has just these
+    /// elements, it is that piece, wherever it is.
+    pub(super) fn get(&self, range: Range<usize>) -> Option<Piece> {
+        if let Some(piece) = self.0.get(&range.start)
+            && piece.len() == range.len()
         {
-            return Some(values.clone());
+            return Some(piece.clone());
         }
         if !self.overlaps(&range) {
             return None;
         }
         let mut whole = vec![0.0; range.len()];
-        for (start, values) in self.overlapping(&range) {
+        for (start, piece) in self.overlapping(&range) {
+            let values = piece.values();
             let shared = start.max(range.start)..(start + values.len()).min(range.end);
             let from = shared.start - start..shared.end - start;
             whole[shared.start - range.start..shared.end - range.start]
                 .copy_from_slice(&values[from]);
         }
-        Some(Arc::new(whole))
+        Some(whole.into())
     }
 
-    /// Replaces the residual of `start..start + values.len()` and of nothing else.
-    pub(super) fn set(&mut self, start: usize, values: Vec<f32>) {
-        self.cut(&(start..start + values.len()));
-        if !values.is_empty() {
-            self.0.insert(start, Arc::new(values));
+    /// Replaces the residual of `start..start + piece.len()` and of nothing else.
+    pub(super) fn set(&mut self, start: usize, piece: Piece) {
+        self.cut(&(start..start + piece.len()));
+        if !piece.is_empty() {
+            self.0.insert(start, piece);
         }
     }
 
     /// Forgets the residual of `range`.
     pub(super) fn cut(&mut self, range: &Range<usize>) {
         let overlapping: Vec<_> =
-            self.overlapping(range).map(|(start, values)| (start, values.clone())).collect();
+            self.overlapping(range).map(|(start, piece)| (start, piece.clone())).collect();
         for (at, old) in overlapping {
             self.0.remove(&at);
             let end = at + old.len();
+            if range.start <= at && end <= range.end {
+                continue;
+            }
+            let old = old.values();
             if at < range.start {
-                self.0.insert(at, Arc::new(old[..range.start - at].to_vec()));
+                self.0.insert(at, old[..range.start - at].to_vec().into());
             }
             if end > range.end {
-                self.0.insert(range.end, Arc::new(old[range.end - at..].to_vec()));
+                self.0.insert(range.end, old[range.end - at..].to_vec().into());
             }
         }
     }
 
+    /// Whether any of it is not zero.
+    pub(super) fn owes(&self) -> bool {
+        self.0.values().any(|piece| piece.values().iter().any(|value| *value != 0.0))
+    }
+
     pub(super) fn norm(&self) -> f64 {
-        let squares =
-            self.0.values().flat_map(|values| values.iter()).map(|value| f64::from(*value).powi(2));
-        squares.sum::<f64>().sqrt()
+        let squares = |piece: &Piece| {
+            let values = piece.values();
+            values.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>()
+        };
+        self.0.values().map(squares).sum::<f64>().sqrt()
     }
 }
 
@@ -91,13 +170,13 @@ mod tests {
         ) {
             let (mut pieces, mut plain) = (Pieces::default(), vec![0.0f32; 200]);
             for (k, (start, len)) in writes.into_iter().enumerate() {
-                pieces.set(start, vec![k as f32 + 1.0; len]);
+                pieces.set(start, vec![k as f32 + 1.0; len].into());
                 plain[start..start + len].fill(k as f32 + 1.0);
             }
             for (start, len) in reads {
                 let want = &plain[start..start + len];
                 match pieces.get(start..start + len) {
-                    Some(values) => prop_assert_eq!(&values[..], want),
+                    Some(piece) => prop_assert_eq!(&piece.values()[..], want),
                     None => prop_assert!(want.iter().all(|value| *value == 0.0)),
                 }
             }

@@ -12,7 +12,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
-use super::{Entry, ErrorFeedback, SPARE, State, lock};
+use super::{Entry, ErrorFeedback, Piece, SPARE, State, lock};
 
 /// The residuals of all tensors as they were at one time. Dropped, it restores them.
 ///
@@ -75,7 +75,7 @@ impl Savepoint {
             // Buffers that were replaced since can be written again. (While the savepoint held
             // them, a commit could not give them back.)
             let before = worker.0.into_values().chain(owner.0.into_values());
-            let replaced = before.filter_map(|values| Arc::try_unwrap(values).ok());
+            let replaced = before.filter_map(Piece::into_buffer);
             let pieces = entry.state.worker.0.len() + entry.state.owner.0.len();
             let room = (SPARE + pieces).saturating_sub(entry.spare.len());
             entry.spare.extend(replaced.take(room));

@@ -28,9 +28,18 @@ struct Coding {
     u32* first; // shards + 1: which of the list is the shard's first
     u32* first_block; // shards + 1
     u64* block_at; // bytes of each block; then of all blocks before it
-    u64* messages; // shards + 1: where each message starts
+    struct Block* blocks; // for whoever decodes a message where it was made
+    u64* messages; // shards + 1: where each message starts, and a byte more than it ends; then
+                   // shards + 1: which block is its first
     const u64* total; // elements in the list
     u32 shards;
+};
+
+// Where a block of a message starts, and the bit of the last one in its unary part.
+struct Block {
+    u64 at;
+    u32 last;
+    u32 count;
 };
 
 // How a block of gaps is coded.
@@ -194,8 +203,9 @@ extern "C" __global__ __launch_bounds__(1024) void offsets(const __grid_constant
     __syncthreads();
     for (u32 s = threadIdx.x; s <= a.shards; s += blockDim.x) {
         const u32 b = a.first_block[s];
-        const u64 message = (b < blocks ? a.block_at[b] : done) + 4 * (u64)s;
+        const u64 message = (b < blocks ? a.block_at[b] : done) + 5 * (u64)s;
         a.messages[s] = message;
+        a.messages[a.shards + 1 + s] = b;
         if (s < a.shards) {
             const u32 count = a.first[s + 1] - a.first[s];
             for (int i = 0; i < 4; i++) a.out[message + i] = (u8)(count >> (8 * i));
@@ -219,8 +229,12 @@ write_blocks(const __grid_constant__ Coding a) {
     const u32 index_bytes = 1 + shape.low_bytes + shape.unary_bytes;
     for (u32 i = lane; i < (index_bytes + 3) / 4; i += 32) words[i] = 0;
     __syncwarp();
+    const u64 at = a.block_at[b] - a.block_at[a.first_block[shard]] + 4;
     if (shape.low == RUN) {
-        if (lane == 0) bytes[0] = RUN;
+        if (lane == 0) {
+            bytes[0] = RUN;
+            a.blocks[b] = Block{at, 0, count};
+        }
     } else {
         if (lane == 0) atomicOr(&words[0], shape.low);
         u32 highs = 0;
@@ -239,6 +253,7 @@ write_blocks(const __grid_constant__ Coding a) {
                 high += gaps[k] >> shape.low;
                 const u32 one = 8 * (1 + shape.low_bytes) + high + i;
                 atomicOr(&words[one / 32], 1u << (one & 31));
+                if (i + 1 == count) a.blocks[b] = Block{at, high + i, count};
             }
         }
     }
@@ -277,24 +292,16 @@ write_blocks(const __grid_constant__ Coding a) {
 #endif
     }
     __syncwarp();
-    u8* out = a.out + a.block_at[b] + 4 * (u64)(shard + 1);
+    u8* out = a.out + a.block_at[b] + 5 * (u64)shard + 4;
     const u32 len = index_bytes + value_bytes(count);
     for (u32 i = lane; i < len; i += 32) out[i] = bytes[i];
 }
-
-// Where a block of a message starts, and the bit of the last one in its unary part, as the host's
-// walk found them.
-struct Block {
-    u64 at;
-    u32 last;
-    u32 count;
-};
 
 struct Added {
     const u8* bytes; // eight more than the message has can be read
     float* acc;
     u32* bad;
-    const Block* blocks;
+    const Block* blocks; // as the host's walk found them, or the encoder left them
     u64* reach; // of each block: how many elements it passes or names; then of all before it
     u64 range;
     u32 count; // blocks

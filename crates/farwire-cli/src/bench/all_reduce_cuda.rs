@@ -1,0 +1,74 @@
+//! `farwire bench all_reduce --device cuda`: vectors on a card.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use bytemuck::cast_vec as same;
+use farwire::{Communicator, Compressor, DType, Element, Error, ReduceOp};
+use farwire_cuda::{Device, DeviceCommunicator, TensorElement, cards};
+use half::{bf16, f16};
+
+use super::BenchError;
+
+/// A rank's card.
+#[derive(Debug)]
+pub(super) struct OnCard(DeviceCommunicator);
+
+impl OnCard {
+    /// The card of this rank among those of its host: ranks take them in turn.
+    pub(super) fn new(comm: &Communicator) -> Result<Self, BenchError> {
+        let local = std::env::var("LOCAL_RANK").ok().and_then(|rank| rank.parse().ok());
+        let cards = cards()?.len().max(1);
+        let device = Device::new(local.unwrap_or(comm.rank()) % cards)?;
+        Ok(Self(DeviceCommunicator::new(comm, &device)))
+    }
+
+    /// The result, and how long it took from an idle card to an idle card.
+    pub(super) fn all_reduce<T: Element>(
+        &self,
+        data: Vec<T>,
+        op: ReduceOp,
+        compressor: Option<&Compressor>,
+    ) -> Result<(Vec<T>, Duration), Error> {
+        Ok(match T::DTYPE {
+            DType::F32 => {
+                let (result, took) = self.of::<f32>(same(data), op, compressor)?;
+                (same(result), took)
+            }
+            DType::F16 => {
+                let (result, took) = self.of::<f16>(same(data), op, compressor)?;
+                (same(result), took)
+            }
+            DType::Bf16 => {
+                let (result, took) = self.of::<bf16>(same(data), op, compressor)?;
+                (same(result), took)
+            }
+            _ => unreachable!("other types are refused"),
+        })
+    }
+
+    fn of<T: Element + TensorElement>(
+        &self,
+        data: Vec<T>,
+        op: ReduceOp,
+        compressor: Option<&Compressor>,
+    ) -> Result<(Vec<T>, Duration), Error> {
+        let Self(comm) = self;
+        let wrong = |error| Error::System {
+            what: "could not use the card",
+            error: std::io::Error::other(error),
+        };
+        let tensor = Arc::new(comm.device().upload(&data).map_err(wrong)?);
+        // Ranks are not equally fast at bringing their vector to the card.
+        comm.host().barrier().wait()?;
+        let start = Instant::now();
+        match compressor {
+            Some(compressor) => comm.all_reduce_compressed("bench", &tensor, op, compressor),
+            None => comm.all_reduce(&tensor, op),
+        }
+        .wait()?;
+        comm.device().synchronize().map_err(wrong)?;
+        let took = start.elapsed();
+        Ok((tensor.download().map_err(wrong)?, took))
+    }
+}
