@@ -35,6 +35,8 @@ pub(crate) struct Health {
     /// How many data streams the peer has opened in all, plus one, once it has said goodbye; zero
     /// before.
     goodbye: AtomicU64,
+    /// Something says that the peer's process may have ended.
+    suspected: Notify,
     /// Set by this side when it leaves, with the number of streams that it has opened.
     leaving: Notify,
     streams: AtomicU64,
@@ -50,6 +52,7 @@ impl Health {
             ended: AtomicBool::new(false),
             reason: Mutex::default(),
             goodbye: AtomicU64::new(0),
+            suspected: Notify::new(),
             leaving: Notify::new(),
             streams: AtomicU64::new(0),
             left: Notify::new(),
@@ -73,6 +76,11 @@ impl Health {
     pub(crate) fn end(&self, reason: String) {
         self.ended.store(true, Ordering::Release);
         self.lose(reason);
+    }
+
+    /// The peer's process may have ended: it is asked, and lost unless it answers soon.
+    pub(crate) fn suspect(&self) {
+        self.suspected.notify_one();
     }
 
     /// How many data streams the peer has opened in all, once it has said goodbye.
@@ -123,6 +131,10 @@ impl Liveness for Health {
     }
 }
 
+/// How long a peer has to answer that is suspected to have ended, and round trips beyond that.
+const SUSPECT: Duration = Duration::from_millis(150);
+const SUSPECT_ROUND_TRIPS: u32 = 4;
+
 /// An answer may have to be sent again several times on its way, and each time takes round trips.
 const ROUND_TRIPS: u32 = 8;
 
@@ -148,8 +160,19 @@ pub(crate) async fn watch(
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let (mut looked, mut silence) = (Instant::now(), Duration::ZERO);
     let mut ticks = 0u64;
+    // The question that a peer under suspicion has to answer, and until when.
+    let mut suspicion: Option<(u64, Instant)> = None;
     let reason = loop {
         let message = tokio::select! {
+            () = health.suspected.notified(), if suspicion.is_none() => {
+                ticks += 1;
+                let patience = SUSPECT + SUSPECT_ROUND_TRIPS * connection.rtt();
+                suspicion = Some((ticks, Instant::now() + patience));
+                Some((PING, ticks))
+            }
+            () = until(suspicion), if health.goodbye().is_none() => {
+                break Some("its connections were closed, and it does not answer".to_owned());
+            }
             _ = tick.tick() => {
                 // Time in which this process itself did not run is not the peer's silence: its
                 // answer may be here, unread.
@@ -174,7 +197,8 @@ pub(crate) async fn watch(
             }
             message = messages.recv() => match message {
                 Some((PING, number)) => Some((PONG, number)),
-                Some((PONG, _)) => {
+                Some((PONG, number)) => {
+                    suspicion = suspicion.filter(|(asked, _)| number < *asked);
                     silence = Duration::ZERO;
                     looked = Instant::now();
                     None
@@ -207,6 +231,14 @@ pub(crate) async fn watch(
     }
 }
 
+/// Until the end of a suspicion, if there is one.
+async fn until(suspicion: Option<(u64, Instant)>) {
+    match suspicion {
+        Some((_, end)) => tokio::time::sleep_until(end).await,
+        None => std::future::pending().await,
+    }
+}
+
 fn gone(connection: &Connection) -> String {
     connection
         .close_reason()
@@ -226,5 +258,92 @@ async fn listen(mut from: RecvStream, heard: mpsc::Sender<(u8, u64)>) {
         if heard.send((kind, u64::from_le_bytes(number))).await.is_err() {
             return;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::SocketAddr;
+
+    use farwire_netlab::{Impairments, MemoryNetwork};
+    use farwire_proto::{Epoch, Peer};
+    use quinn::{Endpoint, EndpointConfig, TokioRuntime};
+
+    use super::*;
+    use crate::join::identity::Identity;
+    use crate::quic::transport::Transport;
+    use crate::token::Token;
+
+    /// One end of a connection, with its control stream.
+    type End = (Connection, SendStream, RecvStream);
+
+    /// Two ends, 20 ms apart, and what has to live as long.
+    async fn ends() -> (End, End, [Endpoint; 2]) {
+        let (network, token) = (MemoryNetwork::new(), Token::generate());
+        let delay = Duration::from_millis(10);
+        let endpoint = |host: u32| {
+            let address = SocketAddr::from(([10, 77, 0, host as u8], 4000));
+            let identity =
+                Identity::new(&token, Peer(host), Epoch(0), &Default::default()).unwrap();
+            let transport = Transport::default().to(address);
+            let (mut server, mut client) =
+                (identity.server_config().unwrap(), identity.client_config().unwrap());
+            server.transport_config(transport.clone());
+            client.transport_config(transport);
+            let what = Impairments { delay, ..Impairments::default() };
+            let socket = network.host(address, &what, host.into());
+            let (config, runtime) = (EndpointConfig::default(), Arc::new(TokioRuntime));
+            let mut endpoint =
+                Endpoint::new_with_abstract_socket(config, Some(server), socket, runtime).unwrap();
+            endpoint.set_default_client_config(client);
+            (endpoint, identity, address)
+        };
+        let ((here, identity, _), (there, _, address)) = (endpoint(0), endpoint(1));
+        let connecting = here.connect(address, &identity.name_of(Peer(1))).unwrap();
+        let accepting = async { there.accept().await.unwrap().await.unwrap() };
+        let (near, far) = tokio::join!(connecting, accepting);
+        let near = near.unwrap();
+        let (mut to, from) = near.open_bi().await.unwrap();
+        say(&mut to, PING, 0).await.unwrap(); // the other end hears of a stream by what comes
+        let (back, heard) = far.accept_bi().await.unwrap();
+        ((near, to, from), (far, back, heard), [here, there])
+    }
+
+    fn paused(test: impl Future<Output = ()>) {
+        let mut runtime = tokio::runtime::Builder::new_current_thread();
+        runtime.enable_time().start_paused(true).build().unwrap().block_on(test);
+    }
+
+    /// So patient that only suspicion can lose anybody within the test.
+    const BEATS: Beats =
+        Beats { every: Duration::from_millis(100), lost_after: Duration::from_secs(3600) };
+
+    #[test]
+    fn who_is_suspected_and_does_not_answer_is_lost_soon() {
+        paused(async {
+            let ((connection, to, from), _silent, _endpoints) = ends().await;
+            let health = Health::new(Bell::new().unwrap());
+            let watching = tokio::spawn(watch(connection, to, from, health.clone(), BEATS));
+            tokio::time::sleep(Duration::from_secs(2)).await;
+            assert_eq!(health.loss(), None);
+            health.suspect();
+            watching.await.unwrap();
+            assert!(health.loss().is_some_and(|why| why.contains("does not answer")));
+        });
+    }
+
+    #[test]
+    fn who_is_suspected_and_answers_is_not_lost() {
+        paused(async {
+            let ((connection, to, from), (far, back, heard), _endpoints) = ends().await;
+            let [here, there] = [(); 2].map(|()| Health::new(Bell::new().unwrap()));
+            tokio::spawn(watch(connection, to, from, here.clone(), BEATS));
+            tokio::spawn(watch(far, back, heard, there.clone(), BEATS));
+            for _ in 0..3 {
+                here.suspect();
+                tokio::time::sleep(Duration::from_secs(2)).await;
+            }
+            assert_eq!((here.loss(), there.loss()), (None, None));
+        });
     }
 }

@@ -4,6 +4,7 @@ use std::net::UdpSocket;
 use std::sync::Arc;
 use std::time::Duration;
 
+use serde::{Deserialize, Serialize};
 use tokio::runtime::Handle;
 
 use super::control::Health;
@@ -13,6 +14,7 @@ use crate::doctor::Finding;
 use crate::join::again::Met;
 use crate::link::negotiation::Negotiation;
 use crate::link::{Boxed, Link, LinkKind, Pair};
+use crate::tcp::lifeline::{Lifeline, Offer};
 
 /// Links over QUIC, with one connection for each direction, or several. The one that two processes
 /// met by carries data of the process that called.
@@ -37,6 +39,11 @@ impl LinkKind for Quic {
         if over_udp { Ok(()) } else { Err("UDP does not get through".to_owned()) }
     }
 
+    /// For a [`Lifeline`].
+    fn uses_tcp(&self) -> bool {
+        true
+    }
+
     fn connect<'a>(
         &'a self,
         pair: &'a Pair,
@@ -44,12 +51,16 @@ impl LinkKind for Quic {
         talk: &'a mut Negotiation<'_>,
     ) -> Boxed<'a, Result<Box<dyn Link>, String>> {
         Box::pin(async move {
-            let Met { connection: first, called, peer, again } = pair.met.clone().ok_or(NOT_MET)?;
+            let met = pair.met.clone().ok_or(NOT_MET)?;
+            let Met { connection: first, called, peer, again } = met.clone();
             // It takes a fast line to keep more than one busy; the farther the peer, the slower.
             let near = pair.same_host || first.rtt() < NEAR;
             let mine = if near || pair.connections.all { pair.connections.most } else { 1 };
-            talk.say(&mine).await?;
-            let each_way = talk.hear::<usize>().await?.min(mine).clamp(1, MOST);
+            let (lifeline, offer) = Lifeline::offer(&met)?;
+            talk.say(&Wishes { connections: mine, lifeline: offer }).await?;
+            let theirs: Wishes = talk.hear().await?;
+            lifeline.tie(&met, theirs.lifeline, health.clone());
+            let each_way = theirs.connections.min(mine).clamp(1, MOST);
             let more = 2 * each_way - 1;
             let mut others = if called {
                 let tickets: Vec<u64> = talk.hear().await?;
@@ -102,6 +113,14 @@ impl LinkKind for Quic {
         }
         findings
     }
+}
+
+/// What each side tells the other first.
+#[derive(Debug, Serialize, Deserialize)]
+struct Wishes {
+    /// Connections for each direction, at most.
+    connections: usize,
+    lifeline: Offer,
 }
 
 /// The longest round trip of a line that is likely to be fast.

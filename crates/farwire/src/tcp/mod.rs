@@ -7,6 +7,7 @@
 
 mod info;
 pub(crate) mod kind;
+pub(crate) mod lifeline;
 pub(crate) mod link;
 pub(crate) mod port;
 mod tls;
