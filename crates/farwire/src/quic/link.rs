@@ -10,8 +10,9 @@
 //! ```
 //!
 //! Frames of one stream have rising indices. Notices, which belong to no lane, have a stream of
-//! their own. A sender that gives a lane up resets its streams, and the receiver drops what came of
-//! it.
+//! their own. A sender that gives a lane up resets its streams and says so on another, with a 2 and
+//! one of the lane's headers, and the receiver drops what came of it. (It may be reading none of the
+//! lane's streams. To wait for a reset and then not to is something that quinn does not forget.)
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -71,6 +72,11 @@ const QUEUE: usize = 2;
 const SPARE_FRAMES: usize = 512;
 /// Frames of one lane that are read ahead.
 const LANE_FRAMES: u32 = 128;
+
+/// What a frame begins with that says that its lane was given up.
+const GIVEN_UP: u8 = 2;
+/// Lanes that were given up and are remembered, in case that more of them comes late.
+const REMEMBERED: usize = 1024;
 
 /// The name of this kind of link.
 pub(super) const NAME: &str = "quic";
@@ -159,6 +165,8 @@ const PAUSE: Duration = Duration::from_millis(2);
 /// A lane to the peer.
 #[derive(Debug, Default)]
 struct Outgoing {
+    /// One of its headers, once something was sent.
+    header: Option<Header>,
     streams: Vec<OutStream>,
     /// Whose turn it is; beyond the last, a new one's if the path needs it.
     turn: usize,
@@ -190,6 +198,8 @@ struct Shared {
     arrived: Mutex<VecDeque<Result<News, Broken>>>,
     writable: Mutex<VecDeque<Lane>>,
     lanes: Mutex<HashMap<Lane, Progress>>,
+    /// Lanes that the peer gave up lately.
+    given_up: Mutex<VecDeque<Lane>>,
     /// Streams of the peer that were accepted, and those of them that are not read to their end.
     accepted: AtomicU64,
     reading: AtomicUsize,
@@ -245,13 +255,38 @@ impl Shared {
         self.lanes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until a frame may be read from `stream`: it is the next of its lane, or there is room
-    /// to spare.
-    async fn room(&self, lane: Lane, index: u32, stream: &mut RecvStream) -> Result<Room, Broken> {
-        let mut may_be_reset = true;
+    /// The peer has given a lane up: nobody waits any more to read it.
+    fn give_up(&self, lane: Lane) {
+        let mut given_up = self.given_up.lock().unwrap_or_else(PoisonError::into_inner);
+        given_up.push_back(lane);
+        if given_up.len() > REMEMBERED {
+            given_up.pop_front();
+        }
+        drop(given_up);
+        self.forget(lane);
+        self.tell(Ok(News::GivenUp(lane)));
+    }
+
+    /// Forgets how far a lane has come. Those who wait to read it look again.
+    fn forget(&self, lane: Lane) {
+        if let Some(progress) = self.lanes().remove(&lane) {
+            progress.waiting.values().for_each(|turn| turn.notify_one());
+        }
+    }
+
+    fn is_given_up(&self, lane: Lane) -> bool {
+        self.given_up.lock().unwrap_or_else(PoisonError::into_inner).contains(&lane)
+    }
+
+    /// Waits until a frame may be read: it is the next of its lane, or there is room to spare.
+    async fn room(&self, lane: Lane, index: u32) -> Result<Room, Broken> {
         loop {
             let (turn, near) = {
                 let mut lanes = self.lanes();
+                // Under this lock, whoever gives it up has either done so or will find this.
+                if self.is_given_up(lane) {
+                    return Ok(Room::NotWanted);
+                }
                 let progress = lanes.entry(lane).or_default();
                 if index < progress.next {
                     return Err(Broken("a frame came twice"));
@@ -271,10 +306,6 @@ impl Shared {
                 () = turn.notified() => {}
                 // Taken by the next turn of the loop, unless another is quicker.
                 room = self.spare.clone().acquire_owned(), if near => drop(room),
-                reset = stream.received_reset(), if may_be_reset => match reset {
-                    Ok(Some(_)) => return Ok(Room::NotWanted),
-                    _ => may_be_reset = false,
-                },
             }
         }
     }
@@ -298,6 +329,7 @@ impl QuicLink {
             arrived: Mutex::default(),
             writable: Mutex::default(),
             lanes: Mutex::default(),
+            given_up: Mutex::default(),
             accepted: AtomicU64::new(0),
             reading: AtomicUsize::new(0),
             writing: AtomicUsize::new(0),
@@ -362,7 +394,8 @@ impl QuicLink {
 
     /// Room for a lane's next frame, if one of its streams has any.
     fn reserve(&mut self, lane: Lane) -> Option<mpsc::OwnedPermit<Bytes>> {
-        let Outgoing { mut streams, mut turn } = self.outgoing.remove(&lane).unwrap_or_default();
+        let Outgoing { header, mut streams, mut turn } =
+            self.outgoing.remove(&lane).unwrap_or_default();
         if turn >= streams.len() {
             if streams.len() < self.lane_streams() {
                 // A short operation does not wait behind a long one.
@@ -381,7 +414,7 @@ impl QuicLink {
         if let Some((at, _)) = &found {
             turn = at + 1;
         }
-        self.outgoing.insert(lane, Outgoing { streams, turn });
+        self.outgoing.insert(lane, Outgoing { header, streams, turn });
         found.map(|(_, room)| room)
     }
 }
@@ -425,8 +458,12 @@ impl Link for QuicLink {
         frame.extend_from_slice(payload);
         self.demand.sent(frame.len(), Instant::now());
         room.send(frame.freeze());
-        if last && let Some(lane) = lane {
-            self.outgoing.remove(&lane);
+        if let Some(lane) = lane {
+            if last {
+                self.outgoing.remove(&lane);
+            } else if let Some(outgoing) = self.outgoing.get_mut(&lane) {
+                outgoing.header = Some(*header);
+            }
         }
         true
     }
@@ -463,7 +500,7 @@ impl Link for QuicLink {
                 News::Frame(frame) => frame,
                 News::GivenUp(lane) => {
                     self.incoming.remove(&lane);
-                    self.shared.lanes().remove(&lane);
+                    self.shared.forget(lane);
                     continue;
                 }
             };
@@ -513,8 +550,14 @@ impl Link for QuicLink {
 
     fn abandon(&mut self, comm: CommId, seq: Option<OpSeq>) {
         let gone = |lane: &Lane| lane.comm == comm && seq.is_none_or(|seq| lane.seq == seq);
-        for (_, lane) in self.outgoing.extract_if(|lane, _| gone(lane)) {
+        let lanes: Vec<_> = self.outgoing.extract_if(|lane, _| gone(lane)).collect();
+        for (_, lane) in lanes {
             lane.streams.iter().for_each(|stream| stream.task.abort());
+            if let Some(header) = lane.header {
+                let message = [&[GIVEN_UP][..], &header.encode()].concat();
+                // The only one on its stream, so there is room.
+                let _ = self.open_stream(None, 2).frames.try_send(message.into());
+            }
         }
         self.refused.retain(|lane| !gone(lane));
     }
@@ -656,9 +699,14 @@ async fn read_stream(mut stream: RecvStream, shared: &Shared) -> Result<(), Brok
         let last = match start[0] {
             0 => false,
             1 => true,
+            GIVEN_UP => false,
             _ => return Err(Broken("a frame is neither the last of its lane nor not")),
         };
         let header = Header::decode(&start[1..]).map_err(|_| Broken("a frame has no header"))?;
+        if start[0] == GIVEN_UP {
+            shared.give_up(Lane::of(shared.from, &header));
+            continue;
+        }
         let length = header.payload as usize;
         // Notices are short, or their headers are refused.
         if length > shared.longest && !header.frame.is_notice() {
@@ -667,7 +715,7 @@ async fn read_stream(mut stream: RecvStream, shared: &Shared) -> Result<(), Brok
         let mut spare = None;
         if !header.frame.is_notice() {
             let of = *lane.insert(Lane::of(shared.from, &header));
-            match shared.room(of, header.index, &mut stream).await? {
+            match shared.room(of, header.index).await? {
                 Room::Next => {}
                 Room::Spare(room) => spare = Some(room),
                 Room::NotWanted => break true,
