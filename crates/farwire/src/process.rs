@@ -292,6 +292,9 @@ impl Settings {
             links.push(Some(link));
             healths.push(health);
         }
+        if !self.elastic {
+            again.tcp().close();
+        }
         let (threads, endpoint) = (ranks_here * threads_each, Some(endpoint));
         let healths = Arc::new(Mutex::new(healths));
         Ok(Joined { links, threads, endpoint, healths, addresses, again: Some(again) })

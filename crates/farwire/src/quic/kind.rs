@@ -59,7 +59,7 @@ impl LinkKind for Quic {
             let (lifeline, offer) = Lifeline::offer(&met)?;
             talk.say(&Wishes { connections: mine, lifeline: offer }).await?;
             let theirs: Wishes = talk.hear().await?;
-            lifeline.tie(&met, theirs.lifeline, health.clone());
+            let tying = tokio::spawn(lifeline.tie(met, theirs.lifeline, health.clone()));
             let each_way = theirs.connections.min(mine).clamp(1, MOST);
             let more = 2 * each_way - 1;
             let mut others = if called {
@@ -81,6 +81,7 @@ impl LinkKind for Quic {
             // Half of them for each direction, the first for the process that called.
             let other = others.split_off(others.len() - each_way);
             let caller = std::iter::once(first).chain(others).collect();
+            let _ = tying.await; // the port may be closed once all have joined
             let (to, from) = if called { (caller, other) } else { (other, caller) };
             let connections = Connections { to, from, all: pair.connections.all };
             let (bell, runtime) = (pair.bell.clone(), Handle::current());

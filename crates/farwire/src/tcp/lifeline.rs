@@ -33,8 +33,9 @@ pub(crate) struct Lifeline {
     listens: bool,
 }
 
-/// How long connecting may take.
-const PATIENCE: Duration = Duration::from_secs(4);
+/// How long connecting may take, and round trips beyond that: joining waits for it.
+const PATIENCE: Duration = Duration::from_secs(1);
+const ROUND_TRIPS: u32 = 4;
 /// How often to look whether the peer is lost anyway.
 const LOOK: Duration = Duration::from_secs(1);
 
@@ -46,28 +47,27 @@ impl Lifeline {
         Ok((Self { expecting, listens }, offer))
     }
 
-    /// Connects, and watches, in the background. Where TCP does not get through there is none.
-    pub(crate) fn tie(self, met: &Met, theirs: Offer, health: Arc<Health>) {
-        let met = met.clone();
-        tokio::spawn(async move {
-            let secured = match met.called {
+    /// Connects, and from then on watches. Where TCP does not get through there is none.
+    pub(crate) async fn tie(self, met: Met, theirs: Offer, health: Arc<Health>) {
+        let patience = PATIENCE + ROUND_TRIPS * met.connection.rtt();
+        let connect = async {
+            match met.called {
                 // It listens at the same number as for UDP, which this side has called.
                 true if theirs.listens => {
                     let (address, me) = (met.connection.remote_address(), met.again.me());
-                    let dial = met.again.tcp().dial(address, me, met.peer, theirs.ticket, 0);
-                    timeout(PATIENCE, dial).await.unwrap_or_else(|_| Err("no answer".to_owned()))
+                    met.again.tcp().dial(address, me, met.peer, theirs.ticket, 0).await
                 }
                 false if self.listens => {
                     let connections = self.expecting.connections(1).await;
                     connections.and_then(|mut all| all.pop().ok_or_else(|| "none came".to_owned()))
                 }
                 _ => Err("the process that was called does not listen on TCP".to_owned()),
-            };
-            match secured {
-                Ok(secured) => watch(&secured, &health).await,
-                Err(why) => tracing::debug!(peer = %met.peer, why, "no TCP connection beside QUIC"),
             }
-        });
+        };
+        match timeout(patience, connect).await.unwrap_or_else(|_| Err("no answer".to_owned())) {
+            Ok(secured) => drop(tokio::spawn(async move { watch(&secured, &health).await })),
+            Err(why) => tracing::debug!(peer = %met.peer, why, "no TCP connection beside QUIC"),
+        }
     }
 }
 

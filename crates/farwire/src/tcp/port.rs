@@ -16,6 +16,7 @@ use rustls::pki_types::ServerName;
 use rustls::server::UnbufferedServerConnection;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::mpsc;
+use tokio::task::AbortHandle;
 use tokio::time::timeout;
 
 use super::tls::{Secured, Session, Tls};
@@ -44,6 +45,8 @@ pub(crate) struct TcpPort {
     local: IpAddr,
     expected: Mutex<HashMap<u64, Holder>>,
     workers: OnceLock<Arc<Workers>>,
+    /// What answers, until it is closed.
+    keeper: OnceLock<AbortHandle>,
     tunnels: Arc<Tunnels>,
 }
 
@@ -168,12 +171,22 @@ impl TcpPort {
             local,
             expected: Mutex::default(),
             workers: OnceLock::new(),
+            keeper: OnceLock::new(),
             tunnels,
         });
         if let Ok(listener) = listener {
-            tokio::spawn(port.clone().keep(listener));
+            let keeper = tokio::spawn(port.clone().keep(listener)).abort_handle();
+            port.keeper.get_or_init(|| keeper);
         }
         Ok(port)
+    }
+
+    /// Listens no more: nobody else is to come. Others may want the port, as torch does that of
+    /// rank 0. Connections stay.
+    pub(crate) fn close(&self) {
+        if let Some(keeper) = self.keeper.get() {
+            keeper.abort();
+        }
     }
 
     /// The number of the port that this process can be connected to at, or why there is none.
