@@ -51,6 +51,12 @@ def four(module_run):
     return lambda name, codec, **options: results[json.dumps((name, codec, options))]
 
 
+@pytest.mark.parametrize("link", ["auto", "quic", "tcp"])
+def test_torch_can_have_the_port_of_rank_0_after_farwire(run, link):
+    outputs = run(2, "beside_gloo.py", env={"FARWIRE_LINK": link})
+    assert outputs == ["[2.0, 2.0, 2.0] [2.0, 2.0, 2.0]\n"] * 2
+
+
 def test_dense_on_two_ranks_has_the_bits_of_gloo(two):
     gloo, ours = two("trained", "gloo"), two("trained", "none")
     assert len({digest for digest, *_ in gloo + ours}) == 1

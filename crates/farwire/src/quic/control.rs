@@ -131,8 +131,9 @@ impl Liveness for Health {
     }
 }
 
-/// How long a peer has to answer that is suspected to have ended, and round trips beyond that.
-const SUSPECT: Duration = Duration::from_millis(150);
+/// How long a peer has to answer that is suspected to have ended: this share of the time that others
+/// have, and round trips beyond that.
+const SUSPECT: u32 = 12;
 const SUSPECT_ROUND_TRIPS: u32 = 4;
 
 /// An answer may have to be sent again several times on its way, and each time takes round trips.
@@ -166,7 +167,7 @@ pub(crate) async fn watch(
         let message = tokio::select! {
             () = health.suspected.notified(), if suspicion.is_none() => {
                 ticks += 1;
-                let patience = SUSPECT + SUSPECT_ROUND_TRIPS * connection.rtt();
+                let patience = beats.lost_after / SUSPECT + SUSPECT_ROUND_TRIPS * connection.rtt();
                 suspicion = Some((ticks, Instant::now() + patience));
                 Some((PING, ticks))
             }
@@ -316,7 +317,7 @@ mod tests {
 
     /// So patient that only suspicion can lose anybody within the test.
     const BEATS: Beats =
-        Beats { every: Duration::from_millis(100), lost_after: Duration::from_secs(3600) };
+        Beats { every: Duration::from_millis(100), lost_after: Duration::from_secs(60) };
 
     #[test]
     fn who_is_suspected_and_does_not_answer_is_lost_soon() {
@@ -341,7 +342,7 @@ mod tests {
             tokio::spawn(watch(far, back, heard, there.clone(), BEATS));
             for _ in 0..3 {
                 here.suspect();
-                tokio::time::sleep(Duration::from_secs(2)).await;
+                tokio::time::sleep(Duration::from_secs(10)).await;
             }
             assert_eq!((here.loss(), there.loss()), (None, None));
         });
