@@ -257,8 +257,8 @@ impl Node {
                 let patience = self.driver().patience();
                 self.bell.sleep(count, patience.min(NAP));
                 idle = 0;
-            } else if idle > LEAST_TURNS / 2 && waited >= spin / 2 {
-                std::thread::yield_now();
+            } else if idle > LEAST_TURNS / 2 {
+                std::thread::yield_now(); // which costs little if nobody wants the core
             } else {
                 std::hint::spin_loop();
             }

@@ -148,10 +148,10 @@ impl Builder {
 
 const NO_METRICS: &str = "could not serve metrics (FARWIRE_METRICS or Builder::metrics)";
 
-/// A thread for each of the connections that a link may have, if there are several.
+/// A thread for each of the connections that a link may have for each direction.
 fn network_threads(connections: Wanted) -> Result<Runtime, Error> {
     tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(if connections.most > 1 { 2 * connections.most } else { 1 })
+        .worker_threads(connections.most)
         .thread_name("farwire-net")
         .enable_all()
         .build()

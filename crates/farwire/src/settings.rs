@@ -72,7 +72,7 @@ const CREDIT: NonZeroU32 = NonZeroU32::new(4).expect("it is not zero");
 /// | [`agree_on`](Self::agree_on) | | nothing |
 /// | [`token`](Self::token) | `FARWIRE_TOKEN`, else `FARWIRE_TOKEN_FILE` | on loopback, the user's key file |
 /// | [`link`](Self::link) | `FARWIRE_LINK` | `auto` |
-/// | | `FARWIRE_CONNECTIONS` | `auto`: as many QUIC connections to a peer as there are cores for |
+/// | | `FARWIRE_CONNECTIONS` | `auto`: one QUIC connection each way to a peer; on one host, as many as there are cores for |
 /// | | `FARWIRE_CONGESTION` | for QUIC, `auto`: CUBIC within 5 ms, else a model of the path |
 /// | | `FARWIRE_TCP_CONGESTION` | for TCP, the system's default (`bbr` or `cubic`, say) |
 /// | [`preset`](Self::preset) | `FARWIRE_PRESET` | `lan` |
@@ -532,6 +532,7 @@ mod tests {
             assert!(error.contains("FARWIRE_CONNECTIONS"), "{error}");
         }
         assert_eq!(Wanted::auto(1000, 1000).most, 1, "ranks need the cores");
+        assert_eq!(Wanted::auto(1, 2).most, 1, "the other is on another host");
     }
 
     #[test]

@@ -255,8 +255,12 @@ fn a_lane_that_its_sender_gives_up_holds_nothing() {
             stream.finish().unwrap();
         }
     });
-    wait_for(&mut link, &|link| link.incoming.is_empty() && link.shared.lanes().is_empty());
-    assert_eq!(link.shared.spare.available_permits(), SPARE_FRAMES);
+    // What was being read meanwhile is dropped a little later.
+    wait_for(&mut link, &|link| {
+        link.incoming.is_empty()
+            && link.shared.lanes().is_empty()
+            && link.shared.spare.available_permits() == SPARE_FRAMES
+    });
 }
 
 /// What quinn notes of those who wait must be gone when a stream is read to its end: it asserts so.
@@ -274,9 +278,13 @@ fn a_stream_that_had_to_wait_is_read_to_its_end() {
         bell.sleep(bell.count(), Duration::from_millis(1));
     }
     runtime.spawn(write_frames(peer.clone(), 5, 0..far_ahead, far_ahead));
-    for _ in 0..=far_ahead {
+    let mut popped = 0;
+    while popped <= far_ahead {
         let Ok(Arrival::Frame(lane)) = next(&mut link, &bell) else { panic!("all is well") };
-        link.pop(&lane);
+        while link.head(&lane).is_some() {
+            link.pop(&lane);
+            popped += 1;
+        }
     }
     runtime.spawn(write_frames(peer, 6, 0..1, 0));
     assert!(matches!(next(&mut link, &bell), Ok(Arrival::Frame(_))), "the connection goes on");
