@@ -175,8 +175,11 @@ fn strangers_come(test: &str, link: &str) {
     if std::env::var_os("FARWIRE_TEST_STRANGER").is_some() {
         join_without_token(test, port);
     }
-    let mut ranks =
-        start_processes_at(test, &[port; 2], &token, link, &[], |comm| reduce_until_told(&comm));
+    // An elastic job listens on TCP for as long as it runs; others until all have joined.
+    let elastic = [("FARWIRE_ELASTIC", if link == "tcp" { "1" } else { "0" })];
+    let mut ranks = start_processes_at(test, &[port; 2], &token, link, &elastic, |comm| {
+        reduce_until_told(&comm)
+    });
     if ranks.is_empty() {
         return; // this is one of them
     }
@@ -210,6 +213,10 @@ fn strangers_come(test: &str, link: &str) {
     garbage(server, 100_000);
 
     let mut silent = Vec::new();
+    if link == "quic" {
+        let refused = std::net::TcpStream::connect(server).unwrap_err();
+        assert_eq!(refused.kind(), std::io::ErrorKind::ConnectionRefused, "nobody else is to come");
+    }
     if link == "tcp" {
         for own_certificate in [false, true] {
             let told = knock_tcp(server, own_certificate);
