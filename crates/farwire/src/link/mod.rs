@@ -108,8 +108,8 @@ impl Wanted {
     }
 
     /// Between processes of one host, as many as it has cores for: each takes a thread that sends
-    /// and one that receives, and ranks compute, too. Between hosts one: on a line of 1 Gbit/s the
-    /// threads for more cost a tenth.
+    /// and one that receives, and ranks compute, too. Between hosts one: with more, a line of 1
+    /// Gbit/s was a tenth slower, though that may have had another cause.
     pub(crate) fn auto(ranks_here: usize, world: usize) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let each = if ranks_here < world { 1 } else { cores / (2 * ranks_here.max(1)) };
