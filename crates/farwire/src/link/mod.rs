@@ -9,6 +9,7 @@
 //! To add a kind, write a module with its `LinkKind` and its `Link`, declare it here, and list it.
 
 mod choice;
+pub(crate) mod in_order;
 pub(crate) mod negotiation;
 
 use std::pin::Pin;

@@ -36,7 +36,7 @@
 //!   there is a queue, what may be under way falls to what did get through, and the pace falls by a
 //!   fifth, until the next Up.
 //! - **A fallen rate** shows as a long queue and a rate below the known one. *Check* then sends
-//!   more slowly for two rounds. If as much arrives as before, the queue is this side's own, and
+//!   more slowly for two rounds. If just as much arrives as before, the queue is this side's own, and
 //!   the rate is what arrives; if not, the line is shared. In any case the highest rate is
 //!   forgotten after two cycles.
 //!
@@ -93,6 +93,8 @@ impl Congestion {
     }
 }
 
+/// Peers with a shorter round trip are neighbours.
+pub(crate) const NEAR: Duration = Duration::from_millis(5);
 /// Packets that may be under way before anything is known; quinn paces them.
 const INITIAL_PACKETS: u64 = 32;
 const LEAST_PACKETS: u64 = 4;
@@ -141,8 +143,10 @@ const STILL: u32 = 4;
 const MOST_DOWN_ROUNDS: u32 = 3;
 /// A line that delivers less than this share of the rate, and has a queue, may have slowed.
 const SLOWED: f64 = 0.7;
-/// What arrives as fast as before, although it was sent more slowly.
-const STEADY: f64 = 0.95;
+/// What arrives as fast as before, although it was sent more slowly, is within this share of that;
+/// in the round before, too, but acknowledgements come in bunches.
+const STEADY: f64 = 0.06;
+const ALMOST_STEADY: f64 = 0.15;
 /// A cycle lasts at least this long: where round trips are short, one says little.
 const SHORTEST_CYCLE: Duration = Duration::from_millis(100);
 /// A round lasts at least this long, but in Startup: acknowledgements come in bunches, behind data
@@ -644,11 +648,13 @@ impl Model {
                 }
             }
             Phase::Check { rate } => {
-                if self.phase_rounds < 2 {
+                let off = (round.arrived / rate - 1.0).abs();
+                // A line that stood still for a moment, or a process that did, is not slower.
+                if self.phase_rounds == 1 && off < ALMOST_STEADY {
                     return;
                 }
                 // What was sent more slowly arrives as fast: this side alone has filled the queue.
-                if round.arrived > STEADY * rate {
+                if self.phase_rounds == 2 && off < STEADY {
                     (self.rates, self.best_rounds) = ([rate; 2], [rate; 2]);
                     return self.enter(Phase::ProbeRtt { least: Duration::MAX });
                 }

@@ -14,7 +14,7 @@
 //! one of the lane's headers, and the receiver drops what came of it. (It may be reading none of the
 //! lane's streams. To wait for a reset and then not to is something that quinn does not forget.)
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -29,8 +29,9 @@ use tokio::runtime::Handle;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::AbortHandle;
 
-use super::congestion::{Pacer, Turn};
+use super::congestion::{self, Pacer, Turn};
 use super::control::Health;
+use crate::link::in_order::InOrder;
 use crate::link::{Arrival, Broken, Link, Liveness, Loss, NetworkPath};
 use crate::shm::bell::Bell;
 
@@ -45,24 +46,22 @@ use crate::shm::bell::Bell;
 //
 // - The next frame of a lane may always be read, whatever else is held. It is at the front of its
 //   stream, since indices rise, so it can be reached. Only frames beyond it count against
-//   SPARE_FRAMES, and a lane may read LANE_FRAMES of those ahead.
+//   SPARE_FRAMES, and a lane may read `Reach::frames` of those ahead.
 // - What is not read holds its stream's window, so a lane holds at most as many windows as its
-//   sender gives it streams: those that the path needs, and LANE_STREAMS at most.
+//   sender gives it streams: those that the path needs, and `Reach::streams` at most.
 //
 // How much of it is for operations that this rank has not called is for the engine's allowance.
 // Beyond these numbers, operations that both sides have called, on several communicators and in
 // different orders, can wait for each other until their deadline.
 
 /// Streams of a peer that may be open.
-const STREAMS: VarInt = VarInt::from_u32(4096);
+const STREAMS: VarInt = VarInt::from_u32(16 << 10);
 /// Bytes of one stream that are unread. quinn ends a connection one of whose streams has more than
-/// 1,024 gaps. Packets carry 1,150 bytes or more, so this many have 912 gaps if every other one is
+/// 1,024 gaps. Packets carry 1,150 bytes or more, so this many have 228 gaps if every other one is
 /// lost.
-pub(crate) const STREAM_WINDOW: VarInt = VarInt::from_u32(2 << 20);
+pub(crate) const STREAM_WINDOW: VarInt = VarInt::from_u32(512 << 10);
 /// Bytes of all streams of a connection that are unread.
 pub(crate) const CONNECTION_WINDOW: VarInt = VarInt::from_u32(256 << 20);
-/// Streams of one lane, at most: with these, 64 MiB of one operation can be under way.
-const LANE_STREAMS: u64 = 32;
 /// A lane's streams hold this many windows of the path, so that the line stays busy while a
 /// packet is found to be lost, sent again, and lost again.
 const WINDOWS_PER_PATH: u64 = 2;
@@ -70,8 +69,31 @@ const WINDOWS_PER_PATH: u64 = 2;
 const QUEUE: usize = 2;
 /// Frames of all lanes that were read and wait here, but for the next of each.
 const SPARE_FRAMES: usize = 512;
-/// Frames of one lane that are read ahead.
-const LANE_FRAMES: u32 = 128;
+/// How far a lane from one peer may get ahead of those from the others.
+///
+/// Frames are added in rank order, so all who send to one rank advance together, at the pace of the
+/// slowest. What one of them may send beyond that fills the queues of a network in the room without
+/// need: where three send to each of four hosts, some lines are then busy and others idle. Over a
+/// distance it keeps the line busy while lost packets are sent again.
+#[derive(Clone, Copy, Debug)]
+struct Reach {
+    /// Streams of one lane, at most.
+    streams: u64,
+    /// Frames of one lane that are read ahead.
+    frames: u32,
+}
+
+impl Reach {
+    /// Up to 4 MiB of one operation are under way.
+    const NEAR: Self = Self { streams: 8, frames: 8 };
+    /// Up to 64 MiB.
+    const FAR: Self = Self { streams: 128, frames: 128 };
+
+    /// By what was measured when the peers met, when there was nothing to wait for.
+    fn over(round_trip: Duration) -> Self {
+        if round_trip < congestion::NEAR { Self::NEAR } else { Self::FAR }
+    }
+}
 
 /// What a frame begins with that says that its lane was given up.
 const GIVEN_UP: u8 = 2;
@@ -101,9 +123,10 @@ pub(crate) struct QuicLink {
     notices: Option<mpsc::Sender<Bytes>>,
     /// Lanes that were told to wait.
     refused: HashSet<Lane>,
-    incoming: HashMap<Lane, Incoming>,
+    incoming: HashMap<Lane, InOrder<Frame>>,
     streams_opened: u64,
     closed: bool,
+    reach: Reach,
 }
 
 /// The connections of a link.
@@ -180,14 +203,6 @@ struct OutStream {
     task: AbortHandle,
 }
 
-/// A lane from the peer.
-#[derive(Debug, Default)]
-struct Incoming {
-    /// The index of the frame that is to be taken next.
-    next: u32,
-    frames: BTreeMap<u32, Frame>,
-}
-
 /// What the tasks and the driver share.
 #[derive(Debug)]
 struct Shared {
@@ -206,12 +221,13 @@ struct Shared {
     /// Streams of this side that are not finished.
     writing: AtomicUsize,
     spare: Arc<Semaphore>,
+    reach: Reach,
 }
 
 /// How far a lane from the peer has come, for those who read its streams.
 #[derive(Debug, Default)]
 struct Progress {
-    /// As in [`Incoming`].
+    /// As in [`InOrder`].
     next: u32,
     /// Those who have read a header and wait for room, by its index.
     waiting: HashMap<u32, Arc<Notify>>,
@@ -295,7 +311,7 @@ impl Shared {
                     progress.waiting.remove(&index);
                     return Ok(Room::Next);
                 }
-                let near = index - progress.next < LANE_FRAMES;
+                let near = index - progress.next < self.reach.frames;
                 if near && let Ok(room) = self.spare.clone().try_acquire_owned() {
                     progress.waiting.remove(&index);
                     return Ok(Room::Spare(room));
@@ -322,6 +338,7 @@ impl QuicLink {
         health: Arc<Health>,
         runtime: Handle,
     ) -> Self {
+        let reach = Reach::over(to.first().map_or(Duration::MAX, Connection::rtt));
         let shared = Arc::new(Shared {
             from: peer,
             longest,
@@ -334,6 +351,7 @@ impl QuicLink {
             reading: AtomicUsize::new(0),
             writing: AtomicUsize::new(0),
             spare: Arc::new(Semaphore::new(SPARE_FRAMES)),
+            reach,
         });
         let each = CONNECTION_WINDOW.into_inner() / from.len().max(1) as u64;
         let each = each.max(STREAM_WINDOW.into_inner());
@@ -361,6 +379,7 @@ impl QuicLink {
             incoming: HashMap::default(),
             streams_opened: 0,
             closed: false,
+            reach,
         };
         // Opened first, so that it never has to wait for one of the peer's streams.
         link.notices = Some(link.open_stream(None, 2).frames);
@@ -389,7 +408,8 @@ impl QuicLink {
         let ways = &self.ways[..self.demand.ways];
         let windows: u64 = ways.iter().map(|(to, _)| to.stats().path.cwnd).sum();
         let streams = WINDOWS_PER_PATH * windows / STREAM_WINDOW.into_inner();
-        streams.clamp(ways.len().max(2) as u64, LANE_STREAMS) as usize
+        let least = ways.len().max(2) as u64;
+        streams.clamp(least, self.reach.streams.max(least)) as usize
     }
 
     /// Room for a lane's next frame, if one of its streams has any.
@@ -508,19 +528,14 @@ impl Link for QuicLink {
                 return Ok(Some(Arrival::Notice(frame.header, frame.body)));
             }
             let (lane, index) = (Lane::of(self.shared.from, &frame.header), frame.header.index);
-            let incoming = self.incoming.entry(lane).or_default();
-            if index < incoming.next || incoming.frames.insert(index, frame).is_some() {
-                return Err(Broken("a frame came twice"));
-            }
-            if index == incoming.next {
+            if self.incoming.entry(lane).or_default().put(index, frame)? {
                 return Ok(Some(Arrival::Frame(Lane { from: self.peer, ..lane })));
             }
         }
     }
 
     fn head(&self, lane: &Lane) -> Option<(Header, &[u8])> {
-        let incoming = self.incoming.get(&self.inside(lane))?;
-        let frame = incoming.frames.get(&incoming.next)?;
+        let frame = self.incoming.get(&self.inside(lane))?.head()?;
         Some((frame.header, &frame.body))
     }
 
@@ -528,19 +543,16 @@ impl Link for QuicLink {
         let lane = &self.inside(lane);
         let incoming =
             self.incoming.get_mut(lane).expect("a frame is popped after it was looked at");
-        let frame = incoming
-            .frames
-            .remove(&incoming.next)
-            .expect("a frame is popped after it was looked at");
-        incoming.next = incoming.next.saturating_add(1);
+        let frame = incoming.pop().expect("a frame is popped after it was looked at");
+        let next = incoming.next();
         let mut lanes = self.shared.lanes();
         if frame.last {
             self.incoming.remove(lane);
             lanes.remove(lane);
         } else if let Some(progress) = lanes.get_mut(lane) {
-            progress.next = incoming.next;
+            progress.next = next;
             // One is the next now, and one has come near.
-            for index in [incoming.next, incoming.next.saturating_add(LANE_FRAMES - 1)] {
+            for index in [next, next.saturating_add(self.reach.frames - 1)] {
                 if let Some(turn) = progress.waiting.get(&index) {
                     turn.notify_one();
                 }

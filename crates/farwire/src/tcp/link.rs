@@ -30,7 +30,7 @@
 //! A side that leaves says END on every connection, behind all that it sent, and goes when it was
 //! HEARD. A connection that ends without that tells of a lost peer.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
@@ -45,6 +45,7 @@ use tokio::task::AbortHandle;
 use super::info;
 use super::tls::Secured;
 use super::workers::Workers;
+use crate::link::in_order::InOrder;
 use crate::link::{Arrival, Broken, Link, Liveness, Loss, NetworkPath};
 use crate::quic::control::Health;
 use crate::shm::bell::Bell;
@@ -148,9 +149,7 @@ struct Outgoing {
 /// A lane from the peer.
 #[derive(Debug, Default)]
 struct Incoming {
-    /// The index of the frame that is to be taken next.
-    next: u32,
-    frames: BTreeMap<u32, Frame>,
+    frames: InOrder<Frame>,
     /// What came and was not taken.
     held: u64,
     taken: u64,
@@ -412,7 +411,7 @@ impl TcpLink {
     fn drop_incoming(&mut self, lane: &Lane) {
         if let Some(incoming) = self.incoming.remove(lane) {
             self.count_taken(incoming.held);
-            for frame in incoming.frames.into_values() {
+            for frame in incoming.frames.into_frames() {
                 self.shared.recycle(frame.body);
             }
         }
@@ -537,18 +536,14 @@ impl Link for TcpLink {
             if incoming.held >= LONGEST_LANE_WINDOW + cost(self.shared.longest) {
                 return Err(Broken("a lane has more under way than its window"));
             }
-            if index < incoming.next || incoming.frames.insert(index, frame).is_some() {
-                return Err(Broken("a frame came twice"));
-            }
-            if index == incoming.next {
+            if incoming.frames.put(index, frame)? {
                 return Ok(Some(Arrival::Frame(Lane { from: self.peer, ..lane })));
             }
         }
     }
 
     fn head(&self, lane: &Lane) -> Option<(Header, &[u8])> {
-        let incoming = self.incoming.get(&self.inside(lane))?;
-        let frame = incoming.frames.get(&incoming.next)?;
+        let frame = self.incoming.get(&self.inside(lane))?.frames.head()?;
         Some((frame.header, &frame.body))
     }
 
@@ -556,12 +551,8 @@ impl Link for TcpLink {
         let lane = &self.inside(lane);
         let incoming =
             self.incoming.get_mut(lane).expect("a frame is popped after it was looked at");
-        let frame = incoming
-            .frames
-            .remove(&incoming.next)
-            .expect("a frame is popped after it was looked at");
+        let frame = incoming.frames.pop().expect("a frame is popped after it was looked at");
         let cost = cost(frame.body.len());
-        incoming.next = incoming.next.saturating_add(1);
         incoming.held -= cost;
         incoming.taken += cost;
         let taken = incoming.taken;

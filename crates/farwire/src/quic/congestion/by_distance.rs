@@ -7,16 +7,14 @@
 
 use std::any::Any;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use quinn::congestion::{Controller, ControllerFactory};
 use quinn_proto::RttEstimator;
 
 use super::pace::Pace;
-use super::{Congestion, ModelConfig};
+use super::{Congestion, ModelConfig, NEAR};
 
-/// Peers with a shorter round trip are neighbours.
-const NEAR: Duration = Duration::from_millis(5);
 /// Acknowledgements until that is decided: the first of them include the time of a handshake.
 const ENOUGH: u32 = 12;
 

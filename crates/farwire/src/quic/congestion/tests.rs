@@ -33,6 +33,8 @@ struct Scene {
     seconds: u64,
     /// After this many seconds the rate and the delay are these.
     change: Option<(u64, f64, Duration)>,
+    /// Every three seconds, the line carries only this share of its rate for 0.3 s.
+    stalls: Option<f64>,
     flows: Vec<Congestion>,
     /// Whether as much goes the other way, over as bad a path.
     both_ways: bool,
@@ -52,6 +54,7 @@ impl Scene {
             loss: Loss::None,
             seconds: 12,
             change: None,
+            stalls: None,
             flows: vec![flow],
             both_ways: false,
             quiet: 0,
@@ -154,6 +157,13 @@ impl Scene {
                 network.change(address(0), Some(rate), delay);
                 for number in 0..flows.len() {
                     network.change(address(number + 1), None, delay);
+                }
+            }
+            if let Some(share) = self.stalls {
+                match step % 30 {
+                    20 => network.change(address(0), Some(share * self.rate), self.delay),
+                    23 => network.change(address(0), Some(self.rate), self.delay),
+                    _ => {}
                 }
             }
             for ((_, near, far, messages), trace) in flows.iter().zip(&mut traces) {
@@ -498,6 +508,24 @@ fn a_halved_rate_is_noticed() {
         let trace = alone(&scene, &format!("model, rate halved after 4 s, queue of {queue:?}"));
         assert!(trace.rate(7, 12) > 0.9 * LINE / 2.0, "{}", trace.rate(7, 12) / LINE);
         assert!(trace.rtt(8, 12) < 150 * MS, "the queue is drained: {:?}", trace.rtt(8, 12));
+    }
+}
+
+#[test]
+fn a_line_that_stalls_for_a_moment_is_not_taken_for_a_slower_one() {
+    let loss = Loss::Random(0.03);
+    for (share, both_ways) in [(0.1, false), (0.4, false), (0.1, true), (0.4, true)] {
+        let scene = Scene {
+            rate: 2.0 * LINE,
+            stalls: Some(share),
+            loss,
+            both_ways,
+            seconds: 21,
+            ..Scene::new(Congestion::Model)
+        };
+        let trace = alone(&scene, &format!("model, stalls, {share}, both ways: {both_ways}"));
+        let rate = trace.rate(3, 21) / scene.rate;
+        assert!(rate > 0.6, "{share}, both ways: {both_ways}: {rate}");
     }
 }
 

@@ -124,8 +124,7 @@ fn what_nobody_wants_yet_is_bounded_and_holds_up_nothing_that_is_wanted() {
     const EARLY: usize = 200;
     const WANTED: u64 = 9999;
     let Ends { runtime, mut link, bell, peer, _endpoints } = ends();
-    let held =
-        |link: &QuicLink| link.incoming.values().map(|lane| lane.frames.len()).sum::<usize>();
+    let held = |link: &QuicLink| link.incoming.values().map(|lane| lane.len()).sum::<usize>();
     for seq in 0..EARLY {
         runtime.spawn(write_frames(peer.clone(), seq as u64, 0..16, 15));
     }
@@ -158,7 +157,7 @@ fn frames_that_overtake_others_wait_for_them() {
     };
     write(&[2, 3]);
     write(&[1, 4]);
-    while link.incoming.values().next().is_none_or(|lane| lane.frames.len() < 4) {
+    while link.incoming.values().next().is_none_or(|lane| lane.len() < 4) {
         let count = bell.count();
         assert!(link.poll_arrived().unwrap().is_none(), "the first is not here");
         bell.sleep(count, Duration::from_millis(100));
@@ -267,7 +266,7 @@ fn a_lane_that_its_sender_gives_up_holds_nothing() {
 #[test]
 fn a_stream_that_had_to_wait_is_read_to_its_end() {
     let Ends { runtime, mut link, bell, peer, _endpoints } = ends();
-    let far_ahead = LANE_FRAMES + 50;
+    let far_ahead = Reach::FAR.frames + 50;
     runtime.block_on(async {
         let mut stream = peer.open_uni().await.unwrap();
         stream.write_all(&frame(5, far_ahead, true)).await.unwrap();
