@@ -15,7 +15,7 @@
 //! lane's streams. To wait for a reset and then not to is something that quinn does not forget.)
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -46,9 +46,9 @@ use crate::shm::bell::Bell;
 //
 // - The next frame of a lane may always be read, whatever else is held. It is at the front of its
 //   stream, since indices rise, so it can be reached. Only frames beyond it count against
-//   SPARE_FRAMES, and a lane may read `Reach::frames` of those ahead.
+//   SPARE_FRAMES, and a lane may read as many of those ahead as `Reach` says.
 // - What is not read holds its stream's window, so a lane holds at most as many windows as its
-//   sender gives it streams: those that the path needs, and `Reach::streams` at most.
+//   sender gives it streams: those that the path needs, and FAR_STREAMS at most.
 //
 // How much of it is for operations that this rank has not called is for the engine's allowance.
 // Beyond these numbers, operations that both sides have called, on several communicators and in
@@ -69,31 +69,15 @@ const WINDOWS_PER_PATH: u64 = 2;
 const QUEUE: usize = 2;
 /// Frames of all lanes that were read and wait here, but for the next of each.
 const SPARE_FRAMES: usize = 512;
-/// How far a lane from one peer may get ahead of those from the others.
-///
-/// Frames are added in rank order, so all who send to one rank advance together, at the pace of the
-/// slowest. What one of them may send beyond that fills the queues of a network in the room without
-/// need: where three send to each of four hosts, some lines are then busy and others idle. Over a
-/// distance it keeps the line busy while lost packets are sent again.
-#[derive(Clone, Copy, Debug)]
-struct Reach {
-    /// Streams of one lane, at most.
-    streams: u64,
-    /// Frames of one lane that are read ahead.
-    frames: u32,
-}
-
-impl Reach {
-    /// Up to 4 MiB of one operation are under way.
-    const NEAR: Self = Self { streams: 8, frames: 8 };
-    /// Up to 64 MiB.
-    const FAR: Self = Self { streams: 128, frames: 128 };
-
-    /// By what was measured when the peers met, when there was nothing to wait for.
-    fn over(round_trip: Duration) -> Self {
-        if round_trip < congestion::NEAR { Self::NEAR } else { Self::FAR }
-    }
-}
+/// Streams of one lane, at most: with these, 8 MiB of one operation can be under way to a peer
+/// nearby, and 64 MiB to one that is not.
+const NEAR_STREAMS: u64 = 16;
+const FAR_STREAMS: u64 = 128;
+/// Frames of one lane that are read ahead, at least and at most. See [`Reach`].
+const FEW_FRAMES: u32 = 8;
+const MANY_FRAMES: u32 = 128;
+/// What a link carries in this time is read ahead.
+const AHEAD: Duration = Duration::from_millis(40);
 
 /// What a frame begins with that says that its lane was given up.
 const GIVEN_UP: u8 = 2;
@@ -140,6 +124,77 @@ pub(crate) struct Connections {
     pub(crate) all: bool,
 }
 
+/// How far a lane from this peer may get ahead of those from others.
+///
+/// Frames are added in rank order, so all who send to one rank advance together, at the pace of the
+/// slowest. What one of them may send beyond that fills the queues of a network in the room without
+/// need: where three send to each of four hosts, some lines are then busy and others idle. So
+/// between neighbours it is what the link carries in some milliseconds. Over a distance it is all
+/// that there is room for, which keeps the line busy while lost packets are sent again.
+#[derive(Debug)]
+struct Reach {
+    near: bool,
+    carried: Meter,
+    frames: Arc<AtomicU32>,
+}
+
+impl Reach {
+    /// By what was measured when the peers met, when there was nothing to wait for.
+    fn over(round_trip: Duration) -> Self {
+        let near = round_trip < congestion::NEAR;
+        let frames = AtomicU32::new(if near { FEW_FRAMES } else { MANY_FRAMES });
+        Self { near, carried: Meter::new(), frames: Arc::new(frames) }
+    }
+
+    fn streams(&self) -> u64 {
+        if self.near { NEAR_STREAMS } else { FAR_STREAMS }
+    }
+
+    /// So many bytes were taken: whether more frames of `longest` bytes may be read ahead now.
+    fn took(&mut self, bytes: usize, longest: usize, now: Instant) -> bool {
+        if self.near
+            && let Some(rate) = self.carried.add(bytes, now)
+        {
+            let frames = (rate * AHEAD.as_secs_f64() / longest.max(1) as f64) as u32;
+            let frames = frames.clamp(FEW_FRAMES, MANY_FRAMES);
+            return self.frames.swap(frames, Ordering::Relaxed) < frames;
+        }
+        false
+    }
+}
+
+/// Measures how much is carried while there is something to carry.
+#[derive(Debug)]
+struct Meter {
+    /// Bytes since a time, without a pause until the last of them.
+    bytes: usize,
+    since: Instant,
+    last: Instant,
+}
+
+impl Meter {
+    fn new() -> Self {
+        let now = Instant::now();
+        Self { bytes: 0, since: now, last: now }
+    }
+
+    /// Bytes per second, once that was measured for a while.
+    fn add(&mut self, bytes: usize, now: Instant) -> Option<f64> {
+        if now.saturating_duration_since(self.last) > PAUSE {
+            (self.since, self.bytes) = (now, 0);
+        }
+        self.last = now;
+        self.bytes += bytes;
+        let took = now.saturating_duration_since(self.since);
+        if took < MEASURE {
+            return None;
+        }
+        let rate = self.bytes as f64 / took.as_secs_f64();
+        (self.since, self.bytes) = (now, 0);
+        Some(rate)
+    }
+}
+
 /// How many connections there is work for. Each keeps a thread busy at either end, so more of them
 /// are faster as long as it is the cores that limit them, and not the line; and on a line that is
 /// shared, several would take the shares of several.
@@ -148,33 +203,20 @@ struct Demand {
     /// Connections in use, of so many.
     ways: usize,
     most: usize,
-    /// Bytes sent since a time, without a pause until the last of them.
-    bytes: usize,
-    since: Instant,
-    last: Instant,
+    sent: Meter,
 }
 
 impl Demand {
     fn new(most: usize, all: bool) -> Self {
-        let now = Instant::now();
         let most = most.max(1);
-        Self { ways: if all { most } else { 1 }, most, bytes: 0, since: now, last: now }
+        Self { ways: if all { most } else { 1 }, most, sent: Meter::new() }
     }
 
     fn sent(&mut self, bytes: usize, now: Instant) {
-        if self.ways == self.most {
-            return;
-        }
-        if now.saturating_duration_since(self.last) > PAUSE {
-            (self.since, self.bytes) = (now, 0);
-        }
-        self.last = now;
-        self.bytes += bytes;
-        let took = now.saturating_duration_since(self.since);
-        if took >= MEASURE {
-            let busy = self.bytes as f64 > BUSY * self.ways as f64 * took.as_secs_f64();
-            self.ways += usize::from(busy);
-            (self.since, self.bytes) = (now, 0);
+        if self.ways < self.most
+            && let Some(rate) = self.sent.add(bytes, now)
+        {
+            self.ways += usize::from(rate > BUSY * self.ways as f64);
         }
     }
 }
@@ -221,7 +263,8 @@ struct Shared {
     /// Streams of this side that are not finished.
     writing: AtomicUsize,
     spare: Arc<Semaphore>,
-    reach: Reach,
+    /// Frames of one lane that are read ahead.
+    ahead: Arc<AtomicU32>,
 }
 
 /// How far a lane from the peer has come, for those who read its streams.
@@ -311,7 +354,7 @@ impl Shared {
                     progress.waiting.remove(&index);
                     return Ok(Room::Next);
                 }
-                let near = index - progress.next < self.reach.frames;
+                let near = index - progress.next < self.ahead.load(Ordering::Relaxed);
                 if near && let Ok(room) = self.spare.clone().try_acquire_owned() {
                     progress.waiting.remove(&index);
                     return Ok(Room::Spare(room));
@@ -351,7 +394,7 @@ impl QuicLink {
             reading: AtomicUsize::new(0),
             writing: AtomicUsize::new(0),
             spare: Arc::new(Semaphore::new(SPARE_FRAMES)),
-            reach,
+            ahead: reach.frames.clone(),
         });
         let each = CONNECTION_WINDOW.into_inner() / from.len().max(1) as u64;
         let each = each.max(STREAM_WINDOW.into_inner());
@@ -409,7 +452,7 @@ impl QuicLink {
         let windows: u64 = ways.iter().map(|(to, _)| to.stats().path.cwnd).sum();
         let streams = WINDOWS_PER_PATH * windows / STREAM_WINDOW.into_inner();
         let least = ways.len().max(2) as u64;
-        streams.clamp(least, self.reach.streams.max(least)) as usize
+        streams.clamp(least, self.reach.streams().max(least)) as usize
     }
 
     /// Room for a lane's next frame, if one of its streams has any.
@@ -545,6 +588,7 @@ impl Link for QuicLink {
             self.incoming.get_mut(lane).expect("a frame is popped after it was looked at");
         let frame = incoming.pop().expect("a frame is popped after it was looked at");
         let next = incoming.next();
+        let farther = self.reach.took(frame.body.len(), self.shared.longest, Instant::now());
         let mut lanes = self.shared.lanes();
         if frame.last {
             self.incoming.remove(lane);
@@ -552,8 +596,9 @@ impl Link for QuicLink {
         } else if let Some(progress) = lanes.get_mut(lane) {
             progress.next = next;
             // One is the next now, and one has come near.
-            for index in [next, next.saturating_add(self.reach.frames - 1)] {
-                if let Some(turn) = progress.waiting.get(&index) {
+            let near = next.saturating_add(self.shared.ahead.load(Ordering::Relaxed) - 1);
+            for (&index, turn) in &progress.waiting {
+                if farther || index == next || index == near {
                     turn.notify_one();
                 }
             }

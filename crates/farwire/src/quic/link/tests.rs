@@ -72,6 +72,26 @@ fn only_a_fast_line_takes_more_than_one_connection() {
     assert_eq!(ways_after_a_second(Demand::new(1, false), 5e9), 1, "there is no other");
 }
 
+#[test]
+fn how_far_is_read_ahead_follows_from_distance_and_speed() {
+    const LONGEST: usize = 128 << 10;
+    let frames_after_a_second = |round_trip: Duration, rate: f64| {
+        let mut reach = Reach::over(round_trip);
+        let every = Duration::from_secs_f64(LONGEST as f64 / rate);
+        let (start, mut took) = (Instant::now(), Duration::ZERO);
+        while took < Duration::from_secs(1) {
+            reach.took(LONGEST, LONGEST, start + took);
+            took += every;
+        }
+        reach.frames.load(Ordering::Relaxed)
+    };
+    let [near, far] = [Duration::from_micros(300), Duration::from_millis(30)];
+    assert_eq!(frames_after_a_second(near, 8e6), FEW_FRAMES, "a third of 200 Mbit/s");
+    assert_eq!(frames_after_a_second(near, 2e9), MANY_FRAMES, "within one host");
+    assert!((30..50).contains(&frames_after_a_second(near, 125e6)), "1 Gbit/s");
+    assert_eq!(frames_after_a_second(far, 8e6), MANY_FRAMES);
+}
+
 /// What arrives next.
 fn next(link: &mut QuicLink, bell: &Bell) -> Result<Arrival, Broken> {
     loop {
@@ -266,7 +286,7 @@ fn a_lane_that_its_sender_gives_up_holds_nothing() {
 #[test]
 fn a_stream_that_had_to_wait_is_read_to_its_end() {
     let Ends { runtime, mut link, bell, peer, _endpoints } = ends();
-    let far_ahead = Reach::FAR.frames + 50;
+    let far_ahead = MANY_FRAMES + 50;
     runtime.block_on(async {
         let mut stream = peer.open_uni().await.unwrap();
         stream.write_all(&frame(5, far_ahead, true)).await.unwrap();
