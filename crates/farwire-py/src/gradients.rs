@@ -12,6 +12,7 @@
 //! A step with a NaN or an infinity in it is one that optimizers skip. So its result is not finite
 //! on any rank, and what is owed for all its buckets is as it was before the step.
 
+use std::any::Any;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -30,7 +31,7 @@ use pyo3::types::PyBytes;
 use crate::comm::{Comm, interruptible, with_float};
 use crate::compressor::{self, choice};
 use crate::failure::Failure;
-use crate::memory::View;
+use crate::memory::{Divided, View};
 use crate::operation::{Operation, Work, poll};
 use crate::process::Mine;
 
@@ -118,19 +119,7 @@ impl Inner {
                 debts.extend(pay(feedback, part, &mut memory));
             }
         }
-        let mut bucket = Bucket {
-            inner: self.clone(),
-            parts,
-            debts,
-            flags,
-            memory: None,
-            whole: None,
-            dense: None,
-            coded: VecDeque::new(),
-            spoilt: None,
-            failed: None,
-            used: Vec::new(),
-        };
+        let mut bucket = Bucket::new(self, parts, debts, flags);
         if coded.is_empty() {
             bucket.whole = Some(comm.in_place().all_reduce(memory, ReduceOp::Mean));
             return bucket;
@@ -140,17 +129,47 @@ impl Inner {
             let together = together.collect();
             bucket.dense = Some((comm.all_reduce(together, ReduceOp::Mean), dense));
         }
+        let (mut memory, mut divided) = match same::<_, Memory<f32>>(memory) {
+            Ok(memory) => (None, Some(Divided::new(memory))),
+            Err(memory) => (Some(memory), None),
+        };
         for part in coded {
-            let compressor = step.compressor.at_step(step.number).with_codec(codec(&part));
-            let compressor = compressor.shaped(&part.3);
-            let data = memory[part.range()].to_vec();
-            let pending =
-                comm.all_reduce_compressed(part.name(), data, ReduceOp::Mean, &compressor);
+            let (name, compressor) = (part.name(), step.compressor_for(&part));
+            let pending = match (&mut memory, &mut divided) {
+                (_, Some(divided)) => {
+                    let gradient = divided.part(part.range());
+                    let (codec, op) = (codec(&part), ReduceOp::Mean);
+                    Coded::There(
+                        comm.in_place().all_reduce_coded(name, gradient, op, codec, &compressor),
+                    )
+                }
+                (Some(memory), None) => {
+                    let data = memory[part.range()].to_vec();
+                    let compressor = compressor.with_codec(codec(&part));
+                    let mean =
+                        comm.all_reduce_compressed(name, data, ReduceOp::Mean, &compressor);
+                    Coded::Apart(mean)
+                }
+                (None, None) => unreachable!("it is one or the other"),
+            };
             bucket.coded.push_back((pending, part));
         }
-        bucket.memory = Some(memory);
+        (bucket.memory, bucket.divided) = (memory, divided);
         bucket
     }
+}
+
+impl Step {
+    /// What is owed for a parameter, in this step.
+    fn compressor_for(&self, part: &Part) -> Compressor {
+        self.compressor.at_step(self.number).shaped(&part.3)
+    }
+}
+
+/// A value as one of another type, if that is its type.
+fn same<A: 'static, B: 'static>(value: A) -> Result<B, A> {
+    let value: Box<dyn Any> = Box::new(value);
+    value.downcast().map(|same| *same).map_err(|other| *other.downcast().expect("its own type"))
 }
 
 /// Adds what is owed for a parameter to its gradient, which will travel as it is.
@@ -192,20 +211,72 @@ struct Bucket<T: Float> {
     debts: Vec<Transaction>,
     /// Which parts some rank has a gradient of, where it may be that none has.
     flags: Option<Pending<Vec<u8>>>,
-    /// Where results go; absent while all of it is on its way.
+    /// Where results go; absent while all of it is on its way, or divided.
     memory: Option<Memory<T>>,
+    /// The same while operations work on their parts of it.
+    divided: Option<Divided>,
     /// Everything as it is, in place.
     whole: Option<Pending<Memory<T>>>,
     /// What travels as it is, put together.
     dense: Option<(Pending<Vec<T>>, Vec<Part>)>,
-    coded: VecDeque<(Pending<Vec<T>>, Part)>,
+    coded: VecDeque<(Coded<T>, Part)>,
+    /// Parameters whose gradient cannot be had, for a NaN.
+    missing: Vec<Part>,
     /// The first result that is not finite.
     spoilt: Option<Failure>,
     failed: Option<Failure>,
     used: Vec<u8>,
 }
 
+/// A parameter on its way through a codec.
+enum Coded<T> {
+    /// The mean takes the gradient's place.
+    There(Pending<()>),
+    /// The mean has a place of its own.
+    Apart(Pending<Vec<T>>),
+}
+
+impl<T: Unpin> Coded<T> {
+    fn wait_for(&self, time: Duration) -> bool {
+        match self {
+            Self::There(pending) => pending.wait_for(time),
+            Self::Apart(pending) => pending.wait_for(time),
+        }
+    }
+
+    /// The mean, unless it is in its place.
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<Option<Vec<T>>, farwire::Error>> {
+        match self {
+            Self::There(pending) => poll(pending, context).map(|done| done.map(|()| None)),
+            Self::Apart(pending) => poll(pending, context).map(|mean| mean.map(Some)),
+        }
+    }
+}
+
 impl<T: Float + Unpin> Bucket<T> {
+    fn new(
+        inner: &Arc<Inner>,
+        parts: Vec<Part>,
+        debts: Vec<Transaction>,
+        flags: Option<Pending<Vec<u8>>>,
+    ) -> Self {
+        Self {
+            inner: inner.clone(),
+            parts,
+            debts,
+            flags,
+            memory: None,
+            divided: None,
+            whole: None,
+            dense: None,
+            coded: VecDeque::new(),
+            missing: Vec::new(),
+            spoilt: None,
+            failed: None,
+            used: Vec::new(),
+        }
+    }
+
     /// Takes results, as far as they have come.
     fn collect(&mut self, context: &mut Context<'_>) -> Poll<()> {
         if let Some(whole) = &mut self.whole {
@@ -215,6 +286,26 @@ impl<T: Float + Unpin> Bucket<T> {
                 Ok(memory) => self.memory = Some(memory),
                 Err(error) => self.fail(error.into()),
             }
+        }
+        while let Some((coded, _)) = self.coded.front_mut() {
+            let result = std::task::ready!(coded.poll(context));
+            let (_, part) = self.coded.pop_front().expect("it was just there");
+            match result.map_err(Failure::from) {
+                Ok(None) => {}
+                Ok(Some(mean)) => {
+                    let memory = self.memory.as_mut();
+                    memory.into_iter().for_each(|m| m[part.range()].copy_from_slice(&mean));
+                }
+                Err(failure) if failure.is_not_finite() => {
+                    self.missing.push(part);
+                    self.spoilt.get_or_insert(failure);
+                }
+                Err(failure) => self.fail(failure),
+            }
+        }
+        if let Some(divided) = self.divided.take() {
+            // After a failure, somebody may still hold a part; then nobody wants the results.
+            self.memory = divided.join().and_then(|memory| same(memory).ok());
         }
         if let Some((pending, _)) = &mut self.dense {
             let result = std::task::ready!(poll(pending, context));
@@ -232,17 +323,9 @@ impl<T: Float + Unpin> Bucket<T> {
                 (Err(error), _) => self.fail(error.into()),
             }
         }
-        while let Some((pending, _)) = self.coded.front_mut() {
-            let result = std::task::ready!(poll(pending, context));
-            let (_, part) = self.coded.pop_front().expect("it was just there");
-            match (result.map_err(Failure::from), &mut self.memory) {
-                (Ok(mean), Some(memory)) => memory[part.range()].copy_from_slice(&mean),
-                (Err(failure), Some(memory)) if failure.is_not_finite() => {
-                    memory[part.range()].fill(T::cast(f64::NAN));
-                    self.spoilt.get_or_insert(failure);
-                }
-                (Err(failure), _) => self.fail(failure),
-                (Ok(_), None) => {}
+        if let Some(memory) = &mut self.memory {
+            for part in self.missing.drain(..) {
+                memory[part.range()].fill(T::cast(f64::NAN));
             }
         }
         if let Some(flags) = &mut self.flags {
@@ -267,7 +350,9 @@ impl<T: Float + Unpin> Bucket<T> {
         let Some(memory) = self.memory.as_ref().filter(|_| wanted && self.spoilt.is_none()) else {
             return;
         };
-        let is_bad = |part: &&Part| !memory[part.range()].iter().all(|x| T::is_finite(*x));
+        // In blocks, each without an early end, so that the compiler can make vectors of them.
+        let is_fine = |block: &[T]| block.iter().fold(true, |fine, x| fine & T::is_finite(*x));
+        let is_bad = |part: &&Part| !memory[part.range()].chunks(1024).all(is_fine);
         if let Some(part) = self.parts.iter().find(is_bad) {
             self.spoilt = Some(Failure::not_finite(format!(
                 "the mean gradient of `{}` holds a NaN or an infinity; \
@@ -308,8 +393,8 @@ impl<T: Float + Unpin> Work for Bucket<T> {
         let end = Instant::now() + time;
         let left = || end.saturating_duration_since(Instant::now());
         self.whole.iter().all(|pending| pending.wait_for(left()))
+            && self.coded.iter().all(|(coded, _)| coded.wait_for(left()))
             && self.dense.iter().all(|(pending, _)| pending.wait_for(left()))
-            && self.coded.iter().all(|(pending, _)| pending.wait_for(left()))
             && self.flags.iter().all(|pending| pending.wait_for(left()))
     }
 
@@ -413,10 +498,7 @@ impl Gradients {
     ) -> PyResult<Operation> {
         let (inner, comm, parts) = (self.inner(py)?, comm.open(py)?, parts.0.clone());
         let count = view.count()?;
-        if parts.iter().any(|part| part.1.checked_add(part.2).is_none_or(|end| end > count)) {
-            let text = format!("a parameter's place is outside the bucket of {count} elements");
-            return Err(Failure::call(text).raise(py));
-        }
+        check_layout(&parts, count).map_err(|failure| failure.raise(py))?;
         let operation = with_float!(view.dtype()?, T => {
             let memory = view.memory::<T>()?;
             py.detach(|| {
@@ -474,6 +556,22 @@ impl Gradients {
     fn inner(&self, py: Python<'_>) -> PyResult<&Arc<Inner>> {
         self.inner.get().map_err(|failure| failure.raise(py))
     }
+}
+
+/// Parameters lie inside their bucket, one after the other.
+fn check_layout(parts: &[Part], count: usize) -> Result<(), Failure> {
+    let mut free = 0;
+    for part in parts {
+        let end = part.1.checked_add(part.2).filter(|end| *end <= count);
+        free = end.filter(|_| part.1 >= free).ok_or_else(|| {
+            let name = part.name();
+            Failure::call(format!(
+                "the place of `{name}` is outside the bucket of {count} elements, or another's; \
+                 give places in ascending order"
+            ))
+        })?;
+    }
+    Ok(())
 }
 
 /// How a bucket is laid out. Made once for a bucket that comes again in every step.
