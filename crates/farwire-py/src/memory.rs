@@ -100,6 +100,58 @@ impl Divided {
     }
 }
 
+/// A tensor on a card: address, elements, element type, which card, the stream that it is used on,
+/// and who owns the memory.
+#[cfg(feature = "cuda")]
+#[derive(FromPyObject)]
+pub(crate) struct CardView(u64, usize, String, usize, u64, Py<PyAny>);
+
+#[cfg(feature = "cuda")]
+impl CardView {
+    pub(crate) fn dtype(&self) -> PyResult<DType> {
+        dtype(&self.2)
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.1
+    }
+
+    pub(crate) fn ordinal(&self) -> usize {
+        self.3
+    }
+
+    /// Tensors of some of its elements each.
+    ///
+    /// # Panics
+    ///
+    /// If it does not have these elements, or they are more than one tensor's.
+    pub(crate) fn parts(
+        self,
+        type_: farwire_cuda::ValueType,
+        ranges: impl Iterator<Item = Range<usize>>,
+    ) -> Vec<farwire_cuda::DeviceTensor> {
+        let Self(pointer, count, _, _, stream, owner) = self;
+        let (owner, mut left) = (Arc::new(Held(owner)), 0);
+        let part = |range: Range<usize>| {
+            assert!(left <= range.start && range.start <= range.end, "parts ascend");
+            assert!(range.end <= count, "parts are inside");
+            left = range.end;
+            let start = pointer + (range.start * type_.size()) as u64;
+            // SAFETY: rules 2, 4 and 5.
+            unsafe {
+                farwire_cuda::DeviceTensor::from_raw(
+                    start,
+                    range.len(),
+                    type_,
+                    stream,
+                    owner.clone(),
+                )
+            }
+        };
+        ranges.map(part).collect()
+    }
+}
+
 /// The element type of a name.
 pub(crate) fn dtype(name: &str) -> PyResult<DType> {
     DType::ALL.into_iter().find(|dtype| dtype.name() == name).ok_or_else(|| {

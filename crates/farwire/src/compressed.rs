@@ -265,9 +265,8 @@ impl Communicator {
         let completion = Arc::new(Completion::default());
         let (node, len) = (self.node(), memory.len());
         let threads = NonZeroUsize::new(node.coding_threads()).unwrap_or(NonZeroUsize::MIN);
-        let vectors = |feedback| {
-            Box::new(LentVectors::new(memory, feedback, threads)) as Box<dyn Vectors>
-        };
+        let vectors =
+            |feedback| Box::new(LentVectors::new(memory, feedback, threads)) as Box<dyn Vectors>;
         let on_its_thread = len > coder::SHORT && self.has_coder();
         let task = (tensor, op, codec, compressor);
         match self.start_elsewhere(task, vectors, on_its_thread, completion.clone()) {
