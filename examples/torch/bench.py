@@ -138,8 +138,7 @@ def main():
                 show(way, figures)
     if comm.rank == 0 and chosen.json:
         about = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
-        about |= {"cores": os.cpu_count(), "arguments": vars(chosen)}
-        about["arguments"].pop("json")
+        about |= {"cores": os.cpu_count(), "arguments": {**vars(chosen), "json": None}}
         with open(chosen.json, "w") as file:
             json.dump({"about": about, "ways": figures, "seconds": seconds}, file, indent=1)
             file.write("\n")
