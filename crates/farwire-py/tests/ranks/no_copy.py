@@ -1,4 +1,4 @@
-"""How much memory an all-reduce of 256 MiB takes beside its array: in Python, and in the process."""
+"""How much memory an all-reduce of 256 MiB takes beside its array, in Python and in all."""
 
 import json
 import tracemalloc

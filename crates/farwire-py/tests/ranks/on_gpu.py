@@ -54,7 +54,7 @@ def spoil(device):
     model = DDP(inner, find_unused_parameters=True)
     state = farwire.torch.State(comm, "topk:0.05", phase_in=(0, 0))
     model.register_comm_hook(state, farwire.torch.hook)
-    found = []
+    found, before = [], None
     for step in range(3):
         x = torch.randn(8, 64, device=device)
         if step == 1 and comm.rank == 0:
