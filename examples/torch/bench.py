@@ -6,8 +6,9 @@ Between two hosts of a lab on this machine (needs root):
 
 Or between real ones, with any launcher. It trains a GPT of about 50 million parameters on batches
 of 1 x 64 tokens, without a phase-in, and prints the median step for each way of exchanging
-gradients; communication is what a step takes longer than one whose hook does nothing. To compare
-losses, take a small model and many steps:
+gradients; communication is what a step takes longer than one whose hook does nothing. Ways take
+turns in --rounds, so that a machine that is busy for a while does no way an injustice. What --json
+writes is what plot.py draws. To compare losses, take a small model and many steps:
 
     … bench.py --width 128 --layers 4 --batch 8 --rate 0.1 --momentum 0.9 --steps 200
 """
@@ -64,13 +65,14 @@ def sent_by_host():
 
 
 def measure(way, comm, chosen):
-    """The median step in seconds, on the slowest rank; bytes sent a step; the loss at the end."""
+    """Of each step the seconds, on the slowest rank, and the bytes sent; the loss at the end."""
     torch.manual_seed(0)
     # torch's PowerSGD starts its later rounds from callbacks, whose order Gloo's threads do not
     # keep: with more than one bucket, ranks get each other's.
     options = {"bucket_cap_mb": 1 << 12} if way.startswith("gloo powersgd") else {}
     gpt = GPT(chosen.width, chosen.layers, heads=chosen.width // 64)
-    model = DistributedDataParallel(gpt, **options)
+    # All ranks have the same seed, and so the same weights.
+    model = DistributedDataParallel(gpt, init_sync=False, **options)
     set_hook(model, way, comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=chosen.rate, momentum=chosen.momentum)
     generator = torch.Generator().manual_seed(comm.rank)
@@ -92,8 +94,17 @@ def measure(way, comm, chosen):
         if step >= chosen.warm_up:
             seconds.append(slowest.item())
             sent.append(sent_by_host() - before)
-    last = losses[-max(1, len(losses) // 5) :]
-    return statistics.median(seconds), statistics.median(sent), statistics.mean(last)
+    return seconds, sent, statistics.mean(losses[-max(1, len(losses) // 5) :])
+
+
+def show(way, figures):
+    """A line for a way, beside the step that exchanges nothing."""
+    step, sent, loss = figures[way]
+    print(
+        f"{way:18} step {step:7.3f} s   communication {step - figures['nothing'][0]:7.3f} s   "
+        f"sent {sent / 1e6:7.2f} MB   loss {loss:.3f}",
+        flush=True,
+    )
 
 
 def main():
@@ -105,6 +116,7 @@ def main():
     arguments.add_argument("--steps", type=int, default=5)
     arguments.add_argument("--momentum", type=float, default=0.0)
     arguments.add_argument("--warm-up", type=int, default=3)
+    arguments.add_argument("--rounds", type=int, default=1, help="in which ways take turns")
     arguments.add_argument("--ways", default=",".join(WAYS))
     arguments.add_argument("--json", help="a file for the figures")
     chosen = arguments.parse_args()
@@ -113,20 +125,23 @@ def main():
     os.environ.update(RANK=str(comm.rank), WORLD_SIZE=str(comm.size))
     dist.init_process_group("gloo")
     ways = ["nothing", *(way for way in chosen.ways.split(",") if way != "nothing")]
-    figures = {}
-    for way in ways:
-        figures[way] = measure(way, comm, chosen)
-        if comm.rank == 0:
-            step, sent, loss = figures[way]
-            spent = step - figures["nothing"][0]
-            print(
-                f"{way:18} step {step:7.3f} s   communication {spent:7.3f} s   "
-                f"sent {sent / 1e6:7.2f} MB   loss {loss:.3f}",
-                flush=True,
-            )
+    figures, seconds, sent = {}, {way: [] for way in ways}, {way: [] for way in ways}
+    for number in range(chosen.rounds):
+        if comm.rank == 0 and chosen.rounds > 1:
+            print(f"after round {number + 1}:", flush=True)
+        for way in ways:
+            took, bytes_sent, loss = measure(way, comm, chosen)
+            seconds[way] += took
+            sent[way] += bytes_sent
+            figures[way] = statistics.median(seconds[way]), statistics.median(sent[way]), loss
+            if comm.rank == 0:
+                show(way, figures)
     if comm.rank == 0 and chosen.json:
+        about = {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__}
+        about |= {"cores": os.cpu_count(), "arguments": {**vars(chosen), "json": None}}
         with open(chosen.json, "w") as file:
-            json.dump(figures, file, indent=1)
+            json.dump({"about": about, "ways": figures, "seconds": seconds}, file, indent=1)
+            file.write("\n")
     comm.shutdown()
     dist.destroy_process_group()
 

@@ -36,7 +36,7 @@ def main():
     for argument in sys.argv[1:]:
         title, _, path = argument.partition("=")
         with open(path) as file:
-            drawn, top = panel(title, json.load(file), top)
+            drawn, top = panel(title, json.load(file)["ways"], top)
         parts += drawn
     legend = (
         '<rect x="0" y="4" width="12" height="12" fill="#9aa5b1"/>'

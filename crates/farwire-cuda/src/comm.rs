@@ -44,11 +44,17 @@ use crate::vectors::{Coder, DeviceVectors, Workspace, dtype};
 #[derive(Clone, Debug)]
 pub struct DeviceCommunicator {
     comm: Communicator,
-    shared: Arc<Shared>,
+    tools: DeviceTools,
+    /// Started by the first vector that travels as it is.
+    staging: Arc<Mutex<Option<Arc<Staging>>>>,
 }
 
-/// What calls of all clones use.
+/// What operations on a card use, whoever they are with: its kernels, and room to work in. It is
+/// for callers who want to keep these and not the communicator.
+#[derive(Clone, Debug)]
+pub struct DeviceTools(Arc<Shared>);
 
+/// What calls of all clones use.
 #[derive(Debug)]
 struct Shared {
     device: Arc<Device>,
@@ -57,21 +63,41 @@ struct Shared {
     codecs: Mutex<HashMap<String, Arc<DeviceCodec>>>,
     /// By type of value.
     finish: [OnceLock<Arc<FinishKernel>>; 3],
-    /// Started by the first vector that travels as it is.
-    staging: Mutex<Option<Arc<Staging>>>,
+}
+
+impl DeviceTools {
+    /// Nothing is compiled yet.
+    pub fn new(device: &Arc<Device>) -> Self {
+        Self(Arc::new(Shared {
+            device: device.clone(),
+            workspace: Arc::new(Workspace::new(device)),
+            codecs: Mutex::default(),
+            finish: Default::default(),
+        }))
+    }
+
+    /// Has the kernels of a codec ready for gradients of a type; or says what is missing. An
+    /// operation that finds that out by itself fails, and the other ranks wait for it.
+    pub fn prepare(&self, codec: &CodecSpec, type_: ValueType) -> Result<(), DeviceError> {
+        self.0.finish(type_)?;
+        self.0.coder(codec).map(drop)
+    }
+
+    /// The card.
+    pub fn device(&self) -> &Arc<Device> {
+        &self.0.device
+    }
 }
 
 impl DeviceCommunicator {
     /// Operations of `comm` on vectors that are on `device`.
     pub fn new(comm: &Communicator, device: &Arc<Device>) -> Self {
-        let shared = Shared {
-            device: device.clone(),
-            workspace: Arc::new(Workspace::new(device)),
-            codecs: Mutex::default(),
-            finish: Default::default(),
-            staging: Mutex::default(),
-        };
-        Self { comm: comm.clone(), shared: Arc::new(shared) }
+        Self::with_tools(comm, &DeviceTools::new(device))
+    }
+
+    /// The same, with tools that others use, too.
+    pub fn with_tools(comm: &Communicator, tools: &DeviceTools) -> Self {
+        Self { comm: comm.clone(), tools: tools.clone(), staging: Arc::default() }
     }
 
     /// The communicator, for vectors in host memory.
@@ -81,7 +107,7 @@ impl DeviceCommunicator {
 
     /// The card.
     pub fn device(&self) -> &Arc<Device> {
-        &self.shared.device
+        self.tools.device()
     }
 
     /// [`Communicator::all_reduce_compressed`] of a gradient on the card, whose place the result
@@ -135,7 +161,7 @@ impl DeviceCommunicator {
         compressor: &Compressor,
     ) -> Result<Pending<()>, Error> {
         let staging = self.staging()?;
-        let device = &self.shared.device;
+        let device = self.device();
         let fetch = || {
             let bytes = data.len() * data.value_type().size();
             let mut pinned = device.pooled_pinned(bytes)?;
@@ -165,11 +191,11 @@ impl DeviceCommunicator {
     }
 
     fn staging(&self) -> Result<Arc<Staging>, Error> {
-        let mut staging = self.shared.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(staging) = &*staging {
             return Ok(staging.clone());
         }
-        let started = Arc::new(Staging::start(&self.comm, &self.shared.device)?);
+        let started = Arc::new(Staging::start(&self.comm, self.device())?);
         *staging = Some(started.clone());
         Ok(started)
     }
@@ -179,17 +205,20 @@ impl DeviceCommunicator {
         codec: &CodecSpec,
         tensor: DeviceTensor,
     ) -> Result<DeviceVectors, DeviceError> {
-        let shared = &self.shared;
+        let shared = &self.tools.0;
         let finish = shared.finish(tensor.value_type())?;
-        let coder = match codec.travels() {
-            Travel::Factors(_) => Coder::Factors,
-            Travel::Shards(_) | Travel::Whole(_) => Coder::Messages(shared.codec(codec)?),
-        };
-        DeviceVectors::new(&shared.workspace, coder, finish, tensor)
+        DeviceVectors::new(&shared.workspace, shared.coder(codec)?, finish, tensor)
     }
 }
 
 impl Shared {
+    fn coder(&self, codec: &CodecSpec) -> Result<Coder, DeviceError> {
+        Ok(match codec.travels() {
+            Travel::Factors(_) => Coder::Factors,
+            Travel::Shards(_) | Travel::Whole(_) => Coder::Messages(self.codec(codec)?),
+        })
+    }
+
     fn codec(&self, spec: &CodecSpec) -> Result<Arc<DeviceCodec>, DeviceError> {
         let mut codecs = self.codecs.lock().unwrap_or_else(PoisonError::into_inner);
         let name = spec.name();

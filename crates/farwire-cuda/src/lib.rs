@@ -64,7 +64,7 @@ mod staging;
 mod vectors;
 
 pub use codec::{DeviceCodec, DeviceEncoded, DeviceJob, DeviceResidual, Inbox};
-pub use comm::DeviceCommunicator;
+pub use comm::{DeviceCommunicator, DeviceTools};
 pub use driver::{
     Buffer, BusTraffic, Card, Device, DevicePart, DeviceTensor, DeviceValues, Pinned,
     TensorElement, Timer, ValueType, cards,

@@ -12,6 +12,7 @@
 //! A step with a NaN or an infinity in it is one that optimizers skip. So its result is not finite
 //! on any rank, and what is owed for all its buckets is as it was before the step.
 
+use std::any::Any;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -24,13 +25,17 @@ use farwire::{
     Memory, Pending, ReduceOp, Savepoint, Transaction,
 };
 use farwire_train::{DENSE_BELOW, PhaseIn, Rules};
+#[cfg(feature = "cuda")]
+use pyo3::IntoPyObjectExt;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
 use crate::comm::{Comm, interruptible, with_float};
 use crate::compressor::{self, choice};
 use crate::failure::Failure;
-use crate::memory::View;
+#[cfg(feature = "cuda")]
+use crate::memory::CardView;
+use crate::memory::{Divided, View};
 use crate::operation::{Operation, Work, poll};
 use crate::process::Mine;
 
@@ -55,6 +60,8 @@ struct Inner {
     compresses: bool,
     raise_on_nan: bool,
     step: Mutex<Step>,
+    #[cfg(feature = "cuda")]
+    cards: crate::card::Cards,
 }
 
 struct Step {
@@ -96,6 +103,21 @@ impl Inner {
         way.phase_in.codec_at(step, way.policy.codec_for(*elements, dtype), *elements)
     }
 
+    /// Adds what is owed for parameters that travel as they are in this step.
+    fn pay<T: Float>(
+        &self,
+        step: &Step,
+        dense: &[Part],
+        memory: &mut Memory<T>,
+    ) -> Vec<Transaction> {
+        let feedback = step.compressor.feedback().filter(|_| self.compresses);
+        let owing = |feedback: &ErrorFeedback| {
+            let dense = dense.iter().filter(|part| feedback.owes(part.name()));
+            dense.filter_map(|part| pay(feedback, part, memory)).collect()
+        };
+        feedback.map(owing).unwrap_or_default()
+    }
+
     fn start<T: Float + Unpin>(
         self: &Arc<Self>,
         comm: &Communicator,
@@ -112,25 +134,8 @@ impl Inner {
         let codec = |part: &Part| self.codec(part, step.number, T::DTYPE);
         let (dense, coded): (Vec<Part>, Vec<Part>) =
             parts.iter().cloned().partition(|part| codec(part).is_none());
-        let mut debts = Vec::new();
-        if let Some(feedback) = step.compressor.feedback().filter(|_| self.compresses) {
-            for part in dense.iter().filter(|part| feedback.owes(part.name())) {
-                debts.extend(pay(feedback, part, &mut memory));
-            }
-        }
-        let mut bucket = Bucket {
-            inner: self.clone(),
-            parts,
-            debts,
-            flags,
-            memory: None,
-            whole: None,
-            dense: None,
-            coded: VecDeque::new(),
-            spoilt: None,
-            failed: None,
-            used: Vec::new(),
-        };
+        let debts = self.pay(&step, &dense, &mut memory);
+        let mut bucket = Bucket::new(self, parts, debts, flags);
         if coded.is_empty() {
             bucket.whole = Some(comm.in_place().all_reduce(memory, ReduceOp::Mean));
             return bucket;
@@ -140,16 +145,111 @@ impl Inner {
             let together = together.collect();
             bucket.dense = Some((comm.all_reduce(together, ReduceOp::Mean), dense));
         }
+        // In f32, the mean takes the gradient's place in the bucket.
+        let mut place = same(memory).map(Divided::new);
         for part in coded {
-            let compressor = step.compressor.at_step(step.number).with_codec(codec(&part));
-            let compressor = compressor.shaped(&part.3);
-            let data = memory[part.range()].to_vec();
-            let pending =
-                comm.all_reduce_compressed(part.name(), data, ReduceOp::Mean, &compressor);
+            let (name, compressor) = (part.name(), step.compressor_for(&part));
+            let (codec, op) = (codec(&part), ReduceOp::Mean);
+            let pending = match &mut place {
+                Ok(divided) => {
+                    let gradient = divided.part(part.range());
+                    let in_place = comm.in_place();
+                    let mean = in_place.all_reduce_coded(name, gradient, op, codec, &compressor);
+                    Coded::There(mean)
+                }
+                Err(memory) => {
+                    let (data, compressor) =
+                        (memory[part.range()].to_vec(), compressor.with_codec(codec));
+                    Coded::Apart(comm.all_reduce_compressed(name, data, op, &compressor))
+                }
+            };
             bucket.coded.push_back((pending, part));
         }
-        bucket.memory = Some(memory);
+        match place {
+            Ok(divided) => bucket.divided = Some(divided),
+            Err(memory) => bucket.memory = Some(memory),
+        }
         bucket
+    }
+}
+
+impl Step {
+    /// What is owed for a parameter, in this step.
+    fn compressor_for(&self, part: &Part) -> Compressor {
+        self.compressor.at_step(self.number).shaped(&part.3)
+    }
+}
+
+/// A value as one of another type, if that is its type.
+fn same<A: 'static, B: 'static>(value: A) -> Result<B, A> {
+    let value: Box<dyn Any> = Box::new(value);
+    value.downcast().map(|same| *same).map_err(|other| *other.downcast().expect("its own type"))
+}
+
+/// Gradients on a card.
+#[cfg(feature = "cuda")]
+impl Inner {
+    /// Starts a bucket on a card, of whose gradients `memory` has those that travel as they are,
+    /// one after the other; `used` says of which this rank has a gradient, where it may be that
+    /// nobody has. Or says why that card cannot be used, before anything has happened.
+    fn start_on_card<T: Float + Unpin>(
+        self: &Arc<Self>,
+        comm: &Communicator,
+        parts: Vec<Part>,
+        card: CardView,
+        memory: Option<Memory<T>>,
+        used: Option<Vec<u8>>,
+    ) -> Result<(Bucket<T>, Arc<Mutex<Outcome>>), String> {
+        use farwire_cuda::{DeviceCommunicator, ValueType};
+        let type_ = match T::DTYPE {
+            DType::F32 => ValueType::F32,
+            DType::F16 => ValueType::F16,
+            DType::Bf16 => ValueType::Bf16,
+            other => return Err(format!("no codec takes {other} there")),
+        };
+        let step = self.step();
+        let codec = |part: &Part| self.codec(part, step.number, T::DTYPE);
+        let (mut dense, coded): (Vec<Part>, Vec<Part>) =
+            parts.iter().cloned().partition(|part| codec(part).is_none());
+        let tools = self.cards.tools(card.ordinal()).map_err(|error| error.to_string())?;
+        for part in &coded {
+            tools.prepare(&codec(part), type_).map_err(|error| error.to_string())?;
+        }
+        let comm = DeviceCommunicator::with_tools(comm, &tools);
+        let mut end = 0;
+        for part in &mut dense {
+            (part.1, end) = (end, end + part.2);
+        }
+        let mut memory = memory.filter(|_| end > 0);
+        if memory.as_ref().map_or(0, |memory| memory.len()) != end {
+            return Err(format!("{end} elements travel as they are, and others were staged"));
+        }
+        // From here on all ranks make the same calls, in the order of `start`.
+        let flags = used.map(|used| comm.host().all_reduce(used, ReduceOp::Max));
+        let debts =
+            memory.as_mut().map(|memory| self.pay(&step, &dense, memory)).unwrap_or_default();
+        let mut bucket = Bucket::new(self, parts, debts, flags);
+        if let Some(memory) = &memory {
+            let together = comm.host().all_reduce(memory.to_vec(), ReduceOp::Mean);
+            bucket.dense = Some((together, dense.clone()));
+        }
+        let gradients = card.parts(type_, coded.iter().map(Part::range));
+        for (part, gradient) in coded.into_iter().zip(gradients) {
+            let compressor = step.compressor_for(&part).with_codec(codec(&part));
+            let (name, op) = (part.name(), ReduceOp::Mean);
+            let pending = comm.all_reduce_compressed(name, gradient, op, &compressor);
+            bucket.coded.push_back((Coded::There(pending), part));
+        }
+        let outcome = Arc::<Mutex<Outcome>>::default();
+        bucket.memory = memory;
+        bucket.on_card = Some(OnCard { dense, outcome: outcome.clone() });
+        Ok((bucket, outcome))
+    }
+}
+
+impl OnCard {
+    fn outcome(&self) -> MutexGuard<'_, Outcome> {
+        self.outcome.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -188,24 +288,96 @@ fn floats<T: Float>(values: &[T]) -> Floats {
 struct Bucket<T: Float> {
     inner: Arc<Inner>,
     parts: Vec<Part>,
+    /// If its gradients are on a card.
+    on_card: Option<OnCard>,
     /// What is paid, once this has succeeded.
     debts: Vec<Transaction>,
     /// Which parts some rank has a gradient of, where it may be that none has.
     flags: Option<Pending<Vec<u8>>>,
-    /// Where results go; absent while all of it is on its way.
+    /// Where results go; absent while all of it is on its way, or divided.
     memory: Option<Memory<T>>,
+    /// The same while operations work on their parts of it.
+    divided: Option<Divided>,
     /// Everything as it is, in place.
     whole: Option<Pending<Memory<T>>>,
     /// What travels as it is, put together.
     dense: Option<(Pending<Vec<T>>, Vec<Part>)>,
-    coded: VecDeque<(Pending<Vec<T>>, Part)>,
+    coded: VecDeque<(Coded<T>, Part)>,
+    /// Parameters whose gradient cannot be had, for a NaN.
+    missing: Vec<Part>,
     /// The first result that is not finite.
     spoilt: Option<Failure>,
     failed: Option<Failure>,
     used: Vec<u8>,
 }
 
+/// A bucket whose gradients are on a card: what travels as it is, is in host memory.
+struct OnCard {
+    /// Where these are there.
+    dense: Vec<Part>,
+    outcome: Arc<Mutex<Outcome>>,
+}
+
+/// What is to be done on the card when a bucket has ended: places of parameters, as their first
+/// element and how many there are.
+#[derive(Clone, Debug, Default)]
+struct Outcome {
+    /// To be filled with NaN.
+    missing: Vec<(usize, usize)>,
+    /// To be filled with zeros.
+    unused: Vec<(usize, usize)>,
+}
+
+/// A parameter on its way through a codec.
+enum Coded<T> {
+    /// The mean takes the gradient's place.
+    There(Pending<()>),
+    /// The mean has a place of its own.
+    Apart(Pending<Vec<T>>),
+}
+
+impl<T: Unpin> Coded<T> {
+    fn wait_for(&self, time: Duration) -> bool {
+        match self {
+            Self::There(pending) => pending.wait_for(time),
+            Self::Apart(pending) => pending.wait_for(time),
+        }
+    }
+
+    /// The mean, unless it is in its place.
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<Option<Vec<T>>, farwire::Error>> {
+        match self {
+            Self::There(pending) => poll(pending, context).map(|done| done.map(|()| None)),
+            Self::Apart(pending) => poll(pending, context).map(|mean| mean.map(Some)),
+        }
+    }
+}
+
 impl<T: Float + Unpin> Bucket<T> {
+    fn new(
+        inner: &Arc<Inner>,
+        parts: Vec<Part>,
+        debts: Vec<Transaction>,
+        flags: Option<Pending<Vec<u8>>>,
+    ) -> Self {
+        Self {
+            inner: inner.clone(),
+            parts,
+            on_card: None,
+            debts,
+            flags,
+            memory: None,
+            divided: None,
+            whole: None,
+            dense: None,
+            coded: VecDeque::new(),
+            missing: Vec::new(),
+            spoilt: None,
+            failed: None,
+            used: Vec::new(),
+        }
+    }
+
     /// Takes results, as far as they have come.
     fn collect(&mut self, context: &mut Context<'_>) -> Poll<()> {
         if let Some(whole) = &mut self.whole {
@@ -215,6 +387,26 @@ impl<T: Float + Unpin> Bucket<T> {
                 Ok(memory) => self.memory = Some(memory),
                 Err(error) => self.fail(error.into()),
             }
+        }
+        while let Some((coded, _)) = self.coded.front_mut() {
+            let result = std::task::ready!(coded.poll(context));
+            let (_, part) = self.coded.pop_front().expect("it was just there");
+            match result.map_err(Failure::from) {
+                Ok(None) => {}
+                Ok(Some(mean)) => {
+                    let memory = self.memory.as_mut();
+                    memory.into_iter().for_each(|m| m[part.range()].copy_from_slice(&mean));
+                }
+                Err(failure) if failure.is_not_finite() => {
+                    self.missing.push(part);
+                    self.spoilt.get_or_insert(failure);
+                }
+                Err(failure) => self.fail(failure),
+            }
+        }
+        if let Some(divided) = self.divided.take() {
+            // After a failure, somebody may still hold a part; then nobody wants the results.
+            self.memory = divided.join().and_then(|memory| same(memory).ok());
         }
         if let Some((pending, _)) = &mut self.dense {
             let result = std::task::ready!(poll(pending, context));
@@ -232,17 +424,11 @@ impl<T: Float + Unpin> Bucket<T> {
                 (Err(error), _) => self.fail(error.into()),
             }
         }
-        while let Some((pending, _)) = self.coded.front_mut() {
-            let result = std::task::ready!(poll(pending, context));
-            let (_, part) = self.coded.pop_front().expect("it was just there");
-            match (result.map_err(Failure::from), &mut self.memory) {
-                (Ok(mean), Some(memory)) => memory[part.range()].copy_from_slice(&mean),
-                (Err(failure), Some(memory)) if failure.is_not_finite() => {
-                    memory[part.range()].fill(T::cast(f64::NAN));
-                    self.spoilt.get_or_insert(failure);
-                }
-                (Err(failure), _) => self.fail(failure),
-                (Ok(_), None) => {}
+        for part in self.missing.drain(..) {
+            match (&self.on_card, &mut self.memory) {
+                (Some(card), _) => card.outcome().missing.push((part.1, part.2)),
+                (None, Some(memory)) => memory[part.range()].fill(T::cast(f64::NAN)),
+                (None, None) => {}
             }
         }
         if let Some(flags) = &mut self.flags {
@@ -267,8 +453,11 @@ impl<T: Float + Unpin> Bucket<T> {
         let Some(memory) = self.memory.as_ref().filter(|_| wanted && self.spoilt.is_none()) else {
             return;
         };
-        let is_bad = |part: &&Part| !memory[part.range()].iter().all(|x| T::is_finite(*x));
-        if let Some(part) = self.parts.iter().find(is_bad) {
+        // In blocks, each without an early end, so that the compiler can make vectors of them.
+        let is_fine = |block: &[T]| block.iter().fold(true, |fine, x| fine & T::is_finite(*x));
+        let is_bad = |part: &&Part| !memory[part.range()].chunks(1024).all(is_fine);
+        let parts = self.on_card.as_ref().map_or(&self.parts, |card| &card.dense);
+        if let Some(part) = parts.iter().find(is_bad) {
             self.spoilt = Some(Failure::not_finite(format!(
                 "the mean gradient of `{}` holds a NaN or an infinity; \
                  skip this step on all ranks, or look at the loss and the learning rate",
@@ -289,14 +478,15 @@ impl<T: Float + Unpin> Bucket<T> {
         }
         self.debts.drain(..).for_each(Transaction::commit);
         // Nobody has a gradient, so the framework may not look at the result: nothing is delivered.
-        let memory = self.memory.as_mut();
-        if let Some(memory) = memory.filter(|_| !self.used.is_empty()) {
-            let unused = self.parts.iter().zip(&self.used).filter(|(_, used)| **used == 0);
-            for (part, _) in unused {
-                memory[part.range()].fill(T::default());
-                if let Some(before) = &step.before {
-                    before.restore(part.name());
-                }
+        let unused = self.parts.iter().zip(&self.used).filter(|(_, used)| **used == 0);
+        for (part, _) in unused {
+            match (&self.on_card, &mut self.memory) {
+                (Some(card), _) => card.outcome().unused.push((part.1, part.2)),
+                (None, Some(memory)) => memory[part.range()].fill(T::default()),
+                (None, None) => {}
+            }
+            if let Some(before) = &step.before {
+                before.restore(part.name());
             }
         }
         Ok(())
@@ -308,8 +498,8 @@ impl<T: Float + Unpin> Work for Bucket<T> {
         let end = Instant::now() + time;
         let left = || end.saturating_duration_since(Instant::now());
         self.whole.iter().all(|pending| pending.wait_for(left()))
+            && self.coded.iter().all(|(coded, _)| coded.wait_for(left()))
             && self.dense.iter().all(|(pending, _)| pending.wait_for(left()))
-            && self.coded.iter().all(|(pending, _)| pending.wait_for(left()))
             && self.flags.iter().all(|pending| pending.wait_for(left()))
     }
 
@@ -371,7 +561,15 @@ impl Gradients {
         let ways = ways.on("*.bias", dense()).on("*norm*", dense());
         let compressor = Compressor::new(CodecSpec::none()).seed(seed);
         let step = Mutex::new(Step { compressor, number: 0, before: None, spoilt: false });
-        Ok(Self { inner: Mine::new(Arc::new(Inner { ways, compresses, raise_on_nan, step })) })
+        let inner = Inner {
+            ways,
+            compresses,
+            raise_on_nan,
+            step,
+            #[cfg(feature = "cuda")]
+            cards: Default::default(),
+        };
+        Ok(Self { inner: Mine::new(Arc::new(inner)) })
     }
 
     /// Begins a step: its buckets count as a whole or not at all. One before it that did not end is
@@ -413,10 +611,7 @@ impl Gradients {
     ) -> PyResult<Operation> {
         let (inner, comm, parts) = (self.inner(py)?, comm.open(py)?, parts.0.clone());
         let count = view.count()?;
-        if parts.iter().any(|part| part.1.checked_add(part.2).is_none_or(|end| end > count)) {
-            let text = format!("a parameter's place is outside the bucket of {count} elements");
-            return Err(Failure::call(text).raise(py));
-        }
+        check_layout(&parts, count).map_err(|failure| failure.raise(py))?;
         let operation = with_float!(view.dtype()?, T => {
             let memory = view.memory::<T>()?;
             py.detach(|| {
@@ -425,6 +620,84 @@ impl Gradients {
             })
         });
         Ok(operation?)
+    }
+
+    /// Which parameters of a bucket travel as they are in this step.
+    fn dense(&self, py: Python<'_>, parts: &Parts, dtype: &str) -> PyResult<Vec<bool>> {
+        let (inner, dtype) = (self.inner(py)?, crate::memory::dtype(dtype)?);
+        let number = inner.step().number;
+        Ok(parts.0.iter().map(|part| inner.codec(part, number, dtype).is_none()).collect())
+    }
+
+    /// Starts to replace a bucket on a card by its mean over all ranks. `dense` has the gradients
+    /// that travel as they are, one after the other, and gets their means; `used` says for each
+    /// part whether this rank has a gradient, where it may be that nobody has. Or, as a text, why
+    /// that card cannot be used: then nothing has happened.
+    #[cfg(feature = "cuda")]
+    #[pyo3(signature = (comm, card, dense, parts, result, *, used=None))]
+    #[allow(clippy::too_many_arguments, reason = "they are keywords")]
+    fn bucket_on_card<'py>(
+        &self,
+        py: Python<'py>,
+        comm: &Comm,
+        card: CardView,
+        dense: Option<View>,
+        parts: &Parts,
+        result: Py<PyAny>,
+        used: Option<Vec<bool>>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let (inner, comm, parts) = (self.inner(py)?, comm.open(py)?, parts.0.clone());
+        check_layout(&parts, card.count()).map_err(|failure| failure.raise(py))?;
+        let used: Option<Vec<u8>> = used.map(|used| used.into_iter().map(u8::from).collect());
+        if used.as_ref().is_some_and(|used| used.len() != parts.len()) {
+            return Err(Failure::call("say of each parameter whether it was used").raise(py));
+        }
+        let started = with_float!(card.dtype()?, T => {
+            let memory = dense.map(View::memory::<T>).transpose()?;
+            py.detach(|| {
+                let started = inner.start_on_card(&comm, parts, card, memory, used);
+                started.map(|(bucket, outcome)| {
+                    let operation = Operation::new(Box::new(bucket), result).in_background();
+                    (operation, outcome)
+                })
+            })
+        });
+        match started {
+            Err(why) => why.into_bound_py_any(py),
+            Ok((operation, outcome)) => (operation?, CardOutcome(outcome)).into_bound_py_any(py),
+        }
+    }
+
+    /// Without CUDA there is no card.
+    #[cfg(not(feature = "cuda"))]
+    #[pyo3(signature = (comm, card, dense, parts, result, *, used=None))]
+    #[allow(clippy::too_many_arguments, unused_variables, reason = "they are keywords")]
+    fn bucket_on_card(
+        &self,
+        comm: &Comm,
+        card: Py<PyAny>,
+        dense: Option<View>,
+        parts: &Parts,
+        result: Py<PyAny>,
+        used: Option<Vec<bool>>,
+    ) -> &'static str {
+        "farwire was built without the feature `cuda`"
+    }
+
+    /// A result of this step is not finite: it does not count.
+    fn spoil(&self, py: Python<'_>) -> PyResult<()> {
+        self.inner(py)?.step().spoilt = true;
+        Ok(())
+    }
+
+    /// Bytes that have crossed the bus to the host and to the card, for gradients that are coded
+    /// there.
+    fn bus(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
+        let _inner = self.inner(py)?;
+        #[cfg(feature = "cuda")]
+        return Ok(_inner.cards.bus());
+        #[cfg(not(feature = "cuda"))]
+        Ok((0, 0))
     }
 
     /// Steps that have ended.
@@ -474,6 +747,40 @@ impl Gradients {
     fn inner(&self, py: Python<'_>) -> PyResult<&Arc<Inner>> {
         self.inner.get().map_err(|failure| failure.raise(py))
     }
+}
+
+/// What is to be done on the card when a bucket has ended.
+#[pyclass(frozen, module = "farwire._native")]
+pub(crate) struct CardOutcome(#[cfg(feature = "cuda")] Arc<Mutex<Outcome>>);
+
+#[cfg(feature = "cuda")]
+#[pymethods]
+impl CardOutcome {
+    /// Places of gradients that cannot be had, for a NaN: first element, and how many there are.
+    fn missing(&self) -> Vec<(usize, usize)> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).missing.clone()
+    }
+
+    /// Places of gradients that nobody has.
+    fn unused(&self) -> Vec<(usize, usize)> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).unused.clone()
+    }
+}
+
+/// Parameters lie inside their bucket, one after the other.
+fn check_layout(parts: &[Part], count: usize) -> Result<(), Failure> {
+    let mut free = 0;
+    for part in parts {
+        let end = part.1.checked_add(part.2).filter(|end| *end <= count);
+        free = end.filter(|_| part.1 >= free).ok_or_else(|| {
+            let name = part.name();
+            Failure::call(format!(
+                "the place of `{name}` is outside the bucket of {count} elements, or another's; \
+                 give places in ascending order"
+            ))
+        })?;
+    }
+    Ok(())
 }
 
 /// How a bucket is laid out. Made once for a bucket that comes again in every step.

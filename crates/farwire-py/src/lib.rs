@@ -8,6 +8,7 @@
 //! - `comm`: joining a job, and the collectives.
 //! - `compressor`: a codec with what it owes.
 //! - `gradients`: the gradients of a training step, bucket by bucket.
+//! - `card`: the cards that these may be on.
 //! - `failure`: errors as Python's.
 //! - `process`: what a forked child must not do, and how a process ends.
 //!
@@ -16,6 +17,8 @@
 
 #![deny(unsafe_code)]
 
+#[cfg(feature = "cuda")]
+mod card;
 mod comm;
 mod compressor;
 mod failure;
@@ -32,7 +35,7 @@ mod _native {
     #[pymodule_export]
     use crate::compressor::{Compressor, codec_help};
     #[pymodule_export]
-    use crate::gradients::{Gradients, Parts};
+    use crate::gradients::{CardOutcome, Gradients, Parts};
     #[pymodule_export]
     use crate::operation::Operation;
     #[pymodule_export]

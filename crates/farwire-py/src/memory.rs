@@ -9,8 +9,15 @@
 //! 3. Until then nobody else should write to the memory, or read it and expect sense. Python cannot
 //!    be kept from doing so; as with any operation that works in place, the values are then
 //!    anything, and nothing else goes wrong: elements are plain numbers.
+//! 4. Memory that is [`Divided`] is accessed through its parts alone, which share no element, until
+//!    the last of them has ended.
+//! 5. A [`CardView`] is made by `farwire.torch` alone, of a contiguous CUDA tensor and the stream
+//!    that it is used on now. What is put on that stream later waits for the operation's end.
 
 #![allow(unsafe_code, reason = "memory that Python objects own; see the rules above")]
+
+use std::ops::Range;
+use std::sync::Arc;
 
 use farwire::{DType, Element, Memory};
 use pyo3::exceptions::PyValueError;
@@ -48,6 +55,100 @@ impl View {
         // SAFETY: rules 1 to 3.
         let memory = unsafe { Memory::from_raw(address as *mut T, len, Held(owner)) };
         memory.map_err(|error| PyValueError::new_err(error.to_string()))
+    }
+}
+
+/// Memory that several operations work on, each in a part of its own.
+#[derive(Debug)]
+pub(crate) struct Divided {
+    whole: Arc<Memory<f32>>,
+    start: *mut f32,
+    /// What has not been given out: the elements from here on.
+    left: usize,
+}
+
+// SAFETY: the pointer is to memory that the `Memory` beside it owns, and that can be sent.
+unsafe impl Send for Divided {}
+// SAFETY: a shared reference gives no access to the elements.
+unsafe impl Sync for Divided {}
+
+impl Divided {
+    pub(crate) fn new(mut whole: Memory<f32>) -> Self {
+        let start = whole.as_mut_ptr();
+        Self { whole: Arc::new(whole), start, left: 0 }
+    }
+
+    /// Some of the elements, as memory of their own. Parts are given out in ascending order.
+    ///
+    /// # Panics
+    ///
+    /// If a part before it has some of them, or the memory has not.
+    pub(crate) fn part(&mut self, range: Range<usize>) -> Memory<f32> {
+        assert!(self.left <= range.start && range.start <= range.end, "parts ascend");
+        assert!(range.end <= self.whole.len(), "parts are inside");
+        self.left = range.end;
+        let start = self.start.wrapping_add(range.start);
+        // SAFETY: rule 4. The elements are the whole's, which each part keeps; no other part has
+        // them, and the whole gives no access before it is joined.
+        let part = unsafe { Memory::from_raw(start, range.len(), self.whole.clone()) };
+        part.expect("a part of memory is where memory can be")
+    }
+
+    /// The whole, if no part is left.
+    pub(crate) fn join(self) -> Option<Memory<f32>> {
+        Arc::try_unwrap(self.whole).ok()
+    }
+}
+
+/// A tensor on a card: address, elements, element type, which card, the stream that it is used on,
+/// and who owns the memory.
+#[cfg(feature = "cuda")]
+#[derive(FromPyObject)]
+pub(crate) struct CardView(u64, usize, String, usize, u64, Py<PyAny>);
+
+#[cfg(feature = "cuda")]
+impl CardView {
+    pub(crate) fn dtype(&self) -> PyResult<DType> {
+        dtype(&self.2)
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.1
+    }
+
+    pub(crate) fn ordinal(&self) -> usize {
+        self.3
+    }
+
+    /// Tensors of some of its elements each.
+    ///
+    /// # Panics
+    ///
+    /// If it does not have these elements, or they are more than one tensor's.
+    pub(crate) fn parts(
+        self,
+        type_: farwire_cuda::ValueType,
+        ranges: impl Iterator<Item = Range<usize>>,
+    ) -> Vec<farwire_cuda::DeviceTensor> {
+        let Self(pointer, count, _, _, stream, owner) = self;
+        let (owner, mut left) = (Arc::new(Held(owner)), 0);
+        let part = |range: Range<usize>| {
+            assert!(left <= range.start && range.start <= range.end, "parts ascend");
+            assert!(range.end <= count, "parts are inside");
+            left = range.end;
+            let start = pointer + (range.start * type_.size()) as u64;
+            // SAFETY: rules 2, 4 and 5.
+            unsafe {
+                farwire_cuda::DeviceTensor::from_raw(
+                    start,
+                    range.len(),
+                    type_,
+                    stream,
+                    owner.clone(),
+                )
+            }
+        };
+        ranges.map(part).collect()
     }
 }
 

@@ -1,5 +1,6 @@
 """The package without PyTorch: NumPy arrays and plain buffers between processes."""
 
+import json
 import os
 import signal
 import subprocess
@@ -52,6 +53,16 @@ def test_forked_children_do_no_harm_and_are_told_so(run):
 
 def test_waiting_releases_the_interpreter(run):
     assert "counted while waiting" in run(2, "faults.py", "threads")[0]
+
+
+def test_an_all_reduce_copies_nothing(run):
+    for output in run(2, "no_copy.py", env={"FARWIRE_LINK": "shm"}):
+        found = json.loads(output)
+        assert found["same"] and found["right"]
+        grown, traced = found["in_place"]
+        assert grown < 32 << 20, "an array of 256 MiB was copied"
+        assert traced < 64 << 10, "the Python layer has allocated"
+        assert found["apart"][0] > 200 << 20, "a call that does copy was not seen"
 
 
 def test_a_process_ends_with_operations_in_flight(run):

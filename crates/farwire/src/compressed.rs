@@ -3,7 +3,9 @@
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-use farwire_codec::collective::{CodedCollective, Collective, Floats, Order, Task, Vectors};
+use farwire_codec::collective::{
+    CodedCollective, Collective, Floats, LentVectors, Order, Task, Vectors,
+};
 use farwire_codec::{CodecSpec, Context, ErrorFeedback, Transaction, Travel};
 use farwire_proto::{Call, Counts, DType, Element, Rank, ReduceOp, WorldSize};
 use half::{bf16, f16};
@@ -12,6 +14,7 @@ use crate::coder;
 use crate::comm::{Communicator, OVERLAP_FROM, unwrap};
 use crate::completion::{Completion, Debt};
 use crate::error::Error;
+use crate::memory::Memory;
 use crate::pending::Pending;
 use crate::policy::{CodecChoice, CodecPolicy};
 
@@ -238,38 +241,84 @@ impl Communicator {
         vectors: impl FnOnce(Option<Transaction>) -> V,
     ) -> Pending<()> {
         let completion = Arc::new(Completion::default());
-        let start = || {
-            let node = self.node();
-            let on_its_thread = node
-                .ensure_coder()
-                .inspect_err(|error| tracing::warn!(%error, "could not start the coding thread"))
-                .is_ok();
-            let feedback = compressor.feedback.as_ref().map(|feedback| feedback.begin(tensor));
-            let vectors = Box::new(vectors(feedback.transpose()?));
-            let step = compressor.step.unwrap_or_else(|| node.driver().next_collective(self.id()));
-            let task = Task {
-                collective: Collective::AllReduce(op),
-                codec,
-                rank: Rank(self.rank() as u32),
-                world: WorldSize::new(self.size() as u32).expect("this process is a member"),
-                dimensions: compressor.dimensions.clone(),
-                tensor: tensor.to_owned(),
-                context: Context {
-                    seed: compressor.seed,
-                    step,
-                    tensor: Context::tensor_id(tensor),
-                },
-            };
-            let exchange = CodedCollective::elsewhere(task, vectors)?;
-            let (id, options) = (self.id(), self.options());
-            let done = completion.clone();
-            node.driver().submit_coded(id, exchange, on_its_thread, options, done)?;
-            node.call_keeper();
-            Ok::<_, Error>(())
-        };
-        match start() {
+        let on_its_thread = self.has_coder();
+        let vectors = |feedback| Box::new(vectors(feedback)) as Box<dyn Vectors>;
+        let task = (tensor, op, codec, compressor);
+        match self.start_elsewhere(task, vectors, on_its_thread, completion.clone()) {
             Err(error) => Pending::ready(Err(error.in_group(&self.members()))),
-            Ok(()) => Pending::running(self.node().clone(), self.members(), completion, |_| ()),
+            Ok(()) => {
+                self.node().call_keeper();
+                Pending::running(self.node().clone(), self.members(), completion, |_| ())
+            }
+        }
+    }
+
+    /// [`InPlace::all_reduce_coded`](crate::InPlace::all_reduce_coded).
+    pub(crate) fn all_reduce_lent(
+        &self,
+        tensor: &str,
+        memory: Memory<f32>,
+        op: ReduceOp,
+        codec: CodecSpec,
+        compressor: &Compressor,
+    ) -> Pending<()> {
+        let completion = Arc::new(Completion::default());
+        let (node, len) = (self.node(), memory.len());
+        let threads = NonZeroUsize::new(node.coding_threads()).unwrap_or(NonZeroUsize::MIN);
+        let vectors =
+            |feedback| Box::new(LentVectors::new(memory, feedback, threads)) as Box<dyn Vectors>;
+        let on_its_thread = len > coder::SHORT && self.has_coder();
+        let task = (tensor, op, codec, compressor);
+        match self.start_elsewhere(task, vectors, on_its_thread, completion.clone()) {
+            Err(error) => Pending::ready(Err(error.in_group(&self.members()))),
+            Ok(()) => {
+                self.go_on_with_coded(len * size_of::<f32>());
+                Pending::running(node.clone(), self.members(), completion, |_| ())
+            }
+        }
+    }
+
+    /// Submits an all-reduce of vectors that are not vectors of this crate's.
+    fn start_elsewhere(
+        &self,
+        (tensor, op, codec, compressor): (&str, ReduceOp, CodecSpec, &Compressor),
+        vectors: impl FnOnce(Option<Transaction>) -> Box<dyn Vectors>,
+        on_its_thread: bool,
+        completion: Arc<Completion>,
+    ) -> Result<(), Error> {
+        let node = self.node();
+        let feedback = compressor.feedback.as_ref().map(|feedback| feedback.begin(tensor));
+        let vectors = vectors(feedback.transpose()?);
+        let step = compressor.step.unwrap_or_else(|| node.driver().next_collective(self.id()));
+        let task = Task {
+            collective: Collective::AllReduce(op),
+            codec,
+            rank: Rank(self.rank() as u32),
+            world: WorldSize::new(self.size() as u32).expect("this process is a member"),
+            dimensions: compressor.dimensions.clone(),
+            tensor: tensor.to_owned(),
+            context: Context { seed: compressor.seed, step, tensor: Context::tensor_id(tensor) },
+        };
+        let exchange = CodedCollective::elsewhere(task, vectors)?;
+        node.driver().submit_coded(self.id(), exchange, on_its_thread, self.options(), completion)
+    }
+
+    /// Whether the coding thread runs. Where it cannot be had, whoever waits does the work.
+    fn has_coder(&self) -> bool {
+        let started = self.node().ensure_coder();
+        let started = started
+            .inspect_err(|error| tracing::warn!(%error, "could not start the coding thread"));
+        started.is_ok()
+    }
+
+    /// Has an operation in host memory that was just submitted go on.
+    fn go_on_with_coded(&self, bytes: usize) {
+        let node = self.node();
+        if node.code_short() && node.is_waited_for() {
+            node.nudge(); // what has ended may be another thread's
+        }
+        if bytes > OVERLAP_FROM {
+            node.call_keeper();
         }
     }
 
@@ -337,19 +386,13 @@ impl Communicator {
         compressor: &Compressor,
     ) -> Pending<Vec<T>> {
         let completion = Arc::new(Completion::default());
-        let long = input.len() * input.dtype().size() > OVERLAP_FROM;
+        let bytes = input.len() * input.dtype().size();
         match self.try_start_coded(tensor, input, collective, codec, compressor, completion.clone())
         {
             Err(error) => Pending::ready(Err(error.in_group(&self.members()))),
             Ok(()) => {
-                let node = self.node();
-                if node.code_short() && node.is_waited_for() {
-                    node.nudge(); // what has ended may be another thread's
-                }
-                if long {
-                    node.call_keeper();
-                }
-                Pending::running(node.clone(), self.members(), completion, unwrap)
+                self.go_on_with_coded(bytes);
+                Pending::running(self.node().clone(), self.members(), completion, unwrap)
             }
         }
     }
@@ -365,12 +408,8 @@ impl Communicator {
     ) -> Result<(), Error> {
         let node = self.node();
         // A codec that sends whole vectors is a user's own: it may do anything, and take any time.
-        // Where no thread is to be had, whoever waits does the work.
         let long = (input.len() > coder::SHORT || matches!(codec.travels(), Travel::Whole(_)))
-            && node
-                .ensure_coder()
-                .inspect_err(|error| tracing::warn!(%error, "could not start the coding thread"))
-                .is_ok();
+            && self.has_coder();
         let feedback = match compressor.feedback.as_ref().map(|feedback| feedback.begin(tensor)) {
             None => None,
             Some(Ok(feedback)) => Some(feedback),

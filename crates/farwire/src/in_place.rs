@@ -1,8 +1,10 @@
 //! Collectives that leave their result where their input was.
 
+use farwire_codec::CodecSpec;
 use farwire_proto::{Call, Counts, Element, ReduceOp, Tag};
 
 use crate::comm::{Communicator, rank};
+use crate::compressed::Compressor;
 use crate::memory::Memory;
 use crate::pending::Pending;
 
@@ -112,6 +114,35 @@ impl<'a> InPlace<'a> {
             count,
             dtype: T::DTYPE,
         })
+    }
+
+    /// [`Communicator::all_reduce_compressed`] of a gradient through `codec`, whatever
+    /// `compressor`'s own is, with what `compressor` owes. The result takes the gradient's place,
+    /// and has the same bits: ranks may make either call. A codec that sends whole vectors is
+    /// refused.
+    ///
+    /// The memory does not come back: its owner is dropped when the operation has ended, and, if it
+    /// ended with the result or with a NaN in somebody's gradient, before the [`Pending`] is done.
+    ///
+    /// ```
+    /// use farwire::{Compressor, Memory, ReduceOp};
+    ///
+    /// let (comm, top) = (farwire::local(1)?.remove(0), "topk:0.25,values=f32".parse()?);
+    /// let owed = Compressor::new(Default::default());
+    /// let gradient = vec![4.0f32, 1.0, 0.0, 0.0];
+    /// comm.in_place().all_reduce_coded("w", gradient, ReduceOp::Mean, top, &owed).wait()?;
+    /// assert!(owed.feedback().unwrap().owes("w"));
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn all_reduce_coded(
+        &self,
+        tensor: &str,
+        data: impl Into<Memory<f32>>,
+        op: ReduceOp,
+        codec: CodecSpec,
+        compressor: &Compressor,
+    ) -> Pending<()> {
+        self.comm.all_reduce_lent(tensor, data.into(), op, codec, compressor)
     }
 
     fn start<T: Element>(

@@ -237,6 +237,18 @@ impl<T: Element> DerefMut for Memory<T> {
     }
 }
 
+impl<T: Element> AsRef<[T]> for Memory<T> {
+    fn as_ref(&self) -> &[T] {
+        self
+    }
+}
+
+impl<T: Element> AsMut<[T]> for Memory<T> {
+    fn as_mut(&mut self) -> &mut [T] {
+        self
+    }
+}
+
 impl<T: Element> fmt::Debug for Memory<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Memory({:?}; {})", T::DTYPE, self.len())

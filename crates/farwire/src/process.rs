@@ -293,7 +293,7 @@ impl Settings {
             healths.push(health);
         }
         if !self.elastic {
-            again.tcp().close();
+            again.tcp().close().await;
         }
         let (threads, endpoint) = (ranks_here * threads_each, Some(endpoint));
         let healths = Arc::new(Mutex::new(healths));

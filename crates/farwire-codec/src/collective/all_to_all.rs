@@ -53,8 +53,8 @@ impl AllToAll {
         let (rank, context, host) = (common.rank, common.context, common.vectors.host());
         let len = host.input.len();
         let whole = 0..len;
-        let owed = host.owed(whole.clone());
-        let mut encoded = Encoded { residual: host.buffer(len), ..Encoded::default() };
+        let owed = host.coding.owed(whole.clone());
+        let mut encoded = Encoded { residual: host.coding.buffer(len), ..Encoded::default() };
         let job = Job {
             values: host.input.values(0..len),
             residual: residual(owed.as_ref()),
@@ -62,12 +62,12 @@ impl AllToAll {
             role: Role::Worker,
             rank: rank.0,
             shards: std::slice::from_ref(&whole),
-            threads: host.threads,
+            threads: host.coding.threads,
         };
         Some(match self.codec.encode(&job, &mut encoded) {
             Err(error) => Err(common.fail_encode(round, error, Kind::Input, 0)),
             Ok(()) => {
-                if let Some(feedback) = &mut host.feedback {
+                if let Some(feedback) = &mut host.coding.feedback {
                     feedback.set_worker(0, encoded.residual);
                 }
                 self.own = seal(encoded.messages.swap_remove(0));

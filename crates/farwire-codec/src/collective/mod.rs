@@ -39,11 +39,11 @@ use crate::error::{DecodeError, EncodeError};
 use crate::feedback::Owed;
 use crate::job::{Context, Residual};
 use crate::spec::CodecSpec;
-use vectors::{HostVectors, Power};
+use vectors::{HostCoding, HostVectors};
 
 pub use floats::Floats;
 pub use order::{CodingError, Collective, Nonsense, Order, OrderError, Task};
-pub use vectors::{ChunkPlace, FactorVectors, MatrixPlace, StepError, Vectors};
+pub use vectors::{ChunkPlace, FactorVectors, LentVectors, MatrixPlace, StepError, Vectors};
 
 /// One rank's part in a collective through a codec.
 ///
@@ -238,8 +238,8 @@ impl CodedCollective {
             output,
         } = order;
         let task = Task { collective, codec, rank, world, dimensions, tensor, context };
-        let (kept, power) = (Vec::new(), Power::default());
-        let host = Box::new(HostVectors { input, output, feedback, threads, kept, power });
+        let coding = HostCoding::new(feedback, threads);
+        let host = Box::new(HostVectors { input, output, coding });
         match Route::of(&task, host.input.len(), host.input.dtype()) {
             Ok((call, route)) => Ok(Self::start(task, call, route, Home::Host(host))),
             Err(error) => Err((error, host.input)),
@@ -392,10 +392,8 @@ impl CodedCollective {
         }
         match vectors {
             Home::Host(vectors) => {
-                let HostVectors { input, output, feedback, .. } = *vectors;
-                if let Some(feedback) = feedback {
-                    feedback.commit();
-                }
+                let HostVectors { input, output, coding } = *vectors;
+                coding.finish();
                 Ok(Finished { output, input })
             }
             Home::Elsewhere(vectors) => match vectors.finish() {

@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::fmt;
+use std::num::NonZeroUsize;
 use std::ops::Range;
 
 use bytes::Bytes;
@@ -12,7 +13,7 @@ use crate::codec::MessageCodec;
 use crate::codecs::powersgd::{PowerP, PowerQ, PowerSgd, Shape};
 use crate::error::{DecodeError, EncodeError};
 use crate::feedback::{Owed, Transaction};
-use crate::job::{CodedPlace, Context, Encoded, Job, Role};
+use crate::job::{CodedPlace, Context, Encoded, Job, Role, Values};
 
 /// One rank's vectors in an all-reduce: its input, the sums it makes, its result, and what it owes.
 /// In host memory, or where somebody else keeps them, such as on a card.
@@ -170,16 +171,32 @@ pub enum StepError {
 pub(super) struct HostVectors {
     pub(super) input: Floats,
     pub(super) output: Vec<f32>,
+    pub(super) coding: HostCoding,
+}
+
+/// A vector in host memory whose place the result takes: nothing is copied in or out, and there is
+/// no second copy of it. The price: a collective that fails half-way leaves anything in it.
+///
+/// The memory is dropped when the collective has ended, well or badly.
+#[derive(Debug)]
+pub struct LentVectors<M> {
+    memory: M,
+    coding: HostCoding,
+}
+
+/// What is done to vectors in host memory, wherever there.
+#[derive(Debug)]
+pub(super) struct HostCoding {
     pub(super) feedback: Option<Transaction>,
-    pub(super) threads: std::num::NonZeroUsize,
+    pub(super) threads: NonZeroUsize,
     /// By chunk.
-    pub(super) kept: Vec<Kept>,
-    pub(super) power: Power,
+    kept: Vec<Kept>,
+    power: Power,
 }
 
 /// How far the sums of factors are.
 #[derive(Debug, Default)]
-pub(super) enum Power {
+enum Power {
     #[default]
     Begin,
     P(PowerP),
@@ -188,14 +205,18 @@ pub(super) enum Power {
 
 /// What a rank keeps of a chunk from one step to the next.
 #[derive(Debug, Default)]
-pub(super) struct Kept {
+struct Kept {
     /// This rank's parcel to itself, until it is decoded.
     own: Bytes,
     /// The sum of this rank's shard, until it is encoded.
     sum: Vec<f32>,
 }
 
-impl HostVectors {
+impl HostCoding {
+    pub(super) fn new(feedback: Option<Transaction>, threads: NonZeroUsize) -> Self {
+        Self { feedback, threads, kept: Vec::new(), power: Power::default() }
+    }
+
     /// What this rank owes for some elements, as a worker.
     pub(super) fn owed(&self, range: Range<usize>) -> Option<Owed> {
         self.feedback.as_ref().map(|feedback| feedback.worker(range))
@@ -206,43 +227,24 @@ impl HostVectors {
         self.feedback.as_mut().map(|feedback| feedback.buffer(len)).unwrap_or_default()
     }
 
-    /// Zeros for `len` elements of result.
-    pub(super) fn clear_output(&mut self, len: usize) {
-        self.output.clear();
-        self.output.resize(len, 0.0);
-    }
-
     fn kept(&mut self, chunk: usize) -> &mut Kept {
         if self.kept.len() <= chunk {
             self.kept.resize_with(chunk + 1, Kept::default);
         }
         &mut self.kept[chunk]
     }
-}
 
-impl Vectors for HostVectors {
-    fn len(&self) -> usize {
-        self.input.len()
-    }
-
-    fn dtype(&self) -> DType {
-        self.input.dtype()
-    }
-
-    fn feedback_mut(&mut self) -> Option<&mut Transaction> {
-        self.feedback.as_mut()
-    }
-
-    fn encode(&mut self, chunk: &ChunkPlace<'_>) -> Result<Vec<Bytes>, StepError> {
-        if chunk.gather {
-            // What is in it is written over, shard by shard.
-            self.output.resize(self.input.len(), 0.0);
-        }
+    /// [`Vectors::encode`] of these values.
+    fn encode(
+        &mut self,
+        values: Values<'_>,
+        chunk: &ChunkPlace<'_>,
+    ) -> Result<Vec<Bytes>, StepError> {
         let range = &chunk.range;
         let owed = self.owed(range.clone());
         let mut encoded = Encoded { residual: self.buffer(range.len()), ..Encoded::default() };
         let job = Job {
-            values: self.input.values(range.clone()),
+            values,
             residual: residual(owed.as_ref()),
             place: chunk.whole(),
             role: Role::Worker,
@@ -259,13 +261,16 @@ impl Vectors for HostVectors {
         Ok(parcels)
     }
 
-    fn sum(&mut self, chunk: &ChunkPlace<'_>, messages: &[&[u8]]) -> Result<(), StepError> {
+    /// The sum of this rank's shard, in a vector with anything in it.
+    fn sum(
+        &mut self,
+        chunk: &ChunkPlace<'_>,
+        messages: &[&[u8]],
+        mut acc: Vec<f32>,
+    ) -> Result<Vec<f32>, StepError> {
         let own = std::mem::take(&mut self.kept(chunk.index).own);
         let place = chunk.shard(chunk.rank);
-        let len = place.range.len();
-        let mut acc =
-            if chunk.gather { self.buffer(len) } else { std::mem::take(&mut self.output) };
-        acc.resize(len, 0.0);
+        acc.resize(place.range.len(), 0.0);
         for from in chunk.world.ranks() {
             let message = if from == chunk.rank { unseal(&own) } else { messages[from.index()] };
             let added = match from.index() {
@@ -274,12 +279,13 @@ impl Vectors for HostVectors {
             };
             added.map_err(|why| StepError::Decode { from, why })?;
         }
-        if chunk.gather {
-            self.kept(chunk.index).sum = acc;
-        } else {
-            scale(&mut acc, chunk.mean, chunk.world);
-            self.output = acc;
-        }
+        Ok(acc)
+    }
+
+    /// The same, kept for [`encode_sum`](Self::encode_sum).
+    fn keep_sum(&mut self, chunk: &ChunkPlace<'_>, messages: &[&[u8]]) -> Result<(), StepError> {
+        let acc = self.buffer(chunk.shards[chunk.rank.index()].len());
+        self.kept(chunk.index).sum = self.sum(chunk, messages, acc)?;
         Ok(())
     }
 
@@ -304,11 +310,17 @@ impl Vectors for HostVectors {
         Ok(parcel)
     }
 
-    fn decode(&mut self, chunk: &ChunkPlace<'_>, messages: &[&[u8]]) -> Result<(), StepError> {
+    /// [`Vectors::decode`] to this result.
+    fn decode(
+        &mut self,
+        chunk: &ChunkPlace<'_>,
+        messages: &[&[u8]],
+        output: &mut [f32],
+    ) -> Result<(), StepError> {
         let own = std::mem::take(&mut self.kept(chunk.index).own);
         for from in chunk.world.ranks() {
             let message = if from == chunk.rank { unseal(&own) } else { messages[from.index()] };
-            let out = &mut self.output[chunk.shards[from.index()].clone()];
+            let out = &mut output[chunk.shards[from.index()].clone()];
             chunk
                 .codec
                 .decode_into(message, &chunk.shard(from), out)
@@ -318,14 +330,88 @@ impl Vectors for HostVectors {
         Ok(())
     }
 
+    /// [`FactorVectors::begin`] with these values.
+    fn begin(&mut self, values: Values<'_>, matrix: &MatrixPlace) -> Result<Vec<f32>, StepError> {
+        let owed = self.owed(0..values.len());
+        let warm = self.feedback.as_ref().and_then(|feedback| feedback.warm());
+        let owed = residual(owed.as_ref());
+        let p = matrix.codec.begin(values, owed, warm, matrix.shape, matrix.context)?;
+        let factor = p.p().to_vec();
+        self.power = Power::P(p);
+        Ok(factor)
+    }
+
+    fn with_p(&mut self, sum: Vec<f32>) -> Result<Vec<f32>, StepError> {
+        let Power::P(p) = std::mem::take(&mut self.power) else { unreachable!("it has begun") };
+        let q = p.with_sum(sum)?;
+        let factor = q.q().to_vec();
+        self.power = Power::Q(q);
+        Ok(factor)
+    }
+
+    /// [`FactorVectors::with_q`] to this result, which is all zeros.
+    fn with_q(&mut self, sum: Vec<f32>, output: &mut [f32]) -> Result<(), StepError> {
+        let Power::Q(q) = std::mem::take(&mut self.power) else { unreachable!("it has P") };
+        let state = q.with_sum(sum, output)?;
+        if let Some(feedback) = &mut self.feedback {
+            feedback.set_worker(0, state.residual);
+            feedback.set_warm(state.warm);
+        }
+        Ok(())
+    }
+
+    pub(super) fn finish(self) {
+        if let Some(feedback) = self.feedback {
+            feedback.commit();
+        }
+    }
+}
+
+impl Vectors for HostVectors {
+    fn len(&self) -> usize {
+        self.input.len()
+    }
+
+    fn dtype(&self) -> DType {
+        self.input.dtype()
+    }
+
+    fn feedback_mut(&mut self) -> Option<&mut Transaction> {
+        self.coding.feedback.as_mut()
+    }
+
+    fn encode(&mut self, chunk: &ChunkPlace<'_>) -> Result<Vec<Bytes>, StepError> {
+        if chunk.gather {
+            // What is in it is written over, shard by shard.
+            self.output.resize(self.input.len(), 0.0);
+        }
+        self.coding.encode(self.input.values(chunk.range.clone()), chunk)
+    }
+
+    fn sum(&mut self, chunk: &ChunkPlace<'_>, messages: &[&[u8]]) -> Result<(), StepError> {
+        if chunk.gather {
+            return self.coding.keep_sum(chunk, messages);
+        }
+        let output = std::mem::take(&mut self.output);
+        self.output = self.coding.sum(chunk, messages, output)?;
+        scale(&mut self.output, chunk.mean, chunk.world);
+        Ok(())
+    }
+
+    fn encode_sum(&mut self, chunk: &ChunkPlace<'_>) -> Result<Bytes, StepError> {
+        self.coding.encode_sum(chunk)
+    }
+
+    fn decode(&mut self, chunk: &ChunkPlace<'_>, messages: &[&[u8]]) -> Result<(), StepError> {
+        self.coding.decode(chunk, messages, &mut self.output)
+    }
+
     fn factors(&mut self) -> Option<&mut dyn FactorVectors> {
         Some(self)
     }
 
     fn finish(self: Box<Self>) -> Result<(), String> {
-        if let Some(feedback) = self.feedback {
-            feedback.commit();
-        }
+        self.coding.finish();
         Ok(())
     }
 
@@ -336,37 +422,96 @@ impl Vectors for HostVectors {
 
 impl FactorVectors for HostVectors {
     fn begin(&mut self, matrix: &MatrixPlace) -> Result<Vec<f32>, StepError> {
-        let all = 0..self.input.len();
-        let owed = self.owed(all.clone());
-        let warm = self.feedback.as_ref().and_then(|feedback| feedback.warm());
-        let (values, owed) = (self.input.values(all), residual(owed.as_ref()));
-        let p = matrix.codec.begin(values, owed, warm, matrix.shape, matrix.context)?;
-        let factor = p.p().to_vec();
-        self.power = Power::P(p);
-        Ok(factor)
+        self.coding.begin(self.input.values(0..self.input.len()), matrix)
     }
 
     fn with_p(&mut self, _: &MatrixPlace, sum: Vec<f32>) -> Result<Vec<f32>, StepError> {
-        let Power::P(p) = std::mem::take(&mut self.power) else { unreachable!("it has begun") };
-        let q = p.with_sum(sum)?;
-        let factor = q.q().to_vec();
-        self.power = Power::Q(q);
-        Ok(factor)
+        self.coding.with_p(sum)
     }
 
     fn with_q(&mut self, matrix: &MatrixPlace, sum: Vec<f32>) -> Result<(), StepError> {
-        let Power::Q(q) = std::mem::take(&mut self.power) else { unreachable!("it has P") };
-        self.clear_output(self.input.len());
-        let state = q.with_sum(sum, &mut self.output)?;
-        if let Some(feedback) = &mut self.feedback {
-            feedback.set_worker(0, state.residual);
-            feedback.set_warm(state.warm);
-        }
+        self.output.clear();
+        self.output.resize(self.input.len(), 0.0);
+        self.coding.with_q(sum, &mut self.output)?;
         if let Some(only) = &matrix.only {
             self.output.copy_within(only.clone(), 0);
             self.output.truncate(only.len());
         }
         scale(&mut self.output, matrix.mean, matrix.world);
+        Ok(())
+    }
+}
+
+impl<M: AsMut<[f32]> + AsRef<[f32]>> LentVectors<M> {
+    /// A vector in somebody's memory, with what is owed for it, if there is error feedback; coded
+    /// by this many threads.
+    pub fn new(memory: M, feedback: Option<Transaction>, threads: NonZeroUsize) -> Self {
+        Self { memory, coding: HostCoding::new(feedback, threads) }
+    }
+}
+
+impl<M> Vectors for LentVectors<M>
+where
+    M: AsMut<[f32]> + AsRef<[f32]> + fmt::Debug + Send + 'static,
+{
+    fn len(&self) -> usize {
+        self.memory.as_ref().len()
+    }
+
+    fn dtype(&self) -> DType {
+        DType::F32
+    }
+
+    fn feedback_mut(&mut self) -> Option<&mut Transaction> {
+        self.coding.feedback.as_mut()
+    }
+
+    fn encode(&mut self, chunk: &ChunkPlace<'_>) -> Result<Vec<Bytes>, StepError> {
+        self.coding.encode(self.memory.as_ref()[chunk.range.clone()].into(), chunk)
+    }
+
+    fn sum(&mut self, chunk: &ChunkPlace<'_>, messages: &[&[u8]]) -> Result<(), StepError> {
+        self.coding.keep_sum(chunk, messages)
+    }
+
+    fn encode_sum(&mut self, chunk: &ChunkPlace<'_>) -> Result<Bytes, StepError> {
+        self.coding.encode_sum(chunk)
+    }
+
+    fn decode(&mut self, chunk: &ChunkPlace<'_>, messages: &[&[u8]]) -> Result<(), StepError> {
+        // The chunk was encoded before any of its sums was made, and its values are not needed
+        // again.
+        self.coding.decode(chunk, messages, self.memory.as_mut())
+    }
+
+    fn factors(&mut self) -> Option<&mut dyn FactorVectors> {
+        Some(self)
+    }
+
+    fn finish(self: Box<Self>) -> Result<(), String> {
+        self.coding.finish();
+        Ok(())
+    }
+
+    fn abandon(self: Box<Self>) -> Box<dyn Any + Send> {
+        Box::new(self.memory)
+    }
+}
+
+impl<M: AsMut<[f32]> + AsRef<[f32]>> FactorVectors for LentVectors<M> {
+    fn begin(&mut self, matrix: &MatrixPlace) -> Result<Vec<f32>, StepError> {
+        self.coding.begin(self.memory.as_ref().into(), matrix)
+    }
+
+    fn with_p(&mut self, _: &MatrixPlace, sum: Vec<f32>) -> Result<Vec<f32>, StepError> {
+        self.coding.with_p(sum)
+    }
+
+    fn with_q(&mut self, matrix: &MatrixPlace, sum: Vec<f32>) -> Result<(), StepError> {
+        let output = self.memory.as_mut();
+        output.fill(0.0);
+        self.coding.with_q(sum, output)?;
+        scale(output, matrix.mean, matrix.world);
         Ok(())
     }
 }

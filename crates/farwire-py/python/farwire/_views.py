@@ -80,11 +80,16 @@ def _of_tensor(tensor, adds: str | None) -> tuple:
         )
     if not tensor.is_contiguous():
         raise TypeError("the tensor is not contiguous; give `tensor.contiguous()`")
+    return (tensor.data_ptr(), tensor.nbytes, tensor_dtype(tensor, adds), tensor)
+
+
+def tensor_dtype(tensor, adds: str | None = "sum") -> str:
+    """The element type of a PyTorch tensor, wherever it is."""
     found = _torch_dtypes.get((tensor.dtype, adds))
     if found is None:
         found = _dtype(str(tensor.dtype).removeprefix("torch."), adds, tensor)
         _torch_dtypes[tensor.dtype, adds] = found
-    return (tensor.data_ptr(), tensor.nbytes, found, tensor)
+    return found
 
 
 def _other(array, adds: str | None, error: Exception) -> tuple:

@@ -16,7 +16,7 @@ use rustls::pki_types::ServerName;
 use rustls::server::UnbufferedServerConnection;
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::mpsc;
-use tokio::task::AbortHandle;
+use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
 use super::tls::{Secured, Session, Tls};
@@ -46,7 +46,7 @@ pub(crate) struct TcpPort {
     expected: Mutex<HashMap<u64, Holder>>,
     workers: OnceLock<Arc<Workers>>,
     /// What answers, until it is closed.
-    keeper: OnceLock<AbortHandle>,
+    keeper: Mutex<Option<JoinHandle<()>>>,
     tunnels: Arc<Tunnels>,
 }
 
@@ -171,22 +171,28 @@ impl TcpPort {
             local,
             expected: Mutex::default(),
             workers: OnceLock::new(),
-            keeper: OnceLock::new(),
+            keeper: Mutex::default(),
             tunnels,
         });
         if let Ok(listener) = listener {
-            let keeper = tokio::spawn(port.clone().keep(listener)).abort_handle();
-            port.keeper.get_or_init(|| keeper);
+            *port.keeper() = Some(tokio::spawn(port.clone().keep(listener)));
         }
         Ok(port)
     }
 
-    /// Listens no more: nobody else is to come. Others may want the port, as torch does that of
-    /// rank 0. Connections stay.
-    pub(crate) fn close(&self) {
-        if let Some(keeper) = self.keeper.get() {
+    /// Listens no more, from the moment that this has ended: nobody else is to come. Others may
+    /// want the port, as torch does that of rank 0. Connections stay.
+    pub(crate) async fn close(&self) {
+        let keeper = self.keeper().take();
+        if let Some(keeper) = keeper {
             keeper.abort();
+            // The socket is closed by the task's end, not by the wish for it.
+            let _cancelled = keeper.await;
         }
+    }
+
+    fn keeper(&self) -> MutexGuard<'_, Option<JoinHandle<()>>> {
+        self.keeper.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The number of the port that this process can be connected to at, or why there is none.

@@ -10,7 +10,8 @@ Three levels, each useful alone:
 
 3. Between sites, for FSDP2: `farwire.torch.fsdp_hook(model, comm, "topk:0.01")`.
 
-Tensors on a GPU are staged through pinned host memory.
+Gradients on a GPU are compressed there; those that travel as they are, are staged through pinned
+host memory.
 """
 
 from ._hook import State, hook

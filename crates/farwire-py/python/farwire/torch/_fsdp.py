@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from .. import _native
 from .._comm import Communicator
-from ._hook import Gradients, Rules
+from ._hook import Gradients, Rules, layout_of
 
 
 def fsdp_hook(
@@ -68,7 +67,7 @@ class Between(Gradients):
             if layout is None:
                 # As a matrix of one row, so that it is not taken for a bias.
                 parts = [(name, 0, flat.numel(), (1, flat.numel()))]
-                layout = self._layouts[name, flat.numel()] = _native.Parts(parts)
+                layout = self._layouts[name, flat.numel()] = layout_of(parts)
             self._start(flat, layout, name)
             self._wait()
 

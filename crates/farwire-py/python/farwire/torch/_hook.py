@@ -8,6 +8,7 @@ waited for: then all have ended, and what went wrong with any of them is raised 
 """
 
 import gc
+import warnings
 from typing import Any, Iterable, Mapping, Union
 
 import torch
@@ -16,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from .. import _native
 from .._comm import Communicator
 from .._errors import CallError
-from .._views import view
+from .._views import tensor_dtype, view
+from ._nvrtc import load_nvrtc
 
 #: Codecs by a pattern of parameter names, asked in order.
 Rules = Union[Mapping[str, str], Iterable[tuple[str, str]], None]
@@ -41,6 +43,8 @@ class Gradients:
         self._layouts = {}
         self._staging = {}
         self._running = []
+        self._staged_bytes = 0
+        self._codes_on_card = True
 
     @property
     def step(self) -> int:
@@ -66,7 +70,7 @@ class Gradients:
 
     def _begin(self):
         """Begins a step. One before it that was broken off is taken back."""
-        for operation, *_ in self._running:
+        for operation, _ in self._running:
             try:
                 operation.wait()
             except RuntimeError:
@@ -76,36 +80,101 @@ class Gradients:
 
     def _start(self, buffer, layout, key, unused=False):
         """Starts to replace a flat tensor by its mean over all ranks."""
-        host = buffer if buffer.device.type == "cpu" else self._staged(buffer, key)
+        if buffer.device.type == "cuda" and self._codes_on_card:
+            started = self._start_on_card(buffer, layout, key, unused)
+            if started is not None:
+                self._running.append(started)
+                return
+        host = buffer
+        if buffer.device.type != "cpu":
+            host = self._staged(buffer, key)
+            torch.cuda.current_stream(buffer.device).synchronize()
         operation = self._native.bucket(
-            self.comm._comm, view(host), layout, buffer, unused=unused
+            self.comm._comm, view(host), layout[0], buffer, unused=unused
         )
-        self._running.append((operation, buffer, host))
+        finish = None if host is buffer else lambda: buffer.copy_(host, non_blocking=True)
+        self._running.append((operation, finish))
 
-    def _staged(self, buffer, key):
-        """A copy of a tensor in pinned host memory, which serves every step."""
+    def _start_on_card(self, buffer, layout, key, unused):
+        """The same where the tensor is, on a GPU; or None, if it has to be staged.
+
+        What goes through a codec is coded on the card, after the work that its stream has now, and
+        only messages leave the card. What travels as it is is staged.
+        """
+        layout, places = layout
+        dtype = tensor_dtype(buffer)
+        dense = [
+            place for place, is_dense in zip(places, self._native.dense(layout, dtype)) if is_dense
+        ]
+        if len(dense) == len(places):
+            return None
+        load_nvrtc()
+        used = None
+        if unused:
+            used = torch.stack([buffer[a : a + n].any() for a, n in places]).tolist()
+        host = None
+        stream = torch.cuda.current_stream(buffer.device)
+        if dense:
+            host = self._staged(torch.cat([buffer[a : a + n] for a, n in dense]), key)
+            stream.synchronize()
+        card = (
+            buffer.data_ptr(), buffer.numel(), dtype, buffer.device.index, stream.cuda_stream,
+            buffer,
+        )  # fmt: skip
+        started = self._native.bucket_on_card(
+            self.comm._comm, card, None if host is None else view(host), layout, buffer, used=used
+        )
+        if isinstance(started, str):
+            self._codes_on_card = False
+            warnings.warn(f"gradients on the GPU are coded on the CPU: {started}", stacklevel=2)
+            return None
+        operation, outcome = started
+
+        def finish():
+            at = 0
+            for start, elements in dense:
+                mean = host[at : at + elements]
+                buffer[start : start + elements].copy_(mean, non_blocking=True)
+                at += elements
+            for start, elements in outcome.missing():
+                buffer[start : start + elements].fill_(float("nan"))
+            for start, elements in outcome.unused():
+                buffer[start : start + elements].zero_()
+            # A sum that is owed and sent in one step may be too large for this type alone.
+            if buffer.dtype == torch.float16 and not buffer.isfinite().all():
+                self._native.spoil()
+
+        return operation, finish
+
+    def _staged(self, tensor, key):
+        """Pinned host memory, which serves every step, to which a tensor is being copied."""
         host = self._staging.get(key)
-        if host is None or host.numel() != buffer.numel() or host.dtype != buffer.dtype:
-            host = torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=True)
+        if host is None or host.numel() != tensor.numel() or host.dtype != tensor.dtype:
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
             self._staging[key] = host
-        host.copy_(buffer, non_blocking=True)
-        torch.cuda.current_stream(buffer.device).synchronize()
-        return host
+        self._staged_bytes += tensor.nbytes
+        return host.copy_(tensor, non_blocking=True)
 
     def _wait(self):
         """Waits for all that was started, and raises the first thing that went wrong."""
         failed = None
-        for operation, buffer, host in self._running:
+        for operation, finish in self._running:
             try:
                 operation.wait()
             except RuntimeError as error:
                 failed = failed or error
             else:
-                if host is not buffer:
-                    buffer.copy_(host, non_blocking=True)
+                if finish is not None:
+                    finish()
         self._running.clear()
         if failed is not None:
             raise failed
+
+    @property
+    def bus_bytes(self) -> tuple[int, int]:
+        """Bytes of gradients that have crossed a GPU's bus: to the host, and back."""
+        to_host, to_card = self._native.bus()
+        return to_host + self._staged_bytes, to_card + self._staged_bytes
 
     def __getstate__(self):
         raise TypeError("a hook's state belongs to its process; save its state_dict() instead")
@@ -181,7 +250,7 @@ class State(Gradients):
                 name, elements = self._names[id(parameter)], parameter.numel()
                 parts.append((name, start, elements, parameter.shape))
                 start += elements
-            layout = self._layouts[key] = _native.Parts(parts)
+            layout = self._layouts[key] = layout_of(parts)
         return layout
 
     def _learn_names(self, parameters):
@@ -202,6 +271,12 @@ class State(Gradients):
             "the module that these gradients are of was not found; "
             "give it as State(model=…): the DistributedDataParallel module itself"
         )
+
+
+def layout_of(parts):
+    """A bucket's layout, of (name, first element, elements, shape) for each parameter; and the
+    places alone."""
+    return _native.Parts(parts), [(start, elements) for _, start, elements, _ in parts]
 
 
 def hook(state, bucket):
