@@ -331,8 +331,7 @@ impl Driver {
         }
         let epoch = view.epoch().0;
         tracing::info!(epoch, members = view.members().len(), "the group has changed");
-        let before = CommId::of_epoch(Epoch(epoch.saturating_sub(1)));
-        self.machine.retire(before);
+        self.machine.retire_all();
         if let Some(older) = epoch.checked_sub(2) {
             self.machine.close(CommId::of_epoch(Epoch(older)));
         }
