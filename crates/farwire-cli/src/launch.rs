@@ -32,6 +32,8 @@ const TOLD_BY_INT: i32 = 128 + 2;
 const TOLD_BY_TERM: i32 = 128 + 15;
 /// How one ends that was told to leave, and has, while the others go on.
 pub(crate) const LEFT: u8 = 128 + 10;
+/// How one ends whose job cannot go on, whoever joins: too much of it is lost.
+pub(crate) const GIVEN_UP: u8 = 75;
 /// How long they have to end once they were asked to.
 pub(crate) const GRACE: Duration = Duration::from_secs(5);
 /// How long a rank's output is read after its end.
@@ -397,7 +399,8 @@ impl Job {
             let died = status.exit_status() != Some(0);
             // A rank that was told to stop tells the others.
             let told = matches!(status.exit_status(), Some(TOLD_BY_INT | TOLD_BY_TERM));
-            if !died || told {
+            let is_lost = status.exit_status() == Some(GIVEN_UP.into());
+            if !died || told || is_lost {
                 restarts = 0; // the job comes to its end, and lets nobody in any more
                 is_ending = true;
             }
