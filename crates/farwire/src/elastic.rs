@@ -1,5 +1,7 @@
 //! Steps that outlive the ranks that make them.
 
+use std::time::{Duration, Instant};
+
 use crate::comm::Communicator;
 use crate::error::Error;
 use crate::sync::StateSync;
@@ -115,6 +117,8 @@ pub struct Change {
     pub received: Vec<usize>,
     /// The ranks that had drifted: the same revision with other bits.
     pub differed: Vec<usize>,
+    /// How long it took to give all ranks the same state, once the group had changed.
+    pub synchronizing: Duration,
 }
 
 impl Elastic {
@@ -203,12 +207,14 @@ impl Elastic {
             self.replace(next);
         }
         let ranks = self.comm.size();
+        let begun = Instant::now();
         let sync = state.synchronize(&self.comm)?;
         state.regroup(&self.comm)?;
         self.in_sync = true;
         if let Some(change) = self.changes.last_mut().filter(|change| change.ranks.1 == ranks) {
             change.revision = sync.revision;
             (change.received, change.differed) = (sync.receivers, sync.differed);
+            change.synchronizing = begun.elapsed();
         }
         Ok(())
     }
@@ -220,6 +226,7 @@ impl Elastic {
             ranks: (self.comm.size(), next.size()),
             received: Vec::new(),
             differed: Vec::new(),
+            synchronizing: Duration::ZERO,
         });
         self.comm = next;
         self.in_sync = false;
