@@ -21,6 +21,10 @@
 
 #![forbid(unsafe_code)]
 
+// For the library of one page that unit tests and others share.
+#[cfg(test)]
+extern crate self as farwire_train;
+
 mod adamw;
 mod carry;
 mod checkpoint;

@@ -394,6 +394,15 @@ impl Trainer {
         Ok(report)
     }
 
+    /// A step of which this rank misses the end: whether it counts is agreed on, and not heard here.
+    #[cfg(test)]
+    pub(crate) fn step_without_end(&mut self) -> Result<(), TrainError> {
+        let (flow, _) = self.gradients()?;
+        let norm = self.norm()?;
+        self.open = Some(norm);
+        self.agree(&flow, norm, false, 0).map(drop)
+    }
+
     /// Everyone learns the loss, the bytes, whether to go on, and whether all is finite: in one
     /// collective, before any weight moves.
     fn agree(
