@@ -38,7 +38,7 @@ pub(super) fn run(
                 None => "but there is none, since --checkpoint was not given".to_owned(),
             };
             // Nobody needs to be started in its place: there is nothing to join.
-            say_error(&TrainCommandError::NoReplica { source, checkpoint });
+            say_error(&TrainCommandError::NoReplica { source: Box::new(source), checkpoint });
             Ok(ExitCode::from(GIVEN_UP))
         }
         ended => ended,
@@ -243,8 +243,8 @@ impl Waits {
         let (needed, waiting) = (args.tp * args.pp, trainer.waiting());
         let (limit, step) = (units::show_time(args.wait), self.step + 1);
         format!(
-            "this rank has no part in step {step}: a replica is {needed} ranks (tp × pp), and only \
-             {waiting} are left over; it waits up to {limit} for others to join"
+            "this rank has no part in step {step}: a replica is {needed} ranks (tp × pp), and the \
+             number of ranks left over is {waiting}; it waits up to {limit} for others to join"
         )
     }
 
@@ -262,7 +262,7 @@ impl Waits {
 /// A change of the group in a sentence.
 fn describe(change: &Change, trainer: &Trainer) -> String {
     let lost = trainer.lost_residual();
-    let Change { revision, epoch, ranks: (before, now), received, differed } = change;
+    let Change { revision, epoch, ranks: (before, now), received, differed, .. } = change;
     let mut text = format!("after step {revision}: {before} → {now} ranks (epoch {epoch})");
     let Settings { dp, tp, pp, .. } = trainer.settings();
     if tp * pp > 1 {

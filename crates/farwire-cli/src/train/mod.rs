@@ -214,7 +214,7 @@ pub(crate) enum TrainCommandError {
     )]
     ElasticCodec,
     #[error("{source}: {checkpoint}")]
-    NoReplica { source: TrainError, checkpoint: String },
+    NoReplica { source: Box<TrainError>, checkpoint: String },
     #[error("could not read {path}: {source}")]
     Data { path: PathBuf, source: std::io::Error },
     #[error("{path} is {what}, not a regular file; copy its content to a file first")]

@@ -167,6 +167,7 @@ impl View {
                 "ranks": change.ranks.1,
                 "replicas": trainer.settings().dp,
                 "waiting": trainer.waiting(),
+                "synchronizing": change.synchronizing.as_secs_f64(),
                 "text": what,
             });
             return writeln!(std::io::stdout(), "{line}");
