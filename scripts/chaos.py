@@ -68,7 +68,7 @@ class Job:
         command = [options.farwire, "launch", "--elastic", f"-n{self.size}", "--restarts=1000000", "--", options.farwire]
         self.launcher = subprocess.Popen(
             command + train.split(), cwd=folder, env=environment,
-            stdout=subprocess.PIPE, stderr=options.log, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         self.watch()
 
@@ -76,7 +76,17 @@ class Job:
         self.guests = []  # processes that join and are not the launcher's
         self.changed = threading.Condition()
         self.epoch, self.now, self.steps, self.changes, self.summary = 0, self.size, 0, [], None
+        self.noticed = []  # when ranks found that another is lost
         threading.Thread(target=self.listen, args=[self.launcher.stdout], daemon=True).start()
+        threading.Thread(target=self.overhear, args=[self.launcher.stderr], daemon=True).start()
+
+    def overhear(self, output):
+        """What ranks say of their trouble, which also goes to the log."""
+        for line in output:
+            if "a rank is lost" in line:
+                self.noticed.append(time.monotonic())
+            self.options.log.write(line)
+            self.options.log.flush()
 
     def listen(self, output):
         for line in output:
@@ -185,7 +195,7 @@ class Laboratory(Job):
         command += ["--", "sh", "-c", HOST, "sh", options.farwire, *train.replace(" --elastic", "").split()]
         self.began = time.monotonic()
         self.launcher = subprocess.Popen(
-            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=options.log, text=True
+            command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         self.watch()
 
@@ -297,7 +307,16 @@ class Chaos:
             job.left(victims[0])
         # One that was stopped and goes on ends only when it finds out that it was given up.
         job.is_whole()
-        self.faults.append({"kind": kind, "link": link, "change": at - began, "whole": time.monotonic() - began})
+        fault = {"kind": kind, "link": link, "change": at - began, "whole": time.monotonic() - began}
+        detected = [when for when in job.noticed if when >= began]
+        if detected and TAKES_A_RANK[kind]:
+            fault["detect"] = detected[0] - began
+        with job.changed:
+            joins = [change["synchronizing"] for _, change in job.changes if change["ranks"] > change["before"]]
+            if joins:
+                fault["join"] = max(joins)
+        self.faults.append(fault)
+        del job.noticed[:]
         with job.changed:
             for _, change in job.changes:
                 if "drifted" in change["text"]:
@@ -410,16 +429,18 @@ def main():
                 verdict = f"seed {options.seed}, {link}, after {len(chaos.faults)} faults: {violation}"
                 break
     print(f"{len(chaos.faults)} faults in {(time.monotonic() - begun) / 60:.1f} minutes, seed {options.seed}")
-    print("| link | fault | count | until the group has changed: p50, p99, max | until it is whole again: p50, max |")
-    print("|---|---|---|---|---|")
+    print("| link | fault | count | until a rank notices: p50, p99, max | until the group has changed | until it is whole again | of that, giving one that joined the state |")
+    print("|---|---|---|---|---|---|---|")
     for link in links:
         for kind in TAKES_A_RANK:
             those = [fault for fault in chaos.faults if (fault["link"], fault["kind"]) == (link, kind)]
             if those:
-                change, whole = ([fault[name] for fault in those] for name in ("change", "whole"))
-                first = ", ".join(f"{x:.2f}" for x in (statistics.median(change), quantile(change, 0.99), max(change)))
-                second = f"{statistics.median(whole):.2f}, {max(whole):.2f}"
-                print(f"| {link} | {kind} | {len(those)} | {first} | {second} |")
+                columns = []
+                for name in ("detect", "change", "whole", "join"):
+                    times = [fault[name] for fault in those if name in fault]
+                    shown = (statistics.median(times), quantile(times, 0.99), max(times)) if times else ()
+                    columns.append(", ".join(f"{x:.3f}" for x in shown) or "-")
+                print(f"| {link} | {kind} | {len(those)} | {' | '.join(columns)} |")
     if options.json:
         with open(options.json, "w") as file:
             json.dump({"seed": options.seed, "faults": chaos.faults, "violation": verdict}, file, indent=1)

@@ -5,6 +5,7 @@ mod errors;
 use std::collections::{BTreeSet, VecDeque};
 use std::ffi::OsString;
 use std::io;
+use std::net::{Ipv4Addr, Ipv6Addr, UdpSocket};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -32,6 +33,8 @@ const TOLD_BY_INT: i32 = 128 + 2;
 const TOLD_BY_TERM: i32 = 128 + 15;
 /// How one ends that was told to leave, and has, while the others go on.
 pub(crate) const LEFT: u8 = 128 + 10;
+/// How one ends whose job cannot go on, whoever joins: too much of it is lost.
+pub(crate) const GIVEN_UP: u8 = 75;
 /// How long they have to end once they were asked to.
 pub(crate) const GRACE: Duration = Duration::from_secs(5);
 /// How long a rank's output is read after its end.
@@ -85,7 +88,11 @@ pub(crate) struct Args {
     /// With fewer ranks than this on this machine, and none left to start, the job ends.
     #[arg(long, default_value = "1", requires = "elastic")]
     min: u32,
-    /// How many ranks are started in place of others, in all. On several machines none are.
+    /// With so many ranks on all machines, nobody else is let in (FARWIRE_MAX_RANKS). If not given,
+    /// as many as want to.
+    #[arg(long, value_name = "RANKS", requires = "elastic")]
+    max: Option<u32>,
+    /// How many ranks are started in place of others, in all, on this machine.
     #[arg(long, default_value = "16", requires = "elastic")]
     restarts: u32,
     /// The command and its arguments.
@@ -105,6 +112,12 @@ pub(crate) enum LaunchError {
          run `export FARWIRE_TOKEN=$(farwire token)` on one and copy the value to the others"
     )]
     NoToken(u32),
+    #[error("--max {max} is less than the {world} ranks to start with; start fewer, or allow more")]
+    Max { max: u32, world: u32 },
+    #[error(
+        "--min {min} is more than the {ranks} ranks of this machine; the job would end at once"
+    )]
+    Min { min: u32, ranks: u32 },
     #[error("could not start {command:?}: {source}")]
     Start { command: OsString, source: io::Error },
     #[error("{what}: {source}")]
@@ -184,6 +197,13 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, LaunchError> {
     if node_rank >= nnodes {
         return Err(LaunchError::NodeRank { node_rank, nnodes });
     }
+    let world = ranks.saturating_mul(nnodes);
+    if let Some(max) = args.max.filter(|max| *max < world) {
+        return Err(LaunchError::Max { max, world });
+    }
+    if args.min > ranks {
+        return Err(LaunchError::Min { min: args.min, ranks });
+    }
     let has_token = std::env::var_os("FARWIRE_TOKEN").is_some()
         || std::env::var_os("FARWIRE_TOKEN_FILE").is_some();
     if nnodes > 1 && !has_token {
@@ -200,11 +220,11 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, LaunchError> {
         command: args.command.clone(),
         ranks,
         first_rank: node_rank.saturating_mul(ranks),
-        world: ranks.saturating_mul(nnodes),
+        world,
         master,
         name,
         token: (!has_token).then(Token::generate),
-        variables: Vec::new(),
+        variables: args.max.map(|max| ("FARWIRE_MAX_RANKS", max.to_string())).into_iter().collect(),
         output: JobOutput::Marked,
         grace: GRACE,
         namespaces: Vec::new(),
@@ -304,8 +324,8 @@ impl Job {
         let (mut children, mut pids, mut said) = (Vec::new(), Vec::new(), Errors::default());
         let mut ports = Vec::new();
         // Starts a rank, which may join those that live.
-        let launch = |rank: u32, port: &OwnPort, join: Vec<u16>| {
-            let local_rank = rank - self.first_rank;
+        let launch = |rank: u32, port: &OwnPort, join: Option<Vec<u16>>| {
+            let local_rank = self.index_of(rank).unwrap_or(0) as u32;
             let place = RankPlace { rank, local_rank, port, join };
             let (mut child, error) = self.start(&place, records.as_deref()).map_err(|source| {
                 LaunchError::Start { command: self.command[0].clone(), source }
@@ -338,7 +358,7 @@ impl Job {
         };
         for rank in self.first_rank..self.first_rank + self.ranks {
             let started =
-                self.port_of(rank).and_then(|port| Ok((launch(rank, &port, Vec::new())?, port)));
+                self.port_of(rank).and_then(|port| Ok((launch(rank, &port, None)?, port)));
             let ((pid, child, error, end), port) = match started {
                 Ok(started) => started,
                 Err(error) => {
@@ -397,13 +417,15 @@ impl Job {
             let died = status.exit_status() != Some(0);
             // A rank that was told to stop tells the others.
             let told = matches!(status.exit_status(), Some(TOLD_BY_INT | TOLD_BY_TERM));
-            if !died || told {
+            let is_lost = status.exit_status() == Some(GIVEN_UP.into());
+            if !died || told || is_lost {
                 restarts = 0; // the job comes to its end, and lets nobody in any more
                 is_ending = true;
             }
-            let goes_on = died && !told && !asked_to_end;
+            let goes_on = died && !told && !is_lost && !asked_to_end;
+            // Where none of this machine's ranks lives, others may, and rank 0 knows them.
             if let Some(ElasticJob { min, .. }) = self.elastic.filter(|_| goes_on)
-                && !alive.is_empty()
+                && (!alive.is_empty() || self.is_on_several())
             {
                 let how = status.terminating_signal().map_or_else(
                     || format!("exit status {}", status.exit_status().unwrap_or(-1)),
@@ -412,12 +434,12 @@ impl Job {
                 eprintln!("farwire: rank {rank} has ended ({how}); {} on", go(alive.len()));
                 if restarts > 0 {
                     restarts -= 1;
-                    let new = self.first_rank + pids.len() as u32;
+                    let new = self.number_at(pids.len());
                     // Some of these may be dead as well, which is not known yet.
-                    let there = alive.iter().map(|rank| (rank - self.first_rank) as usize);
+                    let there = alive.iter().filter_map(|rank| self.index_of(*rank));
                     let there = there.filter_map(|index| self.number_of(&ports[index])).collect();
-                    let started =
-                        OwnPort::held().and_then(|port| Ok((launch(new, &port, there)?, port)));
+                    let started = OwnPort::held()
+                        .and_then(|port| Ok((launch(new, &port, Some(there))?, port)));
                     match started {
                         Ok(((pid, child, error, end), port)) => {
                             pids.push(pid);
@@ -436,7 +458,7 @@ impl Job {
                 }
             }
             // One that was to take the place of another may come too late, and say so.
-            let came_late = is_ending && !told && rank >= self.first_rank + self.ranks;
+            let came_late = is_ending && !told && self.index_of(rank) >= Some(self.ranks as usize);
             if died && !came_late {
                 failed.push((rank, last));
                 next = next.or(Some((Instant::now() + FIND_OUT, Signal::TERM)));
@@ -447,7 +469,7 @@ impl Job {
             statuses.push(child.wait().await.map_err(system("could not wait for a rank"))?);
         }
         let Some((rank, last)) = failed.first() else { return Ok(ExitCode::SUCCESS) };
-        let status_of = |rank: &u32| statuses.get(rank.checked_sub(self.first_rank)? as usize);
+        let status_of = |rank: &u32| statuses.get(self.index_of(*rank)?);
         let status = *status_of(rank).expect("it is one of those that were started");
         said.show(self.ranks);
         let was_told = |rank: &u32| {
@@ -519,11 +541,49 @@ impl Job {
         }
     }
 
-    /// How many ranks may be started in place of others. On several machines none: this launcher
-    /// does not know by which address the others reach this machine.
+    /// How many ranks may be started in place of others.
     fn restarts(&self) -> u32 {
-        let elastic = self.elastic.filter(|_| self.ranks == self.world);
-        elastic.map_or(0, |elastic| elastic.restarts)
+        self.elastic.map_or(0, |elastic| elastic.restarts)
+    }
+
+    /// Whether other machines run ranks of this job, too.
+    fn is_on_several(&self) -> bool {
+        self.world > self.ranks
+    }
+
+    /// The number by which a rank of this machine is known, of all that were ever started here: no
+    /// other launcher of the job gives it to one of its own.
+    fn number_at(&self, index: usize) -> u32 {
+        let (index, nodes) = (index as u32, self.world / self.ranks);
+        match index.checked_sub(self.ranks) {
+            None => self.first_rank + index,
+            Some(later) => self.world + later * nodes + self.first_rank / self.ranks,
+        }
+    }
+
+    /// Which of all that were ever started here has a number; none if another launcher's has.
+    fn index_of(&self, number: u32) -> Option<usize> {
+        let index = match number.checked_sub(self.world) {
+            None => number.checked_sub(self.first_rank)?,
+            Some(later) => self.ranks + later / (self.world / self.ranks),
+        };
+        (self.number_at(index as usize) == number).then_some(index as usize)
+    }
+
+    /// By which addresses a rank that is started later finds the job: those of this machine's ranks,
+    /// and that of rank 0.
+    fn addresses(&self, ports: &[u16]) -> Vec<String> {
+        let (host, master) = match &self.master {
+            Master::Held(_) => (Ipv4Addr::LOCALHOST.to_string(), None),
+            Master::Given(host, port) if self.first_rank == 0 => {
+                (host.clone(), Some((host, *port)))
+            }
+            Master::Given(host, port) => (own_address(host, *port), Some((host, *port))),
+        };
+        let mut all: Vec<_> = ports.iter().map(|port| address(&host, *port)).collect();
+        let master = master.map(|(host, port)| address(host, port));
+        all.extend(master.filter(|master| !all.contains(master)));
+        all
     }
 
     /// The ranks that have been stopped by a signal and not ended.
@@ -533,7 +593,7 @@ impl Job {
             // The name of the program, in parentheses, may hold anything.
             about.rsplit_once(") ").is_some_and(|(_, state)| state.starts_with(['T', 't']))
         };
-        let ranks = (self.first_rank..).zip(pids);
+        let ranks = pids.iter().enumerate().map(|(index, pid)| (self.number_at(index), pid));
         ranks.filter(|(_, pid)| is_stopped(pid)).map(|(rank, _)| rank).collect()
     }
 
@@ -552,7 +612,6 @@ impl Job {
             Master::Given(host, port) => (&host[..], *port, None),
             Master::Held(held) => ("127.0.0.1", held.port(), Some(held.variable())),
         };
-        let there: Vec<_> = join.iter().map(|port| address(host, *port)).collect();
         // By way of this program, which ties it to the launcher's life: see `become_rank`.
         let stdio =
             || if self.output == JobOutput::Theirs { Stdio::inherit() } else { Stdio::piped() };
@@ -580,7 +639,7 @@ impl Job {
             .envs(self.elastic.map(|_| ("FARWIRE_ELASTIC", "1")))
             .envs(own_port.map(|held| ("FARWIRE_PORT", held.port().to_string())))
             .envs(own_port.map(HeldPort::variable))
-            .envs((!join.is_empty()).then(|| ("FARWIRE_JOIN", there.join(","))))
+            .envs(join.as_ref().map(|ports| ("FARWIRE_JOIN", self.addresses(ports).join(","))))
             .stdout(stdio())
             .stderr(stdio())
             // A group of its own, so that signals reach what it starts, too.
@@ -607,8 +666,21 @@ struct RankPlace<'a> {
     rank: u32,
     local_rank: u32,
     port: &'a OwnPort,
-    /// The ports of those that it is to join.
-    join: Vec<u16>,
+    /// The ports of those that it is to join; none if it is there from the start.
+    join: Option<Vec<u16>>,
+}
+
+/// The address by which others reach this machine: that of its way to `host`, to which nothing is
+/// sent.
+fn own_address(host: &str, port: u16) -> String {
+    let way = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))
+        .and_then(|socket| socket.connect((host, port)).map(|()| socket))
+        .or_else(|_| {
+            let socket = UdpSocket::bind((Ipv6Addr::UNSPECIFIED, 0))?;
+            socket.connect((host, port)).map(|()| socket)
+        })
+        .and_then(|socket| socket.local_addr());
+    way.map_or_else(|_| Ipv4Addr::LOCALHOST.to_string(), |way| way.ip().to_string())
 }
 
 /// A host and a port as one reads them.

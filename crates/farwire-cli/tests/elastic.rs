@@ -16,7 +16,7 @@ use serde_json::Value;
 
 /// A run of small steps that goes on until it is told to stop.
 const TRAIN: &str = "train --layers 2 --heads 2 --width 16 --context 16 --batch 12 --codec int8 \
-                     --steps 1000000 --json";
+                     --json --steps 1000000";
 
 fn kill(pid: u32, signal: Signal) {
     kill_process(Pid::from_raw(pid as i32).unwrap(), signal).unwrap();
@@ -45,14 +45,29 @@ struct Job {
 
 impl Job {
     fn start(folder: &Path, link: &str, restarts: &str, more: &[&str]) -> Self {
+        let more = [&TRAIN.split_whitespace().collect::<Vec<_>>(), more].concat();
+        Self::launch(folder, link, &["-n", "3", "--restarts", restarts], &more)
+    }
+
+    fn launch(folder: &Path, link: &str, launch: &[&str], train: &[&str]) -> Self {
+        Self::launch_with(folder, &[("FARWIRE_LINK", link)], launch, train)
+    }
+
+    fn launch_with(
+        folder: &Path,
+        variables: &[(&str, &str)],
+        launch: &[&str],
+        train: &[&str],
+    ) -> Self {
         let farwire = env!("CARGO_BIN_EXE_farwire");
         let mut launcher = Command::new(farwire)
-            .args(["launch", "--elastic", "-n", "3", "--restarts", restarts, "--", farwire])
-            .args(TRAIN.split_whitespace())
+            .args(["launch", "--elastic"])
+            .args(launch)
+            .args(["--", farwire])
+            .args(train)
             .arg("--elastic")
-            .args(more)
             .current_dir(folder)
-            .env("FARWIRE_LINK", link)
+            .envs(variables.iter().copied())
             .env("FARWIRE_FLIGHT_DIR", "")
             .stdout(Stdio::piped())
             .spawn()
@@ -76,7 +91,7 @@ impl Job {
 
     /// Until the group has changed to so many ranks. A change is told again if who told it was lost
     /// before the next in line had ended its step.
-    fn changed_to(&mut self, ranks: u64) {
+    fn changed_to(&mut self, ranks: u64) -> Value {
         let change = loop {
             let change = self.next("change");
             if change["epoch"].as_u64().unwrap() > self.epoch {
@@ -86,6 +101,21 @@ impl Job {
         self.epoch = change["epoch"].as_u64().unwrap();
         assert_eq!(change["ranks"].as_u64(), Some(ranks), "{change}");
         self.next("step");
+        change
+    }
+
+    /// The process started as this rank is killed.
+    fn kill(&self, rank: u32) {
+        kill(self.rank(rank).0, Signal::KILL);
+    }
+
+    /// Is told to stop, and ends with replicas that have the same bits.
+    fn end_alike(mut self) {
+        kill(self.launcher.id(), Signal::TERM);
+        let summary = self.next("summary");
+        let last = summary["changes"].as_array().unwrap().last().unwrap();
+        assert_eq!(last, "at the end, all replicas have the same bits", "{summary}");
+        assert_eq!(self.launcher.wait().unwrap().code(), Some(128 + 15), "it was told to stop");
     }
 
     /// The process that was started as a rank, and its environment.
@@ -201,4 +231,183 @@ fn a_run_whose_ranks_are_all_lost_goes_on_from_its_checkpoint() {
     assert_eq!(job.launcher.wait().unwrap().code(), Some(128 + 15));
     assert!(newest().unwrap() > after, "and one was written at the end");
     std::fs::remove_dir_all(&folder).unwrap();
+}
+
+/// A folder for a test, which is removed when it has succeeded.
+fn with_folder(name: &str, test: impl FnOnce(&Path)) {
+    let folder = std::env::temp_dir().join(format!("farwire-{name}-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    test(&folder);
+    std::fs::remove_dir_all(&folder).unwrap();
+}
+
+/// Two replicas of two ranks each: with layers in common, and with stages.
+const LAYOUTS: [&[&str]; 2] = [&["--tp", "2"], &["--pp", "2", "--micro-batches", "2"]];
+
+/// A rank is killed, be it rank 0: the other replica finishes the run, and ends with the loss of a
+/// run that was not disturbed.
+#[test]
+fn the_other_replica_finishes_a_run_that_has_lost_a_rank() {
+    let short = TRAIN.replace("--steps 1000000", "--steps 150");
+    let train: Vec<_> = short.split_whitespace().collect();
+    with_folder("replica", |folder| {
+        for layout in LAYOUTS {
+            let train = [&train[..], layout].concat();
+            let run = |victim: Option<u32>| {
+                let mut job = Job::launch(folder, "shm", &["-n", "4", "--restarts", "0"], &train);
+                (0..10).for_each(|_| drop(job.next("step")));
+                if let Some(victim) = victim {
+                    job.kill(victim);
+                    let change = job.changed_to(3);
+                    assert_eq!((&change["replicas"], &change["waiting"]), (&1.into(), &1.into()));
+                }
+                let summary = job.next("summary");
+                let last = summary["changes"].as_array().unwrap().last().unwrap();
+                assert_eq!(last, "at the end, all replicas have the same bits", "{summary}");
+                assert!(job.launcher.wait().unwrap().success());
+                summary["final_loss"].as_f64().unwrap()
+            };
+            let whole = run(None);
+            for victim in [0, 3] {
+                let left = run(Some(victim));
+                println!("{layout:?} without {victim}: loss {left:.4}, undisturbed {whole:.4}");
+                assert!((left / whole - 1.0).abs() < 0.04, "{layout:?}: {left} and {whole}");
+            }
+        }
+    });
+}
+
+/// The launcher starts another in place of the rank that was killed: with the one that waits it
+/// makes a whole replica. Two ranks of different replicas are killed at once; what is left of them
+/// is a whole one.
+#[test]
+fn a_broken_replica_is_whole_again_when_another_joins() {
+    let train: Vec<_> = TRAIN.split_whitespace().collect();
+    with_folder("whole", |folder| {
+        for layout in LAYOUTS {
+            let train = [&train[..], layout].concat();
+            let mut job = Job::launch(folder, "shm", &["-n", "4", "--restarts", "3"], &train);
+            job.next("step");
+            job.kill(1);
+            job.changed_to(3);
+            let change = job.changed_to(4);
+            assert_eq!((&change["replicas"], &change["waiting"]), (&2.into(), &0.into()));
+            // By now ranks 2 and 3 are a replica, and 0 and the new one are the other.
+            for rank in [0, 3] {
+                job.kill(rank);
+            }
+            while job.next("change")["ranks"] != 4 {}
+            job.next("step");
+            job.end_alike();
+        }
+    });
+}
+
+/// One that nobody joins leaves when it has waited long enough, and says how to come back. Two that
+/// are started by hand do, as a whole replica.
+#[test]
+fn a_rank_without_a_replica_leaves_and_others_join_as_a_whole_one() {
+    let train: Vec<_> = TRAIN.split_whitespace().collect();
+    with_folder("leaves", |folder| {
+        let train = [&train[..], LAYOUTS[0]].concat();
+        let impatient = [&train[..], &["--wait", "100ms"]].concat();
+        let mut job = Job::launch(folder, "shm", &["-n", "4", "--restarts", "0"], &impatient);
+        job.next("step");
+        job.kill(3);
+        job.changed_to(3);
+        job.changed_to(2);
+        let (_, variables) = job.rank(0);
+        let address = format!("127.0.0.1:{}", variables["MASTER_PORT"]);
+        let train = [&train[..], &["--join", &address]].concat();
+        let mut joiners = [(); 2].map(|()| {
+            Command::new(env!("CARGO_BIN_EXE_farwire"))
+                .args(&train)
+                .current_dir(folder)
+                .envs(["FARWIRE_TOKEN", "FARWIRE_JOB"].map(|name| (name, &variables[name])))
+                .envs([("FARWIRE_LINK", "shm"), ("FARWIRE_FLIGHT_DIR", "")])
+                .stdout(Stdio::null())
+                .spawn()
+                .unwrap()
+        });
+        let _limits = joiners.each_ref().map(limit);
+        let change = job.changed_to(3);
+        assert_eq!((&change["replicas"], &change["waiting"]), (&1.into(), &1.into()), "{change}");
+        let change = job.changed_to(4);
+        assert_eq!((&change["replicas"], &change["waiting"]), (&2.into(), &0.into()), "{change}");
+        job.end_alike();
+        for joiner in &mut joiners {
+            assert_eq!(joiner.wait().unwrap().code(), Some(128 + 15));
+        }
+    });
+}
+
+/// Both ranks that had a share of the model are killed: the others end, say where to go on from,
+/// and nobody is started in their place.
+#[test]
+fn a_run_without_a_whole_replica_ends_and_names_its_checkpoint() {
+    let train: Vec<_> = TRAIN.split_whitespace().collect();
+    with_folder("broken", |folder| {
+        let keep = ["--checkpoint", "kept", "--checkpoint-every", "2"];
+        let train = [&train[..], LAYOUTS[0], &keep].concat();
+        // Stopped first, so that neither can be missed before the other.
+        let mut job = Job::launch(folder, "shm", &["-n", "4", "--restarts", "9"], &train);
+        (0..3).for_each(|_| drop(job.next("step")));
+        for signal in [Signal::STOP, Signal::KILL] {
+            for rank in [0, 2] {
+                kill(job.rank(rank).0, signal);
+            }
+        }
+        assert_eq!(job.launcher.wait().unwrap().code(), Some(75));
+        let again = [&train[..], &["--resume"]].concat();
+        let mut job = Job::launch(folder, "shm", &["-n", "4", "--restarts", "0"], &again);
+        assert!(job.next("step")["step"].as_u64() >= Some(2));
+        job.end_alike();
+    });
+}
+
+/// Two launchers, as on two hosts. One starts another rank in place of its own that was killed, and
+/// it joins; with as many ranks as may be, nobody else does. Then that launcher is killed, with its
+/// ranks; those of the other go on.
+#[test]
+fn launchers_restart_their_own_ranks_and_the_death_of_one_ends_only_those() {
+    let train: Vec<_> = TRAIN.split_whitespace().collect();
+    with_folder("launchers", |folder| {
+        let token = farwire::Token::generate().reveal();
+        let socket = std::net::UdpSocket::bind("127.0.0.1:0").unwrap();
+        let master = socket.local_addr().unwrap().to_string();
+        drop(socket);
+        let variables =
+            [("FARWIRE_LINK", "shm"), ("FARWIRE_TOKEN", &token[..]), ("FARWIRE_JOB", "launchers")];
+        let [mut job, mut other] = ["0", "1"].map(|node| {
+            let place = ["-n", "2", "--nnodes", "2", "--node-rank", node, "--master", &master];
+            let launch = [&place[..], &["--restarts", "1", "--max", "4"]].concat();
+            Job::launch_with(folder, &variables, &launch, &train)
+        });
+        job.next("step");
+        other.kill(3);
+        job.changed_to(3);
+        job.changed_to(4);
+        assert_eq!(other.rank(5).1["LOCAL_RANK"], "2", "a number that no other launcher gives");
+
+        let fifth = Command::new(env!("CARGO_BIN_EXE_farwire"))
+            .args(&train)
+            .args(["--join", &master])
+            .current_dir(folder)
+            .envs(variables)
+            .env("FARWIRE_JOIN_TIMEOUT", "5s")
+            .stderr(Stdio::piped())
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        let _limit = limit(&fifth);
+        let ended = fifth.wait_with_output().unwrap();
+        let said = String::from_utf8_lossy(&ended.stderr).into_owned();
+        assert!(!ended.status.success() && said.contains("as many ranks as"), "{said}");
+
+        kill(other.launcher.id(), Signal::KILL);
+        other.launcher.wait().unwrap();
+        while job.next("change")["ranks"] != 2 {}
+        job.next("step");
+        job.end_alike();
+    });
 }

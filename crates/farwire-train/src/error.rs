@@ -53,6 +53,28 @@ pub enum TrainError {
         /// What was not finite in that one, and where.
         found: NotFinite,
     },
+    /// An elastic job has lost every rank that had some share of the model.
+    #[error(
+        "no replica is whole any more, after step {step}: of the {shares} shares of the model \
+         (tp × pp), nobody that is left has {}; go on from the last checkpoint",
+        named(missing)
+    )]
+    NoReplica {
+        /// The shares that are lost, from 0.
+        missing: Vec<usize>,
+        /// Of so many.
+        shares: usize,
+        /// Steps done.
+        step: usize,
+    },
+    /// An elastic job has too few ranks to begin with.
+    #[error("a replica needs {shares} ranks (tp × pp), but there are {ranks}; start more")]
+    TooFewRanks {
+        /// How many there are.
+        ranks: usize,
+        /// How many there must be.
+        shares: usize,
+    },
     /// An operation between ranks failed.
     #[error(transparent)]
     Farwire(#[from] farwire::Error),
@@ -83,6 +105,11 @@ pub enum TrainError {
         /// What is wrong with it, and what to do.
         what: String,
     },
+}
+
+fn named(shares: &[usize]) -> String {
+    let shares: Vec<_> = shares.iter().map(|share| format!("share {share}")).collect();
+    shares.join(", ")
 }
 
 /// What a library passes on, of a sink for example, is still what it was.

@@ -21,11 +21,16 @@
 
 #![forbid(unsafe_code)]
 
+// For the library of one page that unit tests and others share.
+#[cfg(test)]
+extern crate self as farwire_train;
+
 mod adamw;
 mod carry;
 mod checkpoint;
 mod compressed;
 mod corpus;
+mod elastic;
 mod error;
 mod exchange;
 mod finite;
@@ -42,6 +47,7 @@ mod replicas;
 mod report;
 mod rules;
 mod schedule;
+mod seats;
 mod settings;
 mod simulate;
 mod text;

@@ -119,6 +119,11 @@ impl Mesh {
         self.axes.iter().find(|axis| axis.name == name).map(|axis| &axis.group)
     }
 
+    /// The same for an axis that is known to be there.
+    pub(crate) fn of(&self, name: &str) -> &Communicator {
+        self.axis(name).expect("the mesh was made with this axis")
+    }
+
     /// How many ranks an axis has; 1 if there is no such axis.
     pub fn size(&self, name: &str) -> usize {
         self.axis(name).map_or(1, Communicator::size)

@@ -62,6 +62,18 @@ impl Pipeline {
         Ok(Self { group: group.clone(), chunks, actions, micro_batches, elements })
     }
 
+    /// A pipeline that nothing passes through, of a rank that has no part of the model.
+    pub(crate) fn idle() -> Self {
+        let (chunks, actions) = (Vec::new(), Vec::new());
+        Self { group: Group::alone(), chunks, actions, micro_batches: 0, elements: 0 }
+    }
+
+    /// The stages are linked anew, as ranks of an elastic job have come or gone: over this group, in
+    /// which this rank has the place that it had, and with other lengths of batches.
+    pub(crate) fn relink(&mut self, group: &Group, elements: usize) {
+        (self.group, self.elements) = (group.clone(), elements);
+    }
+
     /// This rank's parameters, in the order in which backward brings their gradients.
     pub fn params(&self) -> Vec<Param> {
         self.chunks.iter().rev().flat_map(|chunk| chunk.params()).collect()

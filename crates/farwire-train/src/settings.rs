@@ -204,6 +204,12 @@ impl Settings {
         self.dp * self.tp * self.pp
     }
 
+    /// Elements that pass from stage to stage for each micro-batch.
+    pub(crate) fn passed(&self) -> usize {
+        let sequences = self.batch / self.dp / self.micro_batches;
+        sequences * self.model.context * self.model.width
+    }
+
     /// Who has what: what is owed in one layout cannot be paid in another.
     pub(crate) fn layout(&self) -> [usize; 4] {
         [self.dp, self.tp, self.pp, self.schedule.chunks()]

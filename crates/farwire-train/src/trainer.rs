@@ -12,12 +12,13 @@ use std::ops::Range;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use farwire::{CodecPolicy, Communicator, ElasticState, ErrorFeedback, ReduceOp};
+use farwire::{CodecPolicy, Communicator, ErrorFeedback, ReduceOp};
 
 use crate::adamw::{AdamW, Gradient, Moments};
 use crate::carry;
 use crate::compressed::{Compressed, groups};
 use crate::corpus::Batches;
+use crate::elastic::Seating;
 use crate::error::TrainError;
 use crate::exchange::{Bucket, Exchange, Reducer, Span, Summary};
 use crate::finite::{Cause, NotFinite};
@@ -38,44 +39,95 @@ const MAX_SKIPPED_IN_A_ROW: usize = 100;
 
 /// A parameter, and in which of this rank's stages it is.
 #[derive(Clone, Debug)]
-struct Place {
-    param: Param,
-    chunk: usize,
+pub(crate) struct Place {
+    pub(crate) param: Param,
+    pub(crate) chunk: usize,
+}
+
+/// A rank's share of a model, and those it shares layers with.
+pub(crate) struct Share {
+    pub(crate) tensor: Group,
+    pub(crate) pipeline: Pipeline,
+    pub(crate) plan: ParameterList,
+    pub(crate) params: BTreeMap<String, Place>,
+}
+
+impl Share {
+    /// That of this rank's place in the mesh, from the seed.
+    pub(crate) fn new(
+        library: &dyn Library,
+        settings: &Settings,
+        mesh: &Mesh,
+    ) -> Result<Self, TrainError> {
+        let (tensor, stages) = (Group::of(mesh.of("tp")), Group::of(mesh.of("pp")));
+        let all = settings.pp * settings.schedule.chunks();
+        let stage = |chunk: usize| {
+            library.stage(StageSpec {
+                model: settings.model,
+                stage: chunk * settings.pp + stages.rank(),
+                stages: all,
+                start: Start::Seed(settings.seed),
+                group: &tensor,
+            })
+        };
+        let chunks = (0..settings.schedule.chunks()).map(stage).collect::<Result<Vec<_>, _>>()?;
+        let Settings { schedule, micro_batches, .. } = *settings;
+        let pipeline = Pipeline::new(&stages, schedule, micro_batches, chunks, settings.passed())?;
+        let plan = ParameterList::new(pipeline.params().into_iter().map(|param| Entry {
+            name: param.name,
+            shape: param.shape,
+            dtype: "f32".to_owned(),
+        }))?;
+        let mut params = BTreeMap::new();
+        for (chunk, stage) in pipeline.chunks().iter().enumerate() {
+            let named = |param: Param| (param.name.clone(), Place { param, chunk });
+            params.extend(stage.params().into_iter().map(named));
+        }
+        Ok(Self { tensor, pipeline, plan, params })
+    }
+
+    /// No share, of a rank that waits for one.
+    pub(crate) fn nothing() -> Result<Self, TrainError> {
+        let (tensor, pipeline, plan) = (Group::alone(), Pipeline::idle(), ParameterList::new([])?);
+        Ok(Self { tensor, pipeline, plan, params: BTreeMap::new() })
+    }
 }
 
 /// A model in training: this rank's share of it.
 pub struct Trainer {
-    settings: Settings,
-    mesh: Mesh,
-    tensor: Group,
-    pipeline: Pipeline,
-    plan: ParameterList,
-    codec: CodecPolicy,
-    exchange: Exchange<Compressed>,
-    params: BTreeMap<String, Place>,
+    pub(crate) settings: Settings,
+    /// All ranks: those of the mesh, and in an elastic run those that wait for a place in it.
+    pub(crate) everyone: Communicator,
+    pub(crate) mesh: Mesh,
+    pub(crate) tensor: Group,
+    pub(crate) pipeline: Pipeline,
+    pub(crate) plan: ParameterList,
+    pub(crate) codec: CodecPolicy,
+    pub(crate) exchange: Exchange<Compressed>,
+    pub(crate) params: BTreeMap<String, Place>,
     /// Which replica updates a parameter, where the optimizer is sharded.
     owners: BTreeMap<String, usize>,
-    adam: AdamW,
-    batches: Batches,
-    step: usize,
+    pub(crate) adam: AdamW,
+    pub(crate) batches: Batches,
+    pub(crate) step: usize,
     /// Sequences learned from so far, those of steps that were left out included.
-    seen: u64,
+    pub(crate) seen: u64,
     /// Sequences per step that were asked for; there may be fewer where they have to be shared
     /// evenly.
-    asked_batch: usize,
-    /// Whether ranks come and go.
-    elastic: bool,
+    pub(crate) asked_batch: usize,
+    /// Where ranks come and go: who has which place.
+    pub(crate) seating: Option<Seating>,
     /// Whether this rank wants to leave.
     leaving: bool,
-    /// The gradients of a step are exchanged, and it is not known yet whether it counts.
-    undecided: bool,
+    /// The gradients of a step are exchanged, and it is not known yet whether it counts: their norm.
+    pub(crate) open: Option<f64>,
     /// What error feedback owed on all ranks after the last step that counted: the sum of squares.
-    owed: f64,
-    /// The norm of what was owed by ranks that were lost.
-    lost: f64,
+    pub(crate) owed: f64,
+    /// The norm of what was owed by ranks that were lost, after how many steps.
+    pub(crate) lost: (u64, f64),
     /// Steps left out so far, and without one in between that counted.
-    skipped: usize,
-    skipped_in_a_row: usize,
+    pub(crate) skipped: usize,
+    pub(crate) skipped_in_a_row: usize,
     /// Bytes of the last step that were sent after they had been counted.
     uncounted: u64,
     trace: Vec<Span>,
@@ -94,60 +146,32 @@ impl Trainer {
         settings.check()?;
         let mesh =
             Mesh::new(world, [("pp", settings.pp), ("dp", settings.dp), ("tp", settings.tp)])?;
-        let axis = |name| mesh.axis(name).expect("the mesh was made with these axes");
-        let (tensor, stages) = (Group::of(axis("tp")), Group::of(axis("pp")));
-        let all = settings.pp * settings.schedule.chunks();
-        let chunks = (0..settings.schedule.chunks())
-            .map(|chunk| {
-                let stage = chunk * settings.pp + stages.rank();
-                let start = Start::Seed(settings.seed);
-                library.stage(StageSpec {
-                    model: settings.model,
-                    stage,
-                    stages: all,
-                    start,
-                    group: &tensor,
-                })
-            })
-            .collect::<Result<Vec<_>, _>>()?;
-        let sequences = settings.batch / settings.dp / settings.micro_batches;
-        let passed = sequences * settings.model.context * settings.model.width;
-        let mut pipeline =
-            Pipeline::new(&stages, settings.schedule, settings.micro_batches, chunks, passed)?;
+        let share = Share::new(library, &settings, &mesh)?;
+        let codec = settings.codec.settle(mesh.of("dp"), world)?;
+        let batches = Batches::new(text, settings.seed, settings.model.context, settings.batch)?;
+        let mut trainer = Self::with_share(settings, mesh, share, codec, batches);
+        trainer.even_out()?;
+        Ok(trainer)
+    }
 
-        let plan = ParameterList::new(pipeline.params().into_iter().map(|param| Entry {
-            name: param.name,
-            shape: param.shape,
-            dtype: "f32".to_owned(),
-        }))?;
-        plan.agree(axis("dp"))?;
-        let mut params = BTreeMap::new();
-        for (index, chunk) in pipeline.chunks_mut().iter_mut().enumerate().rev() {
-            for param in chunk.params() {
-                // Replicas start from the same bits: shares over dp, what is not cut over tp, too.
-                for (axis, is_replica) in [(axis("tp"), param.cut.is_none()), (axis("dp"), true)] {
-                    if axis.size() > 1 && is_replica {
-                        let mine =
-                            if axis.rank() == 0 { Some(chunk.weights(&param.name)?) } else { None };
-                        let weights = axis.broadcast(mine, param.elements(), 0).wait()?;
-                        chunk.set_weights(&param.name, &weights)?;
-                    }
-                }
-                params.insert(param.name.clone(), Place { param, chunk: index });
-            }
-        }
+    /// At its start, with this share of the model.
+    pub(crate) fn with_share(
+        settings: Settings,
+        mesh: Mesh,
+        share: Share,
+        codec: CodecPolicy,
+        batches: Batches,
+    ) -> Self {
+        let Share { tensor, pipeline, plan, params } = share;
         let owners =
             if settings.shard_optimizer { owners(&plan, settings.dp) } else { BTreeMap::new() };
-        let codec = settings.codec.settle(axis("dp"), world)?;
         let exchange = exchange(&settings, &mesh, &plan, &codec);
         let decay =
             Rules::new(settings.decay).on("*.bias", 0.0).on("*norm*", 0.0).on("embedding.*", 0.0);
-        let batches = Batches::new(text, settings.seed, settings.model.context, settings.batch)?;
-        let adam = AdamW::new(decay);
-        let asked_batch = settings.batch;
-        let (step, skipped, skipped_in_a_row, uncounted, trace) = (0, 0, 0, 0, Vec::new());
-        Ok(Self {
+        let (everyone, asked_batch) = (mesh.world().clone(), settings.batch);
+        Self {
             settings,
+            everyone,
             mesh,
             tensor,
             pipeline,
@@ -156,22 +180,41 @@ impl Trainer {
             exchange,
             params,
             owners,
-            adam,
+            adam: AdamW::new(decay),
             batches,
-            step,
+            step: 0,
             seen: 0,
             asked_batch,
-            elastic: false,
+            seating: None,
             leaving: false,
-            undecided: false,
+            open: None,
             owed: 0.0,
-            lost: 0.0,
-            skipped,
-            skipped_in_a_row,
-            uncounted,
-            trace,
+            lost: (0, 0.0),
+            skipped: 0,
+            skipped_in_a_row: 0,
+            uncounted: 0,
+            trace: Vec::new(),
             damaged: Vec::new(),
-        })
+        }
+    }
+
+    /// Sees to it that replicas start from the same bits: shares over dp, what is not cut over tp,
+    /// too. All ranks of the mesh call it.
+    pub(crate) fn even_out(&mut self) -> Result<(), TrainError> {
+        self.plan.agree(self.mesh.of("dp"))?;
+        for (name, Place { param, chunk }) in &self.params {
+            let axes = [("tp", param.cut.is_none()), ("dp", true)];
+            for axis in axes.into_iter().filter(|(_, has_copies)| *has_copies) {
+                let axis = self.mesh.of(axis.0);
+                if axis.size() > 1 {
+                    let chunk = &mut self.pipeline.chunks_mut()[*chunk];
+                    let mine = if axis.rank() == 0 { Some(chunk.weights(name)?) } else { None };
+                    let weights = axis.broadcast(mine, param.elements(), 0).wait()?;
+                    chunk.set_weights(name, &weights)?;
+                }
+            }
+        }
+        Ok(())
     }
 
     /// The settings.
@@ -203,38 +246,17 @@ impl Trainer {
         &mut self.damaged
     }
 
-    /// Lets ranks come and go from now on: see [`Elastic`](farwire::Elastic), whose state this is.
-    ///
-    /// Fails if that cannot be with these settings.
-    pub fn set_elastic(&mut self) -> Result<(), TrainError> {
-        let Settings { tp, pp, shard_optimizer, .. } = self.settings;
-        let wrong = |text: &str| Err(TrainError::Settings(text.to_owned()));
-        if tp > 1 || pp > 1 {
-            return wrong(
-                "an elastic run cannot have layers or stages that ranks share (tp, pp): a rank that \
-                 is lost would take the only copy of its share with it; use data parallelism alone",
-            );
-        }
-        if shard_optimizer {
-            return wrong(
-                "an elastic run cannot shard its optimizer: a rank that is lost would take the only \
-                 copy of its share of the moments with it; leave --shard-optimizer out",
-            );
-        }
-        self.elastic = true;
-        Ok(())
-    }
-
     /// The sum of squares of what error feedback owes on this rank.
-    fn owed_here(&self) -> f64 {
+    pub(crate) fn owed_here(&self) -> f64 {
         let Some(feedback) = self.exchange.reducer().feedback() else { return 0.0 };
         feedback.names().iter().map(|name| feedback.owed(name).powi(2)).sum()
     }
 
     /// The norm of what error feedback owed on ranks that were lost in the last change of the
-    /// group. It will never be sent; what is owed by those that are left will.
+    /// group, or in several without a step in between. It will never be sent; what is owed by those
+    /// that are left will.
     pub fn lost_residual(&self) -> f64 {
-        self.lost
+        self.lost.1
     }
 
     /// The settings, with the batch that was asked for: as ranks come and go, it may be another.
@@ -311,26 +333,32 @@ impl Trainer {
     pub fn step(&mut self, wish: bool) -> Result<StepReport, TrainError> {
         let begun = Instant::now();
         let tensor_before = self.tensor.spent();
-        let sent_before = self.mesh.world().traffic().bytes;
-        let (flow, summary) = self.gradients()?;
-        self.undecided = true;
+        let sent_before = self.everyone.traffic().bytes;
+        self.open = None;
+        let (flow, summary) = if self.has_place() {
+            self.gradients()?
+        } else {
+            (Flow::default(), Summary::default())
+        };
         let in_layers = (self.tensor.spent() - tensor_before).as_secs_f64();
 
         let update = Instant::now();
         let norm = self.norm()?;
+        self.open = Some(norm);
         let agreed = self.agree(&flow, norm, wish, sent_before)?;
-        self.undecided = false;
         let skipped = if agreed.is_finite {
             self.exchange.commit();
             self.owed = agreed.owed;
-            self.update(norm)?;
+            if self.has_place() {
+                self.update(norm)?;
+            }
             self.skipped_in_a_row = 0;
             None
         } else {
             self.exchange.roll_back();
             Some(self.skip(&flow)?)
         };
-        self.uncounted = self.mesh.world().traffic().bytes - agreed.counted;
+        self.uncounted = self.everyone.traffic().bytes - agreed.counted;
 
         let seconds = |time: Duration| time.as_secs_f64();
         // Sums over tp happen inside forward and backward; they are taken off both alike.
@@ -360,9 +388,19 @@ impl Trainer {
             stop: agreed.stop,
             leaving: agreed.leaving,
         };
+        self.open = None;
         self.step += 1;
         self.seen += self.settings.batch as u64;
         Ok(report)
+    }
+
+    /// A step of which this rank misses the end: whether it counts is agreed on, and not heard here.
+    #[cfg(test)]
+    pub(crate) fn step_without_end(&mut self) -> Result<(), TrainError> {
+        let (flow, _) = self.gradients()?;
+        let norm = self.norm()?;
+        self.open = Some(norm);
+        self.agree(&flow, norm, false, 0).map(drop)
     }
 
     /// Everyone learns the loss, the bytes, whether to go on, and whether all is finite: in one
@@ -374,14 +412,14 @@ impl Trainer {
         wish: bool,
         sent_before: u64,
     ) -> Result<Agreed, TrainError> {
-        let world = self.mesh.world();
+        let world = &self.everyone;
         let sent = world.traffic().bytes;
         let bytes = sent - sent_before + self.uncounted;
         let shares = self.settings.dp * self.settings.tp * self.settings.micro_batches;
         let loss = flow.losses.iter().map(|loss| f64::from(*loss)).sum::<f64>() / shares as f64;
         let is_bad = !(norm.is_finite() && self.exchange.is_finite());
         let flag = |is: bool| f64::from(u8::from(is));
-        let owed = if self.elastic { self.owed_here() } else { 0.0 };
+        let owed = if self.seating.is_some() { self.owed_here() } else { 0.0 };
         let mine = vec![loss, bytes as f64, flag(wish), flag(is_bad), owed, flag(self.leaving)];
         let all = world.all_reduce(mine, ReduceOp::Sum).wait()?;
         let is_finite = all[0].is_finite() && all[3] == 0.0;
@@ -397,7 +435,7 @@ impl Trainer {
     }
 
     /// Moves the weights.
-    fn update(&mut self, norm: f64) -> Result<(), TrainError> {
+    pub(crate) fn update(&mut self, norm: f64) -> Result<(), TrainError> {
         let scale = (self.settings.clip / (norm + 1e-6)).min(1.0);
         let rate = self.settings.rate(self.step);
         self.adam.begin();
@@ -416,7 +454,7 @@ impl Trainer {
     /// Finds out, with all ranks, why this step is left out; an error if the run is to stop.
     fn skip(&mut self, flow: &Flow) -> Result<NotFinite, TrainError> {
         let loss = flow.losses.iter().find(|loss| !loss.is_finite()).map(|loss| Cause::Loss(*loss));
-        let found = NotFinite::find(self.mesh.world(), self.exchange.cause().or(loss.as_ref()))?;
+        let found = NotFinite::find(&self.everyone, self.exchange.cause().or(loss.as_ref()))?;
         let step = self.step;
         if self.settings.on_nan == OnNan::Stop {
             return Err(TrainError::NotFinite { step, found });
@@ -457,6 +495,11 @@ impl Trainer {
         exchange.begin(micro_batches);
         let flow = self.pipeline.run(&batches, &mut |name, gradient| {
             Ok(exchange.add(name, gradient).map_err(TrainError::from)?)
+        });
+        // What a library has to say when a rank was lost inside a layer is that of the group.
+        let flow = flow.map_err(|error| match error {
+            TrainError::Library(_) => self.tensor.take_failure().map_or(error, Into::into),
+            error => error,
         })?;
         let summary = exchange.wait()?;
         let since = |at: Instant| at.saturating_duration_since(exchange.begun());
@@ -483,7 +526,7 @@ impl Trainer {
         if self.owners.is_empty() {
             return Ok(());
         }
-        let replicas = self.mesh.axis("dp").expect("the mesh was made with these axes");
+        let replicas = self.mesh.of("dp");
         let mut counts = vec![0; replicas.size()];
         let mut mine = Vec::new();
         for (name, owner) in &self.owners {
@@ -513,7 +556,7 @@ impl Trainer {
         &self,
         pick: fn(&Moments) -> &Vec<f32>,
     ) -> Result<BTreeMap<String, Vec<f32>>, TrainError> {
-        let replicas = self.mesh.axis("dp").expect("the mesh was made with these axes");
+        let replicas = self.mesh.of("dp");
         let mut found = BTreeMap::new();
         for (name, Place { param, .. }) in &self.params {
             let mine = || {
@@ -562,9 +605,8 @@ impl Trainer {
                 .collect::<Result<Vec<_>, _>>()?
                 .concat())
         };
-        let axis = |name| self.mesh.axis(name).expect("the mesh was made with these axes");
-        let over_dp = axis("dp").is_in_sync(&gather(false)?)?;
-        let over_tp = axis("tp").is_in_sync(&gather(true)?)?;
+        let over_dp = self.mesh.of("dp").is_in_sync(&gather(false)?)?;
+        let over_tp = self.mesh.of("tp").is_in_sync(&gather(true)?)?;
         Ok(over_dp && over_tp)
     }
 
@@ -645,7 +687,7 @@ impl Trainer {
         if self.mesh.coordinate("tp") > 0 {
             return Ok(None);
         }
-        let stages = self.mesh.axis("pp").expect("the mesh was made with these axes");
+        let stages = self.mesh.of("pp");
         if stages.rank() > 0 {
             carry::send(stages, 0, wholes)?;
             return Ok(None);
@@ -725,131 +767,6 @@ impl Trainer {
     }
 }
 
-/// Ranks come and go: data parallelism alone.
-///
-/// The batch stays as long as was asked for, or as near to it as can be shared evenly, and so does
-/// the learning rate. Data follow each other as they would without changes: how many sequences have
-/// been learned from is part of the state.
-impl ElasticState for Trainer {
-    type Error = TrainError;
-
-    fn revision(&self) -> u64 {
-        self.step as u64
-    }
-
-    fn save(&self) -> Vec<(String, Vec<u8>)> {
-        let bytes = |floats: &[f32]| {
-            floats.iter().flat_map(|float| float.to_le_bytes()).collect::<Vec<u8>>()
-        };
-        let counters = [
-            self.skipped as u64,
-            self.skipped_in_a_row as u64,
-            self.seen,
-            self.adam.steps().into(),
-            self.owed.to_bits(),
-        ];
-        // Whoever has other settings, other data or another plan must not take part: the names differ.
-        let (plan, data) = (self.plan.hash(), self.batches.sha256());
-        let settings = Settings { dp: 0, ..self.asked_settings() };
-        let about = format!("{settings:?}, parameters {plan:016x}, data {data}");
-        let counters = counters.iter().flat_map(|counter| counter.to_le_bytes()).collect();
-        let mut saved = vec![(about, counters)];
-        for (name, Place { param, chunk }) in &self.params {
-            let weights = self.pipeline.chunks()[*chunk].weights(name).unwrap_or_default();
-            saved.push((name.clone(), bytes(&weights)));
-            let zeros =
-                Moments { first: vec![0.0; param.elements()], second: vec![0.0; param.elements()] };
-            let Moments { first, second } = self.adam.moments(name).unwrap_or(&zeros);
-            saved.push((format!("first.{name}"), bytes(first)));
-            saved.push((format!("second.{name}"), bytes(second)));
-        }
-        saved
-    }
-
-    fn load(&mut self, revision: u64, saved: Vec<(String, Vec<u8>)>) -> Result<(), TrainError> {
-        let mut saved = saved.into_iter().map(|(_, bytes)| bytes);
-        let floats = |bytes: Vec<u8>| -> Vec<f32> {
-            bytes.as_chunks().0.iter().map(|chunk| f32::from_le_bytes(*chunk)).collect()
-        };
-        let counters = saved.next().unwrap_or_default();
-        let mut counters = counters.as_chunks().0.iter().map(|chunk| u64::from_le_bytes(*chunk));
-        let mut counter = || counters.next().unwrap_or(0);
-        let skipped = counter() as usize;
-        // A step that this rank did not see the end of counted elsewhere. All had its gradients then,
-        // so what is owed after it is known here, too; unless it was left out.
-        if self.undecided && revision == self.step as u64 + 1 && skipped == self.skipped {
-            self.exchange.commit();
-        }
-        self.undecided = false;
-        (self.skipped, self.skipped_in_a_row) = (skipped, counter() as usize);
-        self.seen = counter();
-        let updates = counter() as u32;
-        self.owed = f64::from_bits(counter());
-        self.step = revision as usize;
-        let names: Vec<String> = self.params.keys().cloned().collect();
-        let mut moments = Vec::new();
-        for name in names {
-            let mut next = || floats(saved.next().unwrap_or_default());
-            self.set_weights(&name, &next())?;
-            moments.push((name, Moments { first: next(), second: next() }));
-        }
-        self.adam.restore(updates, moments);
-        Ok(())
-    }
-
-    fn regroup(&mut self, world: &Communicator) -> Result<(), TrainError> {
-        // A step that counts nowhere is taken back.
-        self.undecided = false;
-        self.exchange.roll_back();
-        let replicas = world.size();
-        let parts = replicas * self.settings.micro_batches;
-        self.settings.dp = replicas;
-        self.settings.batch = (self.asked_batch / parts * parts).max(parts);
-        self.settings.check()?;
-        self.mesh = Mesh::new(world, [("pp", 1), ("dp", replicas), ("tp", 1)])?;
-        let feedback = match self.exchange.reducer().feedback() {
-            Some(feedback) => {
-                feedback.reshard().map_err(farwire::Error::from)?;
-                let copy = ErrorFeedback::from_bytes(&feedback.to_bytes());
-                Some(copy.map_err(farwire::Error::from)?)
-            }
-            None => None,
-        };
-        self.exchange = exchange(&self.settings, &self.mesh, &self.plan, &self.codec);
-        if let Some(feedback) = feedback {
-            self.exchange.reducer_mut().restore(feedback);
-        }
-        let left = world.all_reduce(vec![self.owed_here()], ReduceOp::Sum).wait()?[0];
-        // Squares of the same sums; but those that are resharded have been rounded.
-        let lost = self.owed - left;
-        self.lost = if lost > 1e-6 * self.owed { lost.sqrt() } else { 0.0 };
-        self.owed = left;
-        Ok(())
-    }
-
-    /// What those that leave owe goes to the first that stays, which sends it with its next gradient.
-    fn hand_over(&mut self, world: &Communicator, leaving: &[usize]) -> Result<(), TrainError> {
-        let heir = (0..world.size()).find(|rank| !leaving.contains(rank));
-        let (Some(heir), Some(mine)) = (heir, self.exchange.reducer().feedback()) else {
-            return Ok(());
-        };
-        let me = world.rank();
-        if leaving.contains(&me) {
-            carry::send_bytes(world, heir, mine.to_bytes())?;
-        } else if me == heir {
-            for rank in leaving {
-                let theirs = ErrorFeedback::from_bytes(&carry::receive_bytes(world, *rank)?);
-                let theirs = theirs.map_err(farwire::Error::from)?;
-                mine.take_over(theirs).map_err(farwire::Error::from)?;
-            }
-        }
-        // The sum of what two ranks owed has another norm than the two.
-        let here = if leaving.contains(&me) { 0.0 } else { self.owed_here() };
-        self.owed = world.all_reduce(vec![here], ReduceOp::Sum).wait()?[0];
-        Ok(())
-    }
-}
-
 /// What all ranks know of a step before it counts.
 struct Agreed {
     loss: f64,
@@ -866,13 +783,13 @@ struct Agreed {
 }
 
 /// An exchange over dp.
-fn exchange(
+pub(crate) fn exchange(
     settings: &Settings,
     mesh: &Mesh,
     plan: &ParameterList,
     codec: &CodecPolicy,
 ) -> Exchange<Compressed> {
-    let replicas = mesh.axis("dp").expect("the mesh was made with these axes");
+    let replicas = mesh.of("dp");
     let mut reducer = Compressed::new(replicas, codec.clone());
     reducer.set_phase_in(PhaseIn {
         dense: settings.dense_steps as u64,

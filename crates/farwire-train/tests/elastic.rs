@@ -32,8 +32,11 @@ fn text() -> Vec<u8> {
         .collect()
 }
 
-/// What a rank ends with: its losses, and all its state.
-type End = (Vec<f64>, Vec<(String, Vec<u8>)>);
+/// What a rank ends with: its losses, and its share of the state; none if it had no place.
+type End = (Vec<f64>, Option<Vec<(String, Vec<u8>)>>);
+
+/// Why a rank ends that is to be lost.
+const GONE: &str = "gone";
 
 /// How ranks go.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -44,25 +47,41 @@ enum Going {
     Leaving,
 }
 
-/// Trains on four ranks, of which some go after a step: (rank, step). Those that are left.
-fn train(codec: &str, leaving: &[(usize, usize)], going: Going) -> Vec<End> {
+/// Trains on so many ranks, of which some go after a step: (rank, step). What those that are left
+/// end with, by the rank that they had at first.
+fn train(
+    ranks: usize,
+    settings: &Settings,
+    leaving: &[(usize, usize)],
+    going: Going,
+) -> Result<Vec<(usize, End)>, TrainError> {
+    let shares = settings.tp * settings.pp;
+    let codec = settings.codec.to_string();
     let rank = |comm: Communicator| -> Result<Option<End>, TrainError> {
         let me = comm.rank();
-        let mut trainer = Trainer::new(&TOY, &comm, settings(codec), &text())?;
-        trainer.set_elastic()?;
+        let mut trainer = Trainer::elastic(&TOY, settings.clone(), &text())?;
         let mut elastic = Elastic::new(comm);
         let mut losses = Vec::new();
         let mut lost = 0.0;
         while trainer.steps_done() < STEPS {
-            let goes = leaving.contains(&(me, trainer.steps_done()));
-            if goes && going == Going::Lost {
-                return Ok(None);
-            }
-            trainer.set_leaving(goes);
-            let report: StepReport =
-                elastic.step(&mut trainer, |_, trainer| trainer.step(false))?;
+            let goes = |trainer: &Trainer| {
+                leaving.iter().any(|(rank, step)| *rank == me && trainer.steps_done() >= *step)
+            };
+            let leaves = goes(&trainer) && going == Going::Leaving;
+            trainer.set_leaving(leaves);
+            let report: Result<StepReport, _> = elastic.step(&mut trainer, |_, trainer| {
+                // Here, so that one that missed the end of a step does not make the next one.
+                match goes(trainer) && going == Going::Lost {
+                    true => Err(TrainError::Settings(GONE.to_owned())),
+                    false => trainer.step(false),
+                }
+            });
+            let report = match report {
+                Err(TrainError::Settings(text)) if text == GONE => return Ok(None),
+                report => report?,
+            };
             losses.push(report.loss);
-            if report.leaving > 0 && elastic.part(&mut trainer, goes)? {
+            if report.leaving > 0 && elastic.part(&mut trainer, leaves)? {
                 return Ok(None);
             }
             if !elastic.take_changes().is_empty() {
@@ -72,33 +91,44 @@ fn train(codec: &str, leaving: &[(usize, usize)], going: Going) -> Vec<End> {
         let loses = codec != "none" && !leaving.is_empty() && going == Going::Lost;
         assert_eq!(lost > 0.0, loses, "{codec} lost {lost}");
         assert!(going == Going::Lost || losses.len() == STEPS, "no step was made twice");
-        assert_eq!(elastic.comm().size(), 4 - leaving.len());
-        assert!(trainer.replicas_agree()?);
-        let saved = trainer.save();
+        let left = ranks - leaving.len();
+        assert_eq!((elastic.comm().size(), trainer.waiting()), (left, left % shares));
+        if trainer.has_place() {
+            assert_eq!(trainer.mesh().size("dp"), left / shares);
+            assert!(trainer.replicas_agree()?);
+        }
+        let saved = trainer.has_place().then(|| ElasticState::save(&trainer));
         // Nobody goes before all are done.
         elastic.comm().barrier().wait()?;
         Ok(Some((losses, saved)))
     };
     std::thread::scope(|scope| {
-        let ranks = farwire::local(4).unwrap();
-        let ranks: Vec<_> =
-            ranks.into_iter().map(|comm| scope.spawn(move || rank(comm).unwrap())).collect();
-        ranks.into_iter().filter_map(|rank| rank.join().unwrap()).collect()
+        let comms = farwire::local(ranks).unwrap();
+        let threads: Vec<_> =
+            comms.into_iter().map(|comm| scope.spawn(move || rank(comm))).collect();
+        let ends = threads.into_iter().enumerate().map(|(rank, it)| (rank, it.join().unwrap()));
+        ends.filter_map(|(rank, end)| Some(end.transpose()?.map(|end| (rank, end)))).collect()
     })
+}
+
+/// The mean of the last losses.
+fn last(run: &[(usize, End)]) -> f64 {
+    run[0].1.0.iter().rev().take(5).sum::<f64>() / 5.0
 }
 
 #[test]
 fn a_run_that_loses_ranks_ends_alike_on_all_that_are_left() {
     for codec in ["none", "int8", "topk:0.1"] {
-        let whole = train(codec, &[], Going::Lost);
-        let last = |run: &[End]| run[0].0.iter().rev().take(5).sum::<f64>() / 5.0;
+        let settings = settings(codec);
+        let whole = train(4, &settings, &[], Going::Lost).unwrap();
         for going in [Going::Lost, Going::Leaving] {
-            let left = train(codec, &[(0, 5), (2, 12)], going);
+            let left = train(4, &settings, &[(0, 5), (2, 12)], going).unwrap();
             assert_eq!((whole.len(), left.len()), (4, 2));
             for run in [&whole, &left] {
-                assert!(run.iter().all(|(_, state)| *state == run[0].1), "{codec}: the same bits");
+                let state = &run[0].1.1;
+                assert!(run.iter().all(|(_, (_, it))| it == state), "{codec}: the same bits");
                 // A rank that missed the end of a step has no report of it.
-                assert!(run.iter().all(|(losses, _)| losses.len() + 2 >= STEPS), "{codec}");
+                assert!(run.iter().all(|(_, (losses, _))| losses.len() + 2 >= STEPS), "{codec}");
             }
             let (whole, left) = (last(&whole), last(&left));
             println!("{codec}, {going:?}: loss {whole:.4} with all, {left:.4} with fewer");
@@ -107,13 +137,60 @@ fn a_run_that_loses_ranks_ends_alike_on_all_that_are_left() {
     }
 }
 
+/// With tensor and pipeline parallelism: rank 0 goes, another does, two of different replicas do in
+/// the same step, with different shares or with the same one, and one after the other.
+#[test]
+fn what_is_left_of_broken_replicas_goes_on_as_whole_ones() {
+    for (tp, pp, replicas) in [(2, 1, 2), (1, 2, 2), (2, 2, 2), (2, 1, 3)] {
+        for codec in ["none", "int8"] {
+            let settings = Settings { tp, pp, micro_batches: pp, ..settings(codec) };
+            let shares = tp * pp;
+            let ranks = shares * replicas;
+            let whole = train(ranks, &settings, &[], Going::Lost).unwrap();
+            let mut cases = vec![
+                vec![(0, 5)],
+                vec![(ranks - 1, 7)],
+                // Ranks of a replica follow each other, so these have different shares.
+                vec![(0, 9), (shares + 1, 9)],
+            ];
+            if replicas > 2 {
+                cases.push(vec![(0, 6), (shares, 6)]);
+                // The other rank of that replica waits, and then gets another share.
+                cases.push(vec![(1, 4), (shares + 1, 15)]);
+            }
+            for (case, going) in
+                cases.iter().flat_map(|case| [(case, Going::Lost), (case, Going::Leaving)])
+            {
+                println!("tp {tp}, pp {pp}, {codec}: {case:?} {going:?}");
+                let left = train(ranks, &settings, case, going).unwrap();
+                assert_eq!(left.len(), ranks - case.len());
+                let states: Vec<_> = left.iter().filter_map(|(_, (_, it))| it.as_ref()).collect();
+                assert_eq!(states.len(), left.len() / shares * shares);
+                let (whole, left) = (last(&whole), last(&left));
+                assert!((left / whole - 1.0).abs() < 0.05, "{case:?}: {left} and {whole}");
+            }
+        }
+    }
+}
+
+/// Both ranks that had a share are lost: what it had learned is on no rank any more.
+#[test]
+fn a_share_that_nobody_has_any_more_ends_the_run() {
+    let settings = Settings { tp: 2, ..settings("int8") };
+    let error = train(4, &settings, &[(0, 5), (2, 5)], Going::Lost).unwrap_err().to_string();
+    assert!(error.contains("no replica is whole any more, after step"), "{error}");
+    assert!(error.contains("has share 0; go on from the last checkpoint"), "{error}");
+    let error = train(1, &settings, &[], Going::Lost).unwrap_err().to_string();
+    assert!(error.contains("needs 2 ranks (tp × pp), but there are 1"), "{error}");
+}
+
 /// A rank that joins with other settings must not take part; ranks compare the names of buffers.
 #[test]
 fn other_settings_show_in_the_state() {
     let about = |settings: Settings| {
         let comm = farwire::local(1).unwrap().remove(0);
         let trainer = Trainer::new(&TOY, &comm, settings, &text()).unwrap();
-        trainer.save()[0].0.clone()
+        ElasticState::save(&trainer)[0].0.clone()
     };
     let mine = || Settings { dp: 1, ..settings("int8") };
     assert_eq!(about(mine()), about(mine()));
@@ -130,9 +207,9 @@ fn other_settings_show_in_the_state() {
 
 #[test]
 fn what_cannot_be_elastic_is_refused() {
-    let comm = farwire::local(1).unwrap().remove(0);
-    let alone = Settings { dp: 1, shard_optimizer: true, ..settings("none") };
-    let mut trainer = Trainer::new(&TOY, &comm, alone, &text()).unwrap();
-    let error = trainer.set_elastic().unwrap_err().to_string();
-    assert!(error.contains("--shard-optimizer"), "{error}");
+    let shard = Settings { shard_optimizer: true, ..settings("none") };
+    for (settings, says) in [(shard, "--shard-optimizer"), (settings("auto"), "--codec")] {
+        let error = Trainer::elastic(&TOY, settings, &text()).unwrap_err().to_string();
+        assert!(error.contains(says), "{error}");
+    }
 }

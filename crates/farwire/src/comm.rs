@@ -441,8 +441,9 @@ impl Communicator {
         self.change(Change::Shrink)
     }
 
-    /// Lets in one process that waits to join, if there is one: all ranks call this at the same
-    /// point, between two steps, and get the same group. If nobody waits, that is this one.
+    /// Lets in one process that waits to join, if there is one and [room](crate::Builder::max_ranks)
+    /// for it: all ranks call this at the same point, between two steps, and get the same group. If
+    /// nobody is let in, that is this one.
     ///
     /// The newcomer's rank is the last. It has none of the others' data; see to it before the next
     /// step. If a rank is lost meanwhile, the new group may be without it and without the newcomer,
@@ -451,7 +452,9 @@ impl Communicator {
         if self.group.epoch.is_none() {
             return Err(MembershipError::Part.into());
         }
-        let waiting = self.node.driver().waiting() as u32;
+        let mut driver = self.node.driver();
+        let waiting = if driver.is_full() { 0 } else { driver.waiting() as u32 };
+        drop(driver);
         // Who waits has a link to all; one that is stuck half-way costs nothing.
         let least = self.all_reduce(vec![waiting], ReduceOp::Min).wait()?;
         if least == [0] { Ok(self.clone()) } else { self.change(Change::Admit) }

@@ -1,5 +1,7 @@
 //! Steps that outlive the ranks that make them.
 
+use std::time::{Duration, Instant};
+
 use crate::comm::Communicator;
 use crate::error::Error;
 use crate::sync::StateSync;
@@ -18,6 +20,22 @@ pub trait ElasticState {
     fn save(&self) -> Vec<(String, Vec<u8>)>;
     /// Goes on from what another rank saved, as of that revision.
     fn load(&mut self, revision: u64, buffers: Vec<(String, Vec<u8>)>) -> Result<(), Self::Error>;
+    /// The group has changed: gives all ranks the newest state. All ranks call it at the same point.
+    ///
+    /// As provided, every rank has all of the state. A state of which ranks have shares does this
+    /// its own way, and says in what it returns who has received something.
+    fn synchronize(&mut self, comm: &Communicator) -> Result<StateSync, Self::Error> {
+        let mut saved = self.save();
+        let sync = {
+            let mut buffers: Vec<(&str, &mut [u8])> =
+                saved.iter_mut().map(|(name, buffer)| (&name[..], &mut buffer[..])).collect();
+            comm.sync_state(self.revision(), &mut buffers)?
+        };
+        if sync.receivers.contains(&comm.rank()) {
+            self.load(sync.revision, saved)?;
+        }
+        Ok(sync)
+    }
     /// The group has changed, and all have the same state: whatever depends on who is in it, say
     /// communicators that were split off, has to be made anew. All ranks call it at the same point.
     fn regroup(&mut self, _comm: &Communicator) -> Result<(), Self::Error> {
@@ -99,6 +117,8 @@ pub struct Change {
     pub received: Vec<usize>,
     /// The ranks that had drifted: the same revision with other bits.
     pub differed: Vec<usize>,
+    /// How long it took to give all ranks the same state, once the group had changed.
+    pub synchronizing: Duration,
 }
 
 impl Elastic {
@@ -187,12 +207,14 @@ impl Elastic {
             self.replace(next);
         }
         let ranks = self.comm.size();
-        let sync = synchronize(&self.comm, state)?;
+        let begun = Instant::now();
+        let sync = state.synchronize(&self.comm)?;
         state.regroup(&self.comm)?;
         self.in_sync = true;
         if let Some(change) = self.changes.last_mut().filter(|change| change.ranks.1 == ranks) {
             change.revision = sync.revision;
             (change.received, change.differed) = (sync.receivers, sync.differed);
+            change.synchronizing = begun.elapsed();
         }
         Ok(())
     }
@@ -204,24 +226,11 @@ impl Elastic {
             ranks: (self.comm.size(), next.size()),
             received: Vec::new(),
             differed: Vec::new(),
+            synchronizing: Duration::ZERO,
         });
         self.comm = next;
         self.in_sync = false;
     }
-}
-
-/// Gives all ranks the newest state.
-fn synchronize<S: ElasticState>(comm: &Communicator, state: &mut S) -> Result<StateSync, S::Error> {
-    let mut saved = state.save();
-    let sync = {
-        let mut buffers: Vec<(&str, &mut [u8])> =
-            saved.iter_mut().map(|(name, buffer)| (&name[..], &mut buffer[..])).collect();
-        comm.sync_state(state.revision(), &mut buffers)?
-    };
-    if sync.receivers.contains(&comm.rank()) {
-        state.load(sync.revision, saved)?;
-    }
-    Ok(sync)
 }
 
 /// Whether an error of a step means that the group is broken, and can be mended.

@@ -82,6 +82,7 @@ impl Builder {
         let network = Network { runtime: Some(runtime), endpoint, healths };
         let healths = network.healths.clone();
         let members = Members::founding(rank, world, settings.membership(&links));
+        let members = members.map(|members| members.limited_to(settings.max_ranks));
         let payload = longest_payload(&settings.config);
         let driver = Driver::new(engine, links, payload, observer, members);
         let node = Node::start(driver, bell.clone(), threads, Some(Box::new(network)));
@@ -132,6 +133,7 @@ impl Builder {
         let network = Network { runtime: Some(runtime), endpoint: Some(endpoint), healths };
         let healths = network.healths.clone();
         let members = Members::new(me, view, settings.membership(&links));
+        let members = members.limited_to(settings.max_ranks);
         let payload = longest_payload(&settings.config);
         let mut driver = Driver::new(engine, links, payload, observer, Some(members));
         driver.enter(early);

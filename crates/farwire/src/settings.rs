@@ -83,6 +83,7 @@ const CREDIT: NonZeroU32 = NonZeroU32::new(4).expect("it is not zero");
 /// | [`metrics`](Self::metrics) | `FARWIRE_METRICS` | none are served |
 /// | [`trace`](Self::trace) | `FARWIRE_TRACE` | none is written |
 /// | [`elastic`](Self::elastic) | `FARWIRE_ELASTIC` | 0: nobody joins later |
+/// | [`max_ranks`](Self::max_ranks) | `FARWIRE_MAX_RANKS` | as many as want to |
 /// | [`flight_dir`](Self::flight_dir) | `FARWIRE_FLIGHT_DIR` | a folder of the user's ([`flight`](crate::flight)) |
 ///
 /// Times in variables are written `90s`, `500ms`, `10m` or `2h`; a bare number counts seconds.
@@ -104,6 +105,7 @@ pub struct Builder {
     flight_dir: Option<PathBuf>,
     ties: TieRule,
     elastic: Option<bool>,
+    max_ranks: Option<u32>,
 }
 
 impl Builder {
@@ -192,6 +194,12 @@ impl Builder {
         Self { elastic: Some(elastic), ..self }
     }
 
+    /// With so many ranks, nobody else is let in: who wants to join waits until one has gone. The
+    /// lowest number that any rank gives counts.
+    pub fn max_ranks(self, max_ranks: u32) -> Self {
+        Self { max_ranks: Some(max_ranks), ..self }
+    }
+
     /// Which side goes on when the group is cut into halves. The same on all ranks.
     pub fn ties(self, ties: TieRule) -> Self {
         Self { ties, ..self }
@@ -265,6 +273,9 @@ impl Builder {
                 "1" => Some(true),
                 _ => None,
             })?;
+        let what = "a number of ranks";
+        let max_ranks =
+            variables.or(self.max_ranks, "FARWIRE_MAX_RANKS", what, |text| text.parse().ok())?;
         let what = "a port, which launchers set";
         let held_port: Option<u16> =
             variables.or(None, held_port::VARIABLE, what, |text| text.parse().ok())?;
@@ -289,6 +300,7 @@ impl Builder {
             trace: path(self.trace, "FARWIRE_TRACE").filter(|path| !path.as_os_str().is_empty()),
             ties: self.ties,
             elastic: elastic.unwrap_or(false),
+            max_ranks: max_ranks.map_or(usize::MAX, |ranks| ranks as usize),
             records: Records::from_setting(path(self.flight_dir, "FARWIRE_FLIGHT_DIR")),
         })
     }
@@ -365,6 +377,7 @@ pub(crate) struct Settings {
     pub(crate) records: Records,
     pub(crate) ties: TieRule,
     pub(crate) elastic: bool,
+    pub(crate) max_ranks: usize,
 }
 
 impl Settings {
@@ -414,7 +427,7 @@ mod tests {
         /// A variable, a value, one that does not parse (or is empty), and what is expected: from
         /// the builder, from the environment, by default.
         type Case = (&'static str, &'static str, &'static str, Set, Get, [&'static str; 3]);
-        let cases: [Case; 10] = [
+        let cases: [Case; 11] = [
             (
                 "FARWIRE_JOB",
                 "env",
@@ -486,6 +499,14 @@ mod tests {
                 |builder| builder.trace("built"),
                 |settings| format!("{:?}", settings.trace),
                 ["Some(\"built\")", "Some(\"env\")", "None"],
+            ),
+            (
+                "FARWIRE_MAX_RANKS",
+                "7",
+                "-1",
+                |builder| builder.max_ranks(8),
+                |settings| (settings.max_ranks as u32).to_string(),
+                ["8", "7", "4294967295"],
             ),
             (
                 "FARWIRE_FLIGHT_DIR",

@@ -87,6 +87,31 @@ fn two_of_five_go_on_when_three_are_killed_at_once() {
     survive("two_of_five_go_on_when_three_are_killed_at_once", 5, "shm", &[0, 2, 3]);
 }
 
+/// Ranks 0 and 1 share a group of their own. Rank 1 learns of the death of another rank first, and
+/// goes on to the new group; what rank 0 waits for on theirs will never come.
+#[test]
+fn what_waits_on_a_group_of_living_ranks_ends_when_the_world_changes() {
+    std::thread::scope(|scope| {
+        for comm in farwire::local(3).unwrap() {
+            scope.spawn(move || {
+                let pair = comm.split(comm.rank() as u32 / 2, 0).unwrap();
+                comm.barrier().wait().unwrap();
+                match comm.rank() {
+                    0 => {
+                        let error = pair.recv::<u32>(1, 1, 0).wait().unwrap_err();
+                        assert!(matches!(error.fault(), Some(Fault::Replaced { .. })), "{error}");
+                    }
+                    1 => drop(comm.recv::<u32>(1, 2, 0).wait().unwrap_err()),
+                    _ => return, // lost
+                }
+                let comm = comm.shrink().unwrap();
+                assert_eq!(sum(&comm, 1).unwrap(), 2);
+                comm.shutdown().unwrap();
+            });
+        }
+    });
+}
+
 /// Over QUIC nobody knows whether the other has ended or cannot be reached. Of two, the lower goes
 /// on; the higher one gets an error that says why not.
 #[test]

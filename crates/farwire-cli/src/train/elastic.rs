@@ -1,17 +1,19 @@
 //! A run whose ranks come and go: `--elastic`, and `--join` for those that come later.
 //!
-//! Every rank makes the model on its own, from the same seed, and [`Elastic`] lays it out over
-//! whoever is there. Rank 0 shows how it goes and writes the report; when it is lost, the next one
-//! does.
+//! [`Elastic`] lays the model out over whoever is there, and all begin from the same seed. The first
+//! rank shows how it goes and writes the report; when it is lost, the next one does. With tensor or
+//! pipeline parallelism a rank that is left over has no part of the model: it waits for others to
+//! make a whole replica with, and leaves if that takes too long.
 
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 use farwire::{Change, Communicator, Elastic, GroupFault, ReduceOp};
 use farwire_train::gpt::Writer;
-use farwire_train::{TrainError, Trainer, embedded};
+use farwire_train::{Settings, TrainError, Trainer, embedded};
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::files::Held;
@@ -20,7 +22,8 @@ use super::{
     Args, LIBRARY, SAMPLE, TrainCommandError, files, keep_checkpoints, report, save, tell, text,
     watch_for_signals,
 };
-use crate::launch::{LEFT, LaunchError};
+use crate::launch::{GIVEN_UP, LEFT, LaunchError, say_error};
+use crate::units;
 
 /// Trains as one rank of many, from the start or as one that has joined.
 pub(super) fn run(
@@ -28,6 +31,21 @@ pub(super) fn run(
     comm: Communicator,
     joined: bool,
 ) -> Result<ExitCode, TrainCommandError> {
+    match train(args, comm, joined) {
+        Err(TrainCommandError::Train(source @ TrainError::NoReplica { .. })) => {
+            let checkpoint = match &args.checkpoint {
+                Some(dir) => format!("--checkpoint {} --resume", dir.display()),
+                None => "but there is none, since --checkpoint was not given".to_owned(),
+            };
+            // Nobody needs to be started in its place: there is nothing to join.
+            say_error(&TrainCommandError::NoReplica { source: Box::new(source), checkpoint });
+            Ok(ExitCode::from(GIVEN_UP))
+        }
+        ended => ended,
+    }
+}
+
+fn train(args: &Args, comm: Communicator, joined: bool) -> Result<ExitCode, TrainCommandError> {
     let (stop, leave) = (watch_for_signals()?, watch_for_leave()?);
     files::check_report(&args.report)?;
     let text = match (&args.data, joined) {
@@ -39,9 +57,7 @@ pub(super) fn run(
     let Some(text) = text else {
         return Ok(ExitCode::from(128 + stop.load(Ordering::Relaxed) as u8));
     };
-    let alone = farwire::local(1)?.remove(0);
-    let mut trainer = Trainer::new(LIBRARY, &alone, args.settings(1, args.codec.clone())?, &text)?;
-    trainer.set_elastic()?;
+    let mut trainer = Trainer::elastic(LIBRARY, args.elastic_settings()?, &text)?;
     let steps = trainer.settings().steps;
     let mut elastic = Elastic::new(comm);
     // Lays the model out over all ranks. (One that joins meets the others in the middle of a step.)
@@ -49,7 +65,8 @@ pub(super) fn run(
     if !joined {
         elastic.step(&mut trainer, |_, _| Ok::<_, TrainError>(()))?;
         if let Some(dir) = &args.checkpoint {
-            (held, before) = keep_checkpoints(&mut trainer, elastic.comm(), dir, args.resume)?;
+            let team = trainer.mesh().world().clone();
+            (held, before) = keep_checkpoints(&mut trainer, &team, dir, args.resume)?;
         }
     }
     let mut keeper = args.checkpoint.as_deref().map(|dir| {
@@ -57,20 +74,36 @@ pub(super) fn run(
         Keeper { dir, every, held, moved: None }
     });
     let mut run = Run { steps: before, ..Run::new(&trainer) };
-    let mut view = View::new(elastic.comm().rank() == 0, args.json);
+    let mut view = View::new(trainer.is_first(), args.json);
     view.begin(&run, &trainer)?;
+    let mut waits: Option<Waits> = None;
     while trainer.steps_done() < steps && !run.stopped {
         let wish = stop.load(Ordering::Relaxed) != 0;
-        trainer.set_leaving(leave.load(Ordering::Relaxed));
-        let report = elastic.step(&mut trainer, |_, trainer| trainer.step(wish))?;
-        if elastic.comm().rank() == 0 && !view.is_shown() {
-            view = View::new(true, args.json);
+        let is_told = leave.load(Ordering::Relaxed);
+        let is_over = waits.as_ref().is_some_and(|waits| waits.since.elapsed() >= args.wait);
+        let report = elastic.step(&mut trainer, |_, trainer| {
+            // It may just have got a place.
+            trainer.set_leaving(is_told || (is_over && !trainer.has_place()));
+            trainer.step(wish)
+        })?;
+        if trainer.is_first() != view.is_shown() {
+            view.end();
+            view = View::new(trainer.is_first(), args.json);
             view.begin(&run, &trainer)?;
         }
         for change in elastic.take_changes() {
-            let what = describe(&change, trainer.lost_residual());
-            view.change(&change, &what)?;
+            let what = describe(&change, &trainer);
+            view.change(&change, &what, &trainer)?;
             run.changes.push(what);
+        }
+        match (trainer.has_place(), &waits) {
+            (true, _) => waits = None,
+            (false, None) => {
+                let began = Waits { since: Instant::now(), step: report.step };
+                eprintln!("{}", began.describe(args, &trainer));
+                waits = Some(began);
+            }
+            (false, Some(_)) => {}
         }
         let (ranks, leaving) = (elastic.comm().size(), report.leaving);
         run.stopped = report.stop || leaving == ranks;
@@ -79,9 +112,8 @@ pub(super) fn run(
         view.step(&run, &report)?;
         run.steps.push(report);
         let last = run.stopped || trainer.steps_done() == steps;
-        if let Some(why) =
-            keeper.as_mut().and_then(|keeper| keeper.keep(&mut trainer, elastic.comm(), &run, last))
-        {
+        let keeper = keeper.as_mut().filter(|_| trainer.has_place());
+        if let Some(why) = keeper.and_then(|keeper| keeper.keep(&mut trainer, &run, last)) {
             eprintln!("{why}");
             run.changes.push(why);
         }
@@ -89,11 +121,13 @@ pub(super) fn run(
         let leaves = trainer.is_leaving();
         if leaving > 0 && !run.stopped && elastic.part(&mut trainer, leaves)? {
             view.end();
-            eprintln!(
-                "left after step {} of {steps}, and handed over what was owed; {} ranks go on",
-                trainer.steps_done(),
-                ranks - leaving
-            );
+            let (done, left) = (trainer.steps_done(), ranks - leaving);
+            match &waits {
+                Some(waits) if !is_told => eprintln!("{}", waits.gave_up(args, done, left)),
+                _ => eprintln!(
+                    "left after step {done} of {steps}, and handed over what was owed; {left} ranks go on"
+                ),
+            }
             return Ok(ExitCode::from(LEFT));
         }
     }
@@ -101,11 +135,10 @@ pub(super) fn run(
     run.trace = trainer.trace().to_vec();
     view.end();
     // Nobody is let in any more. A rank that is lost now takes nothing with it but the sample.
-    let gathered =
-        trainer.replicas_agree().and_then(|agree| Ok((trainer.gathered_weights()?, agree)));
-    let (weights, agree) = match gathered {
+    let gather = || Ok::<_, TrainError>((trainer.replicas_agree()?, trainer.gathered_weights()?));
+    let (agree, weights) = match trainer.has_place().then(gather).transpose() {
         Err(error) if error.is_group_fault() => (None, None),
-        gathered => gathered.map(|(weights, agree)| (weights, Some(agree)))?,
+        gathered => gathered?.map_or((None, None), |(agree, weights)| (Some(agree), weights)),
     };
     if let (Some(weights), false) = (weights, run.stopped) {
         let mut writer = Writer::new(LIBRARY, weights, run.settings.model)?;
@@ -113,7 +146,7 @@ pub(super) fn run(
         run.sample = sample.chars().filter(|c| !c.is_control() || *c == '\n').collect();
     }
     let (mut written, mut shown) = (Ok(()), Ok(()));
-    if elastic.comm().rank() == 0 {
+    if trainer.is_first() {
         let line = match agree {
             Some(true) => "all replicas have the same bits",
             Some(false) => "replicas differ",
@@ -153,19 +186,13 @@ struct Keeper<'a> {
 impl Keeper<'_> {
     /// Writes one if it is time. If that fails, the run goes on, with older checkpoints as they
     /// were, and this says why: what fills a disk should not end a run that other ranks could save.
-    fn keep(
-        &mut self,
-        trainer: &mut Trainer,
-        comm: &Communicator,
-        run: &Run,
-        last: bool,
-    ) -> Option<String> {
+    fn keep(&mut self, trainer: &mut Trainer, run: &Run, last: bool) -> Option<String> {
         let done = trainer.steps_done();
         let moved = done - trainer.steps_skipped();
         if !last && (!done.is_multiple_of(self.every) || self.moved == Some(moved)) {
             return None;
         }
-        match self.save(trainer, comm, run) {
+        match self.save(trainer, run) {
             Ok(()) => {
                 self.moved = Some(moved);
                 None
@@ -177,14 +204,10 @@ impl Keeper<'_> {
         }
     }
 
-    fn save(
-        &mut self,
-        trainer: &mut Trainer,
-        comm: &Communicator,
-        run: &Run,
-    ) -> Result<(), TrainCommandError> {
-        let is_new = comm.rank() == 0 && self.held.is_none();
-        let held = tell(comm, if is_new { files::hold(self.dir) } else { Ok(None) })?;
+    fn save(&mut self, trainer: &mut Trainer, run: &Run) -> Result<(), TrainCommandError> {
+        let team = trainer.mesh().world();
+        let is_new = team.rank() == 0 && self.held.is_none();
+        let held = tell(team, if is_new { files::hold(self.dir) } else { Ok(None) })?;
         self.held = held.or(self.held.take());
         save(trainer, self.dir, run)
     }
@@ -208,10 +231,44 @@ fn watch_for_leave() -> Result<Arc<AtomicBool>, TrainCommandError> {
     Ok(leave)
 }
 
+/// A rank that has no part of the model.
+struct Waits {
+    since: Instant,
+    /// When the others began to make steps without it.
+    step: usize,
+}
+
+impl Waits {
+    fn describe(&self, args: &Args, trainer: &Trainer) -> String {
+        let (needed, waiting) = (args.tp * args.pp, trainer.waiting());
+        let (limit, step) = (units::show_time(args.wait), self.step + 1);
+        format!(
+            "this rank has no part in step {step}: a replica is {needed} ranks (tp × pp), and the \
+             number of ranks left over is {waiting}; it waits up to {limit} for others to join"
+        )
+    }
+
+    fn gave_up(&self, args: &Args, done: usize, left: usize) -> String {
+        let (needed, step) = (args.tp * args.pp, self.step);
+        let limit = units::show_time(args.wait);
+        format!(
+            "left after step {done}: from step {step} on there were too few ranks for its replica of \
+             {needed} (tp × pp), and none joined within {limit}; {left} ranks go on. To take part \
+             again, start {needed} with --join"
+        )
+    }
+}
+
 /// A change of the group in a sentence.
-fn describe(change: &Change, lost: f64) -> String {
-    let Change { revision, epoch, ranks: (before, now), received, differed } = change;
+fn describe(change: &Change, trainer: &Trainer) -> String {
+    let lost = trainer.lost_residual();
+    let Change { revision, epoch, ranks: (before, now), received, differed, .. } = change;
     let mut text = format!("after step {revision}: {before} → {now} ranks (epoch {epoch})");
+    let Settings { dp, tp, pp, .. } = trainer.settings();
+    if tp * pp > 1 {
+        text +=
+            &format!("; replicas of {} ranks: {dp}, waiting ranks: {}", tp * pp, trainer.waiting());
+    }
     if !received.is_empty() {
         let ranks: Vec<_> = received.iter().map(usize::to_string).collect();
         text += &format!("; rank {} got the state", ranks.join(", "));

@@ -54,7 +54,9 @@ Examples:
   farwire train --data book.txt --steps 2000 --checkpoint runs/book --resume
   farwire launch -n 4 -- farwire train --json   as ranks of a launcher's job
   farwire launch --elastic -n 4 -- farwire train --elastic
-                                        others replace ranks that die")]
+                                        others replace ranks that die
+  farwire launch --elastic -n 4 -- farwire train --elastic --tp 2
+                                        the same, by whole replicas of 2 ranks")]
 pub(crate) struct Args {
     /// Ranks to start here; 4 if there is no launcher.
     #[arg(short = 'n', long, value_parser = clap::value_parser!(u32).range(1..=256))]
@@ -142,10 +144,15 @@ pub(crate) struct Args {
     #[arg(long, requires = "checkpoint")]
     resume: bool,
     /// Go on when ranks are lost, and let others join (--join). The batch stays as it is, or as near
-    /// to it as the ranks can share evenly, and so does the learning rate. For data parallelism. A rank
-    /// that gets SIGUSR1 leaves in good order, and the others go on.
-    #[arg(long, conflicts_with_all = ["compare", "init", "shard_optimizer"])]
+    /// to it as the ranks can share evenly, and so does the learning rate. With --tp or --pp there are
+    /// as many whole replicas as the ranks make, and the other ranks wait (--wait). A rank that gets
+    /// SIGUSR1 leaves in good order, and the others go on.
+    #[arg(long, conflicts_with_all = ["compare", "init"])]
     elastic: bool,
+    /// How long a rank of an elastic run waits for others to make a whole replica with, before it
+    /// leaves.
+    #[arg(long, value_name = "TIME", default_value = "60s", value_parser = units::time)]
+    wait: Duration,
     /// Join a run that was started with --elastic: the address of any of its ranks, or of several,
     /// separated by commas. Give the same model, data and steps. What `farwire launch --elastic` sets
     /// as FARWIRE_JOIN counts the same.
@@ -192,15 +199,22 @@ pub(crate) enum TrainCommandError {
     )]
     Product { ranks: u32, dp: u32, tp: u32, pp: u32 },
     #[error(
-        "--elastic is for data parallelism: a lost rank would take the only copy of its share of a \
-         layer or a stage with it; leave --dp, --tp and --pp out"
+        "--dp is not given with --elastic: there are as many replicas as the ranks make, however many \
+         there are; leave it out"
     )]
-    ElasticLayout,
+    ElasticReplicas,
+    #[error(
+        "--shard-optimizer is not for --elastic: a lost rank would take the only copy of its share of \
+         the optimizer's state with it; leave one of them out"
+    )]
+    ElasticShards,
     #[error(
         "--elastic needs a codec by its name: what `auto` measures depends on who is there; choose \
          one with --codec"
     )]
     ElasticCodec,
+    #[error("{source}: {checkpoint}")]
+    NoReplica { source: Box<TrainError>, checkpoint: String },
     #[error("could not read {path}: {source}")]
     Data { path: PathBuf, source: std::io::Error },
     #[error("{path} is {what}, not a regular file; copy its content to a file first")]
@@ -243,7 +257,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, TrainCommandError> {
         args.check_elastic()?;
     }
     if let Some(address) = join {
-        let lines = args.settings(1, args.codec.clone())?.lines();
+        let lines = args.elastic_settings()?.lines();
         let comm = Communicator::builder().agree_on(lines).join_running(&address)?;
         return elastic::run(args, comm, true);
     }
@@ -255,7 +269,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, TrainCommandError> {
             }
             let here = std::env::var("LOCAL_WORLD_SIZE").ok().and_then(|ranks| ranks.parse().ok());
             if args.elastic {
-                let lines = args.settings(1, args.codec.clone())?.lines();
+                args.settings(world, args.codec.clone())?; // they must make whole replicas
+                let lines = args.elastic_settings()?.lines();
                 let comm = Communicator::builder().agree_on(lines).elastic(true).join()?;
                 return elastic::run(args, comm, false);
             }
@@ -285,13 +300,21 @@ impl Args {
 
     /// Fails if a run with these flags cannot have ranks that come and go.
     fn check_elastic(&self) -> Result<(), TrainCommandError> {
-        if self.tp > 1 || self.pp > 1 || self.dp.is_some() {
-            return Err(TrainCommandError::ElasticLayout);
+        if self.dp.is_some() {
+            return Err(TrainCommandError::ElasticReplicas);
+        }
+        if self.shard_optimizer {
+            return Err(TrainCommandError::ElasticShards);
         }
         if !matches!(self.codec, CodecChoice::Given(_)) {
             return Err(TrainCommandError::ElasticCodec);
         }
         Ok(())
+    }
+
+    /// The settings of one replica: how many there are is for those to say that come and go.
+    fn elastic_settings(&self) -> Result<Settings, TrainCommandError> {
+        self.settings(self.tp.saturating_mul(self.pp), self.codec.clone())
     }
 
     fn settings(&self, ranks: u32, codec: CodecChoice) -> Result<Settings, TrainCommandError> {

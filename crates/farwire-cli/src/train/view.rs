@@ -149,7 +149,12 @@ impl View {
     }
 
     /// The group has changed.
-    pub(crate) fn change(&mut self, change: &Change, what: &str) -> std::io::Result<()> {
+    pub(crate) fn change(
+        &mut self,
+        change: &Change,
+        what: &str,
+        trainer: &Trainer,
+    ) -> std::io::Result<()> {
         if !self.shown {
             return Ok(());
         }
@@ -160,6 +165,9 @@ impl View {
                 "epoch": change.epoch,
                 "before": change.ranks.0,
                 "ranks": change.ranks.1,
+                "replicas": trainer.settings().dp,
+                "waiting": trainer.waiting(),
+                "synchronizing": change.synchronizing.as_secs_f64(),
                 "text": what,
             });
             return writeln!(std::io::stdout(), "{line}");

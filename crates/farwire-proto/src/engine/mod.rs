@@ -187,15 +187,23 @@ impl Engine {
         }
     }
 
-    /// A communicator is replaced by another: what is pending on it fails here, and so do later
-    /// calls. Other members replace it themselves.
-    pub fn retire(&mut self, id: CommId) {
+    /// The group has changed, and all communicators are replaced by others: what is pending on them
+    /// fails here, and so do later calls. Other members replace them themselves.
+    ///
+    /// All, and not only that of the group: what two ranks that live do on one that was split off
+    /// would wait for ever if one of them has gone on to the new group.
+    pub fn retire_all(&mut self) {
         let before = self.queues.notices.len();
-        if self.comms.contains_key(&id) {
-            self.fail_comm(id, Fault::Replaced { by: self.me }, self.me);
+        let mut ids: Vec<_> = self.comms.keys().copied().collect();
+        ids.sort(); // the same order in every run
+        for id in ids {
+            // What fails on one may have been the last that kept another open.
+            if self.comms.contains_key(&id) {
+                self.fail_comm(id, Fault::Replaced { by: self.me }, self.me);
+            }
         }
         let mut fresh = self.queues.notices.split_off(before);
-        fresh.retain(|(_, header, _)| header.frame != FrameKind::Abort || header.comm != id);
+        fresh.retain(|(_, header, _)| header.frame != FrameKind::Abort);
         self.queues.notices.append(&mut fresh);
     }
 

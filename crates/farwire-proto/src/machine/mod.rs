@@ -381,9 +381,9 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         self.engine.grow(world);
     }
 
-    /// As [`Engine::retire`].
-    pub fn retire(&mut self, comm: CommId) {
-        self.engine.retire(comm);
+    /// As [`Engine::retire_all`].
+    pub fn retire_all(&mut self) {
+        self.engine.retire_all();
     }
 
     /// As [`Engine::handle_timeout`].

@@ -76,6 +76,8 @@ pub(crate) struct Members {
     /// Lost peers whose process may yet be seen to end.
     fading: Vec<(Peer, Arc<dyn Liveness>)>,
     trouble: Option<MembershipError>,
+    /// With so many members, nobody is let in.
+    limit: usize,
 }
 
 impl fmt::Debug for Members {
@@ -93,7 +95,13 @@ impl Members {
             lobby: BTreeMap::new(),
             fading: Vec::new(),
             trouble: None,
+            limit: usize::MAX,
         }
+    }
+
+    /// Lets nobody in while there are so many.
+    pub(crate) fn limited_to(self, limit: usize) -> Self {
+        Self { limit, ..self }
     }
 
     /// The same for the processes that a job starts with; `None` if they are too many to change.
@@ -132,6 +140,12 @@ impl Driver {
     pub(crate) fn waiting(&mut self) -> usize {
         self.look_into_the_lobby();
         self.members.as_ref().map_or(0, |members| members.lobby.len())
+    }
+
+    /// Whether there are as many members as may be.
+    pub(crate) fn is_full(&self) -> bool {
+        let is_full = |members: &Members| members.agreement.view().members().len() >= members.limit;
+        self.members.as_ref().is_some_and(is_full)
     }
 
     /// A process that wants to join has a link to this one.
@@ -331,8 +345,7 @@ impl Driver {
         }
         let epoch = view.epoch().0;
         tracing::info!(epoch, members = view.members().len(), "the group has changed");
-        let before = CommId::of_epoch(Epoch(epoch.saturating_sub(1)));
-        self.machine.retire(before);
+        self.machine.retire_all();
         if let Some(older) = epoch.checked_sub(2) {
             self.machine.close(CommId::of_epoch(Epoch(older)));
         }

@@ -125,7 +125,9 @@ impl Settings {
             }
             if tokio::time::Instant::now() > deadline {
                 if !waiting.is_empty() {
-                    last = "all members know that it waits, and none has said more".to_owned();
+                    last = "all members know that it waits, and none has said more; the job may \
+                            have as many ranks as it is allowed to"
+                        .to_owned();
                 }
                 let waited = self.join_timeout;
                 return Err(JoinError::NotAdmitted { address: contact, waited, last });
