@@ -58,6 +58,14 @@ pub fn combined(part: &Part, shape: &Shape, algorithm: Algorithm, inputs: &[Vec<
             ranks.map(&value).reduce(|a, b| a.combine(dtype, op, b)).expect("a part has ranks")
         };
         let total = match algorithm {
+            Algorithm::TwoLevel => {
+                let sums = by_host(&shape.hosts, world).into_iter();
+                // What crosses hosts is rounded: written, and read back.
+                let rounded = |sum: Scalar| Scalar::read(dtype, &sum.write(dtype, 1));
+                let mut sums = sums.map(|ranks| rounded(fold(&mut ranks.into_iter())));
+                let first = sums.next().expect("there is a host");
+                sums.fold(first, |a, b| a.combine(dtype, op, b))
+            }
             Algorithm::Ring => fold(&mut (0..world).map(|step| (owners[element] + step) % world)),
             Algorithm::Tree | Algorithm::Chain => {
                 let from_root = |number: usize| value((shape.root.index() + number) % world);
@@ -77,6 +85,21 @@ pub fn combined(part: &Part, shape: &Shape, algorithm: Algorithm, inputs: &[Vec<
 fn shard_len(count: usize, world: usize, rank: usize) -> usize {
     // Deal the elements out in turn, and count.
     (count + world - 1 - rank) / world
+}
+
+/// The ranks of each host, hosts by their lowest rank. Where no two levels are, all in one list.
+fn by_host(hosts: &[u64], world: usize) -> Vec<Vec<usize>> {
+    let mut order = hosts.to_vec();
+    let mut seen = Vec::new();
+    order.retain(|host| {
+        !seen.contains(host) && {
+            seen.push(*host);
+            true
+        }
+    });
+    let on = |host: &u64| (0..world).filter(|rank| hosts[*rank] == *host).collect::<Vec<_>>();
+    let lists: Vec<_> = order.iter().map(on).collect();
+    if lists.len() < 2 || lists.len() == world { vec![(0..world).collect()] } else { lists }
 }
 
 /// What node `v` of a reduction tree passes up: its own, then each child's, nearest first.
