@@ -66,6 +66,10 @@ impl fmt::Display for Fingerprint {
 impl Fingerprint {
     /// The fields in which two calls differ, in words, for when their short forms read the same.
     pub fn differences(&self, other: &Self) -> Vec<&'static str> {
+        let layout = match self.algorithm {
+            Algorithm::TwoLevel => "members, or the hosts they are on",
+            _ => "members or lengths per rank",
+        };
         [
             ("kind", self.kind != other.kind),
             ("algorithm", self.algorithm != other.algorithm),
@@ -75,7 +79,7 @@ impl Fingerprint {
             ("root", self.root != other.root),
             ("codec (or its tensor or step)", self.codec != other.codec),
             ("segment size", self.segment != other.segment),
-            ("members, their hosts, or lengths per rank", self.layout != other.layout),
+            (layout, self.layout != other.layout),
         ]
         .into_iter()
         .filter_map(|(name, differs)| differs.then_some(name))

@@ -58,13 +58,12 @@ pub fn combined(part: &Part, shape: &Shape, algorithm: Algorithm, inputs: &[Vec<
             ranks.map(&value).reduce(|a, b| a.combine(dtype, op, b)).expect("a part has ranks")
         };
         let total = match algorithm {
-            Algorithm::TwoLevel => {
-                let sums = by_host(&shape.hosts, world).into_iter();
+            Algorithm::TwoLevel if has_two_levels(&shape.hosts) => {
                 // What crosses hosts is rounded: written, and read back.
                 let rounded = |sum: Scalar| Scalar::read(dtype, &sum.write(dtype, 1));
-                let mut sums = sums.map(|ranks| rounded(fold(&mut ranks.into_iter())));
-                let first = sums.next().expect("there is a host");
-                sums.fold(first, |a, b| a.combine(dtype, op, b))
+                let on_host = |ranks: Vec<usize>| rounded(fold(&mut ranks.into_iter()));
+                let sums = by_host(&shape.hosts).into_iter().map(on_host);
+                sums.reduce(|a, b| a.combine(dtype, op, b)).expect("there are hosts")
             }
             Algorithm::Ring => fold(&mut (0..world).map(|step| (owners[element] + step) % world)),
             Algorithm::Tree | Algorithm::Chain => {
@@ -74,7 +73,8 @@ pub fn combined(part: &Part, shape: &Shape, algorithm: Algorithm, inputs: &[Vec<
             Algorithm::TwoPhase
             | Algorithm::GatherReduce
             | Algorithm::Direct
-            | Algorithm::Parcels => fold(&mut (0..world)),
+            | Algorithm::Parcels
+            | Algorithm::TwoLevel => fold(&mut (0..world)),
         };
         result.extend(total.write(dtype, if op == ReduceOp::Mean { world } else { 1 }));
     }
@@ -87,19 +87,17 @@ fn shard_len(count: usize, world: usize, rank: usize) -> usize {
     (count + world - 1 - rank) / world
 }
 
-/// The ranks of each host, hosts by their lowest rank. Where no two levels are, all in one list.
-fn by_host(hosts: &[u64], world: usize) -> Vec<Vec<usize>> {
-    let mut order = hosts.to_vec();
-    let mut seen = Vec::new();
-    order.retain(|host| {
-        !seen.contains(host) && {
-            seen.push(*host);
-            true
-        }
-    });
-    let on = |host: &u64| (0..world).filter(|rank| hosts[*rank] == *host).collect::<Vec<_>>();
-    let lists: Vec<_> = order.iter().map(on).collect();
-    if lists.len() < 2 || lists.len() == world { vec![(0..world).collect()] } else { lists }
+/// Whether there are several hosts, and several ranks on one of them.
+fn has_two_levels(hosts: &[u64]) -> bool {
+    let lists = by_host(hosts);
+    lists.len() > 1 && lists.len() < hosts.len()
+}
+
+/// The ranks of each host, hosts by their lowest rank.
+fn by_host(hosts: &[u64]) -> Vec<Vec<usize>> {
+    let is_lowest = |rank: &usize| !hosts[..*rank].contains(&hosts[*rank]);
+    let on = |host: u64| (0..hosts.len()).filter(|rank| hosts[*rank] == host).collect();
+    (0..hosts.len()).filter(is_lowest).map(|lowest| on(hosts[lowest])).collect()
 }
 
 /// What node `v` of a reduction tree passes up: its own, then each child's, nearest first.

@@ -189,7 +189,18 @@ impl Sim {
     /// A simulation of `network` in which every engine has these settings.
     pub fn with_config(network: Network, config: Config) -> Self {
         let hosts: Vec<_> = network.peers().map(|peer| network.host_of(peer)).collect();
-        let nodes = network.peers().map(|peer| Node::new(peer, &hosts, config)).collect();
+        Self::with_hosts(network, config, &|_| hosts.clone())
+    }
+
+    /// The same, where each process believes that all are on the hosts `believed` says, by their
+    /// numbers: it may be mistaken.
+    pub fn with_hosts(
+        network: Network,
+        config: Config,
+        believed: &dyn Fn(Peer) -> Vec<u64>,
+    ) -> Self {
+        let node = |peer| Node::new(peer, &believed(peer), config);
+        let nodes = network.peers().map(node).collect();
         let ranks = network.world.len();
         let report = Report {
             ended: Time::ZERO,
