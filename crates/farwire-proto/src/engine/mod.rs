@@ -210,6 +210,12 @@ impl Engine {
         }
     }
 
+    /// Which ranks of a communicator share a host.
+    pub fn placement(&self, comm: CommId) -> Result<&Placement, CallError> {
+        let comm = self.comms.get(&comm).ok_or(CallError::UnknownComm(comm))?;
+        Ok(&comm.placement)
+    }
+
     /// The hosts of a communicator's ranks, where they matter to an all-reduce: there are several,
     /// some with several ranks, and floats are not added up in rank order.
     pub fn split_placement(&self, comm: CommId) -> Option<&Placement> {
