@@ -127,6 +127,12 @@ impl Communicator {
         self.node.driver().placement(self.group.id)
     }
 
+    /// The same, if an all-reduce of floats adds up on each host first: there are several hosts, some
+    /// with several ranks, and nobody asked for [`SumOrder::Rank`](crate::SumOrder::Rank).
+    pub fn split_placement(&self) -> Option<Placement> {
+        self.node.driver().split_placement(self.group.id)
+    }
+
     /// The network between this rank and another: round trip, loss, window. Nothing where the two
     /// share memory, and for a rank that is lost.
     pub fn path(&self, rank: usize) -> Option<NetworkPath> {

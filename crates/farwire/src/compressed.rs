@@ -252,6 +252,7 @@ impl Communicator {
                 codec,
                 rank: Rank(self.rank() as u32),
                 world: WorldSize::new(self.size() as u32).expect("this process is a member"),
+                placement: None,
                 dimensions: compressor.dimensions.clone(),
                 tensor: tensor.to_owned(),
                 context: Context {
@@ -388,6 +389,7 @@ impl Communicator {
             codec,
             rank: Rank(self.rank() as u32),
             world: WorldSize::new(self.size() as u32).expect("this process is a member"),
+            placement: node.driver().split_placement(self.id()),
             input,
             dimensions: compressor.dimensions.clone(),
             tensor: tensor.to_owned(),

@@ -621,6 +621,7 @@ impl<T: Element> Trial<'_, T> {
                 codec: self.codec.clone(),
                 rank: Rank(rank as u32),
                 world,
+                placement: self.comm.split_placement(),
                 input,
                 dimensions: None,
                 tensor: "bench".to_owned(),

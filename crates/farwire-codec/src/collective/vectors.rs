@@ -12,7 +12,7 @@ use crate::codec::MessageCodec;
 use crate::codecs::powersgd::{PowerP, PowerQ, PowerSgd, Shape};
 use crate::error::{DecodeError, EncodeError};
 use crate::feedback::{Owed, Transaction};
-use crate::job::{CodedPlace, Context, Encoded, Job, Role};
+use crate::job::{CodedPlace, Context, Encoded, Job, Residual, Role, Values};
 
 /// One rank's vectors in an all-reduce: its input, the sums it makes, its result, and what it owes.
 /// In host memory, or where somebody else keeps them, such as on a card.
@@ -212,6 +212,64 @@ impl HostVectors {
         self.output.resize(len, 0.0);
     }
 
+    /// [`encode`](Vectors::encode) of these values, of a vector that has `len` in all.
+    pub(super) fn encode_values(
+        &mut self,
+        chunk: &ChunkPlace<'_>,
+        values: Values<'_>,
+        len: usize,
+    ) -> Result<Vec<Bytes>, StepError> {
+        if chunk.gather {
+            // What is in it is written over, shard by shard.
+            self.output.resize(len, 0.0);
+        }
+        let range = &chunk.range;
+        let owed = self.owed(range.clone());
+        let mut encoded = Encoded { residual: self.buffer(range.len()), ..Encoded::default() };
+        let job = Job {
+            values,
+            residual: residual(owed.as_ref()),
+            place: chunk.whole(),
+            role: Role::Worker,
+            rank: chunk.rank.0,
+            shards: &chunk.local_shards(),
+            threads: self.threads,
+        };
+        chunk.codec.encode(&job, &mut encoded)?;
+        if let Some(feedback) = &mut self.feedback {
+            feedback.set_worker(range.start, encoded.residual);
+        }
+        let parcels: Vec<_> = encoded.messages.into_iter().map(seal).collect();
+        self.kept(chunk.index).own = parcels[chunk.rank.index()].clone();
+        Ok(parcels)
+    }
+
+    /// Some elements of the input, in f32; with what the worker owes for them, if asked.
+    pub(super) fn dense(&self, range: Range<usize>, with_owed: bool) -> Vec<f32> {
+        let input = self.input.values(range.clone());
+        let mut values = input.read(0..range.len(), &mut Vec::new()).to_vec();
+        if let Some(owed) = self.owed(range).filter(|_| with_owed)
+            && let Residual::Owed(owed) = owed.residual()
+        {
+            values.iter_mut().zip(owed).for_each(|(value, owed)| *value += owed);
+        }
+        values
+    }
+
+    /// What the worker owed for some elements has been sent as it is.
+    pub(super) fn clear_owed(&mut self, range: Range<usize>) {
+        if let Some(feedback) = &mut self.feedback {
+            feedback.clear_worker(range);
+        }
+    }
+
+    /// A buffer that is not needed any more.
+    pub(super) fn give_back(&mut self, buffer: Vec<f32>) {
+        if let Some(feedback) = &mut self.feedback {
+            feedback.give_back(buffer);
+        }
+    }
+
     fn kept(&mut self, chunk: usize) -> &mut Kept {
         if self.kept.len() <= chunk {
             self.kept.resize_with(chunk + 1, Kept::default);
@@ -234,29 +292,11 @@ impl Vectors for HostVectors {
     }
 
     fn encode(&mut self, chunk: &ChunkPlace<'_>) -> Result<Vec<Bytes>, StepError> {
-        if chunk.gather {
-            // What is in it is written over, shard by shard.
-            self.output.resize(self.input.len(), 0.0);
-        }
-        let range = &chunk.range;
-        let owed = self.owed(range.clone());
-        let mut encoded = Encoded { residual: self.buffer(range.len()), ..Encoded::default() };
-        let job = Job {
-            values: self.input.values(range.clone()),
-            residual: residual(owed.as_ref()),
-            place: chunk.whole(),
-            role: Role::Worker,
-            rank: chunk.rank.0,
-            shards: &chunk.local_shards(),
-            threads: self.threads,
-        };
-        chunk.codec.encode(&job, &mut encoded)?;
-        if let Some(feedback) = &mut self.feedback {
-            feedback.set_worker(range.start, encoded.residual);
-        }
-        let parcels: Vec<_> = encoded.messages.into_iter().map(seal).collect();
-        self.kept(chunk.index).own = parcels[chunk.rank.index()].clone();
-        Ok(parcels)
+        let input = std::mem::replace(&mut self.input, Floats::F32(Vec::new()));
+        let values = input.values(chunk.range.clone());
+        let encoded = self.encode_values(chunk, values, input.len());
+        self.input = input;
+        encoded
     }
 
     fn sum(&mut self, chunk: &ChunkPlace<'_>, messages: &[&[u8]]) -> Result<(), StepError> {
