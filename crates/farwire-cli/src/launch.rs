@@ -171,6 +171,8 @@ pub(crate) struct ElasticJob {
 #[derive(Debug)]
 pub(crate) struct RankHost {
     pub(crate) number: u64,
+    /// What the rank calls it, if not by the machine's name.
+    pub(crate) name: Option<String>,
     /// If the host has a network of its own.
     pub(crate) namespace: Option<PathBuf>,
 }
@@ -568,7 +570,7 @@ impl Job {
         command.arg0("farwire").arg("become-rank").arg(std::process::id().to_string());
         let (mut local_rank, mut local_world) = (local_rank, self.ranks);
         let placed = self.hosts.get(local_rank as usize);
-        if let Some(RankHost { number, namespace }) = placed {
+        if let Some(RankHost { number, namespace, .. }) = placed {
             if let Some(namespace) = namespace {
                 command.arg("--namespace").arg(namespace);
             }
@@ -589,7 +591,7 @@ impl Job {
             .env("LOCAL_WORLD_SIZE", local_world.to_string())
             .env("MASTER_ADDR", host)
             .env("MASTER_PORT", port.to_string())
-            .envs(placed.map(|host| ("FARWIRE_HOST", format!("host-{}", host.number))))
+            .envs(placed.and_then(|host| Some(("FARWIRE_HOST", host.name.as_ref()?))))
             .envs(self.threads())
             .envs(self.variables.iter().map(|(name, value)| (name, value)))
             .envs(self.elastic.map(|_| ("FARWIRE_ELASTIC", "1")))

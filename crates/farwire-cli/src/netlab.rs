@@ -16,8 +16,8 @@ use crate::units::{rate, share, size, time};
 /// relay in this process carries packets between them and makes the network as bad as asked for.
 /// The command runs once on each, or as often as --ranks-per-host says, with what `farwire launch`
 /// would set: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and FARWIRE_TOKEN, so farwire programs just
-/// work, and FARWIRE_HOST, so that ranks share memory with those of their host alone;
-/// GLOO_SOCKET_IFNAME is set for torch. Needs root on Linux. Nothing stays behind, however it ends.
+/// work; with several ranks on a host also FARWIRE_HOST, so that they share memory with those of
+/// their host alone. GLOO_SOCKET_IFNAME is set for torch. Needs root on Linux. Nothing stays behind, however it ends.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -178,6 +178,9 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, NetlabError> {
     let ranks = args.hosts * args.ranks_per_host;
     let host = |host: u32| RankHost {
         number: host.into(),
+        // One rank on each is the same under any name; but under one, all know that they share the
+        // machine's cores, and have more patience with each other.
+        name: (args.ranks_per_host > 1).then(|| format!("host-{host}")),
         namespace: Some(lab.namespace_path(host as usize)),
     };
     let code = Job {

@@ -38,8 +38,8 @@ const DRAWN_WIDTH: u32 = 60;
 /// Run one operation on a simulated network, in virtual time.
 ///
 /// Shows how long it would take, what each rank sends, and how near that is to the least possible.
-/// The protocol is the real one; the network is a model in which every rank has one full-duplex
-/// interface. The same flags and seed give the same run on any machine.
+/// The protocol is the real one; the network is a model in which every rank, or with --hosts every
+/// host, has one full-duplex interface. The same flags and seed give the same run on any machine.
 #[derive(Debug, clap::Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 #[command(after_help = "\

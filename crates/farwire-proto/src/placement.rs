@@ -12,7 +12,10 @@
 //! ranks take them in turn. A column is cut into *cells*, one for each host, whose result that
 //! host's rank of the column makes.
 
+use std::hash::Hash;
 use std::sync::Arc;
+
+use rustc_hash::FxHashMap as HashMap;
 
 use crate::ids::{Rank, WorldSize};
 use crate::partition::digest;
@@ -54,16 +57,16 @@ pub enum SumOrder {
 impl Placement {
     /// Ranks on the hosts that `names` says, one name for each rank. Only whether two are equal
     /// counts. `None` if there are no ranks.
-    pub fn new<N: PartialEq>(names: &[N]) -> Option<Self> {
+    pub fn new<N: Eq + Hash>(names: &[N]) -> Option<Self> {
         WorldSize::new(u32::try_from(names.len()).ok()?)?;
+        let mut known: HashMap<&N, usize> = HashMap::default();
         let mut hosts: Vec<Vec<Rank>> = Vec::new();
         let mut seats: Vec<Seat> = Vec::with_capacity(names.len());
         for (rank, name) in (0..).map(Rank).zip(names) {
-            let known = hosts.iter().position(|ranks| names[ranks[0].index()] == *name);
-            let host = known.unwrap_or_else(|| {
+            let host = *known.entry(name).or_insert(hosts.len());
+            if host == hosts.len() {
                 hosts.push(Vec::new());
-                hosts.len() - 1
-            });
+            }
             seats.push(Seat { host, number: hosts[host].len() });
             hosts[host].push(rank);
         }

@@ -240,9 +240,14 @@ fn members_that_join_and_leave_change_the_placement_on_all() {
     let mut ranks = start_each(TEST, &[port; 3], &token, "auto", &settings, |comm| {
         assert_eq!(hosts_of(&comm), [0, 0, 1]);
         check::<f32>(&comm, 1009, ReduceOp::Sum, Algorithm::TwoLevel);
+        // Once the others have their results.
         if comm.rank() == 1 {
+            for other in [0, 2] {
+                comm.recv::<u8>(0, other, 0).wait().unwrap();
+            }
             kill_process(getpid(), Signal::KILL).unwrap();
         }
+        comm.send(Vec::<u8>::new(), 1, 0).wait().unwrap();
         let lost = loop {
             match comm.all_reduce(vec![1.0f32], ReduceOp::Sum).wait() {
                 Ok(_) => {}

@@ -346,7 +346,12 @@ fn on_processes(args: &Args, ranks: u32) -> Result<ExitCode, BenchError> {
         variables: vec![("FARWIRE_LINK", args.link.to_string())],
         output: JobOutput::Plain,
         grace: GRACE,
-        hosts: hosts.map(|number| RankHost { number, namespace: None }).collect(),
+        hosts: hosts
+            .map(|number| {
+                let name = Some(format!("host-{number}"));
+                RankHost { number, name, namespace: None }
+            })
+            .collect(),
         elastic: None,
     };
     Ok(job.run()?)

@@ -11,8 +11,9 @@
 //! | as factors | P summed, then Q, each as above (`low_rank.rs`) | 4 |
 //! | whole | everybody's message to everybody (`all_to_all.rs`) | 1 |
 //!
-//! Sums are made in rank order at one place, and everyone, the owner included, decodes the same
-//! bytes: so every rank ends with the same bits, whatever arrives first. A reduce-scatter is the
+//! Sums are made in rank order (between hosts, in the hosts' order) at one place, and everyone, the
+//! owner included, decodes the same bytes: so every rank ends with the same bits, whatever arrives
+//! first. A reduce-scatter is the
 //! first round of an all-reduce, an all-gather its second.
 //!
 //! A parcel ends with a byte that says whether its sender could make it. A rank whose input holds a

@@ -210,16 +210,20 @@ impl TwoLevel {
         // What this rank serves stays here, and is looked at all the same: whoever has a NaN says
         // so, rather than whoever adds it up.
         for mate in std::iter::once(rank).chain(self.mates(rank)) {
-            let mut parcel = Vec::new();
-            for c in self.columns_of(mate) {
-                let range = self.chunks[chunk].columns[c].range.clone();
-                let values = vectors.dense(range.clone(), mate != rank);
-                let wrong = values.iter().position(|value| !value.is_finite());
-                let wrong = wrong.map(|index| range.start + index);
-                fault = [fault, wrong].into_iter().flatten().min();
-                if mate != rank {
-                    parcel.extend_from_slice(bytemuck::cast_slice(&values));
-                }
+            let ranges =
+                || self.columns_of(mate).map(|c| self.chunks[chunk].columns[c].range.clone());
+            let elements = ranges().map(|range| range.len()).sum::<usize>();
+            let bytes = if mate == rank { 0 } else { elements * size_of::<f32>() };
+            let mut parcel = Vec::with_capacity(bytes + 1);
+            for range in ranges() {
+                let start = range.start;
+                let wrong = vectors.read(range, mate != rank, |values| {
+                    if mate != rank {
+                        parcel.extend_from_slice(bytemuck::cast_slice(values));
+                    }
+                    first_not_finite(values)
+                });
+                fault = [fault, wrong.map(|index| start + index)].into_iter().flatten().min();
             }
             parcels[mate.index()] = seal(parcel);
         }
@@ -257,8 +261,9 @@ impl TwoLevel {
             sum.clear();
             for from in self.placement.ranks(host) {
                 if *from == rank {
-                    let values = vectors.dense(column.range.clone(), false);
-                    add(&mut sum, values.iter().copied());
+                    vectors.read(column.range.clone(), false, |values| {
+                        add(&mut sum, values.iter().copied());
+                    });
                 } else {
                     let values = messages[from.index()][bytes.clone()].chunks_exact(4);
                     add(&mut sum, values.map(bytemuck::pod_read_unaligned));
@@ -523,6 +528,13 @@ fn unpack(mut parcel: &[u8], count: usize) -> Result<Vec<&[u8]>, DecodeError> {
         0 => Ok(messages),
         given => Err(DecodeError::Length { need: 0, given }),
     }
+}
+
+/// Where the first NaN or infinity is. (A pass without a branch finds out whether there is one.)
+fn first_not_finite(values: &[f32]) -> Option<usize> {
+    let largest = values.iter().fold(0, |most, value| most.max(value.to_bits() & !(1 << 31)));
+    let is_finite = largest < f32::INFINITY.to_bits();
+    if is_finite { None } else { values.iter().position(|value| !value.is_finite()) }
 }
 
 /// Adds values to a sum, which has none yet if it is empty.

@@ -244,16 +244,23 @@ impl HostVectors {
         Ok(parcels)
     }
 
-    /// Some elements of the input, in f32; with what the worker owes for them, if asked.
-    pub(super) fn dense(&self, range: Range<usize>, with_owed: bool) -> Vec<f32> {
-        let input = self.input.values(range.clone());
-        let mut values = input.read(0..range.len(), &mut Vec::new()).to_vec();
-        if let Some(owed) = self.owed(range).filter(|_| with_owed)
-            && let Residual::Owed(owed) = owed.residual()
-        {
-            values.iter_mut().zip(owed).for_each(|(value, owed)| *value += owed);
+    /// Reads some elements of the input, in f32; with what the worker owes for them, if asked.
+    pub(super) fn read<T>(
+        &self,
+        range: Range<usize>,
+        with_owed: bool,
+        read: impl FnOnce(&[f32]) -> T,
+    ) -> T {
+        let (input, mut scratch) = (self.input.values(range.clone()), Vec::new());
+        let values = input.read(0..range.len(), &mut scratch);
+        let owed = with_owed.then(|| self.owed(range)).flatten();
+        match owed.as_ref().map(Owed::residual) {
+            Some(Residual::Owed(owed)) => {
+                let sums: Vec<_> = values.iter().zip(owed).map(|(x, owed)| x + owed).collect();
+                read(&sums)
+            }
+            _ => read(values),
         }
-        values
     }
 
     /// What the worker owed for some elements has been sent as it is.
