@@ -194,11 +194,11 @@ impl Route {
         if !is_local && u32::try_from(count).is_err() {
             return Err(OrderError::TooLong { codec: codec.name(), given: count });
         }
-        let route = match (codec.travels(), collective) {
-            (Travel::Factors(_), Collective::AllGather(_)) => {
+        let route = match (codec.travels(), collective, split) {
+            (Travel::Factors(_), Collective::AllGather(_), _) => {
                 return Err(OrderError::CannotGather { codec: codec.name() });
             }
-            (Travel::Factors(codec), _) => {
+            (Travel::Factors(codec), ..) => {
                 let fits = |d: &&[usize]| d.iter().product::<usize>() == count;
                 let shape = Shape::of(dimensions.as_deref().filter(fits).unwrap_or(&[count]));
                 let only = matches!(collective, Collective::ReduceScatter(_));
@@ -207,17 +207,16 @@ impl Route {
                 let matrix = MatrixPlace { codec, shape, context, world, mean, only };
                 Self::LowRank(low_rank::LowRank::new(matrix))
             }
-            (Travel::Shards(codec) | Travel::Whole(codec), Collective::AllGather(_)) => {
+            (Travel::Shards(codec) | Travel::Whole(codec), Collective::AllGather(_), _) => {
                 Self::AllToAll(all_to_all::AllToAll::gather(codec, ranges))
             }
-            (Travel::Whole(codec), Collective::AllReduce(_)) => {
+            (Travel::Whole(codec), Collective::AllReduce(_), _) => {
                 Self::AllToAll(all_to_all::AllToAll::sum(codec, count, mean))
             }
-            (Travel::Shards(codec), Collective::AllReduce(_)) if split.is_some() => {
-                let placement = split.expect("it was just looked at");
+            (Travel::Shards(codec), Collective::AllReduce(_), Some(placement)) => {
                 Self::TwoLevel(two_level::TwoLevel::new(codec, count, placement, mean))
             }
-            (Travel::Shards(codec) | Travel::Whole(codec), _) => {
+            (Travel::Shards(codec) | Travel::Whole(codec), ..) => {
                 let gather = matches!(collective, Collective::AllReduce(_));
                 Self::TwoPhase(two_phase::TwoPhase::new(codec, count, world, gather, mean))
             }

@@ -70,6 +70,12 @@ struct Column {
     results: Vec<Bytes>,
 }
 
+/// What has come for a column.
+struct ColumnMessages<'m> {
+    column: usize,
+    by_host: Vec<&'m [u8]>,
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Phase {
     ScatterOnHost,
@@ -310,8 +316,8 @@ impl TwoLevel {
         messages: &[&[u8]],
         common: &mut Common,
     ) -> Result<(), StepError> {
-        let by_host = self.from_other_hosts(messages, common.rank)?;
-        for (c, messages) in by_host {
+        for came in self.by_column(messages, common.rank)? {
+            let ColumnMessages { column: c, by_host: messages } = came;
             let place = self.place(chunk, c, common);
             let added = common.vectors.host().sum(&place, &messages);
             added.map_err(|error| self.named(error, c))?;
@@ -349,8 +355,8 @@ impl TwoLevel {
         common: &mut Common,
     ) -> Result<(), StepError> {
         let host = self.placement.seat(common.rank).host;
-        let by_host = self.from_other_hosts(messages, common.rank)?;
-        for (c, messages) in by_host {
+        for came in self.by_column(messages, common.rank)? {
+            let ColumnMessages { column: c, by_host: messages } = came;
             let place = self.place(chunk, c, common);
             let range = place.range.clone();
             let vectors = common.vectors.host();
@@ -427,11 +433,11 @@ impl TwoLevel {
     }
 
     /// What has come from them: for each of this rank's columns, a message from each other host.
-    fn from_other_hosts<'m>(
+    fn by_column<'m>(
         &self,
         messages: &[&'m [u8]],
         rank: Rank,
-    ) -> Result<Vec<(usize, Vec<&'m [u8]>)>, StepError> {
+    ) -> Result<Vec<ColumnMessages<'m>>, StepError> {
         let here = self.placement.seat(rank).host;
         let mut unpacked = HashMap::new();
         let elsewhere = self.placement.world().ranks();
@@ -446,7 +452,8 @@ impl TwoLevel {
             // This rank keeps its own.
             owners.map(|owner| unpacked.get(&(c, owner)).copied().unwrap_or_default()).collect()
         };
-        Ok(self.columns_of(rank).map(|c| (c, by_host(c))).collect())
+        let column = |c| ColumnMessages { column: c, by_host: by_host(c) };
+        Ok(self.columns_of(rank).map(column).collect())
     }
 
     /// Says which rank a message for a column came from, where only its host was known.
