@@ -165,8 +165,8 @@ pub(crate) struct Job {
     pub(crate) output: JobOutput,
     /// How long ranks have to end by themselves.
     pub(crate) grace: Duration,
-    /// The network namespace of each rank, which is then a host of its own; none is this one's.
-    pub(crate) namespaces: Vec<PathBuf>,
+    /// The host of each rank, if they are to take themselves for ranks on several.
+    pub(crate) hosts: Vec<RankHost>,
     /// Whether the job goes on when ranks die.
     pub(crate) elastic: Option<ElasticJob>,
 }
@@ -178,6 +178,16 @@ pub(crate) struct ElasticJob {
     pub(crate) min: u32,
     /// Ranks that are started in place of others, in all.
     pub(crate) restarts: u32,
+}
+
+/// Where a rank is, or takes itself to be.
+#[derive(Debug)]
+pub(crate) struct RankHost {
+    pub(crate) number: u64,
+    /// What the rank calls it, if not by the machine's name.
+    pub(crate) name: Option<String>,
+    /// If the host has a network of its own.
+    pub(crate) namespace: Option<PathBuf>,
 }
 
 /// What becomes of what ranks print.
@@ -227,7 +237,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, LaunchError> {
         variables: args.max.map(|max| ("FARWIRE_MAX_RANKS", max.to_string())).into_iter().collect(),
         output: JobOutput::Marked,
         grace: GRACE,
-        namespaces: Vec::new(),
+        hosts: Vec::new(),
         elastic: args.elastic.then_some(ElasticJob { min: args.min, restarts: args.restarts }),
     }
     .run()
@@ -618,9 +628,15 @@ impl Job {
         let mut command = Command::new("/proc/self/exe");
         command.arg0("farwire").arg("become-rank").arg(std::process::id().to_string());
         let (mut local_rank, mut local_world) = (local_rank, self.ranks);
-        if let Some(namespace) = self.namespaces.get(local_rank as usize) {
-            command.arg("--namespace").arg(namespace);
-            (local_rank, local_world) = (0, 1);
+        let placed = self.hosts.get(local_rank as usize);
+        if let Some(RankHost { number, namespace, .. }) = placed {
+            if let Some(namespace) = namespace {
+                command.arg("--namespace").arg(namespace);
+            }
+            let is_mate = |other: &&RankHost| other.number == *number;
+            let before = self.hosts.iter().take(local_rank as usize).filter(is_mate).count();
+            local_rank = before as u32;
+            local_world = self.hosts.iter().filter(is_mate).count() as u32;
         }
         command
             .arg("--")
@@ -634,6 +650,7 @@ impl Job {
             .env("LOCAL_WORLD_SIZE", local_world.to_string())
             .env("MASTER_ADDR", host)
             .env("MASTER_PORT", port.to_string())
+            .envs(placed.and_then(|host| Some(("FARWIRE_HOST", host.name.as_ref()?))))
             .envs(self.threads())
             .envs(self.variables.iter().map(|(name, value)| (name, value)))
             .envs(self.elastic.map(|_| ("FARWIRE_ELASTIC", "1")))

@@ -4,6 +4,7 @@
 
 mod bench;
 mod doctor;
+mod hosts;
 mod launch;
 mod links;
 mod named;

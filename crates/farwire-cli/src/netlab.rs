@@ -7,16 +7,17 @@ use std::time::Duration;
 use farwire::Token;
 use farwire_netlab::{DEVICE, Impairments, Lab, LabError, Loss, Outage, Partition, Queue};
 
-use crate::launch::{GRACE, Job, JobOutput, LaunchError, Master};
+use crate::launch::{GRACE, Job, JobOutput, LaunchError, Master, RankHost};
 use crate::units::{rate, share, size, time};
 
 /// Run a command on several hosts joined by a slow, long or lossy network, all on this machine.
 ///
 /// Each host is a network namespace with one device (far0, addresses 10.77.0.1, 10.77.0.2, …); a
 /// relay in this process carries packets between them and makes the network as bad as asked for.
-/// The command runs once on each, with what `farwire launch` would set: RANK, WORLD_SIZE,
-/// MASTER_ADDR, MASTER_PORT and FARWIRE_TOKEN, so farwire programs just work; GLOO_SOCKET_IFNAME is
-/// set for torch. Needs root on Linux. Nothing stays behind, however it ends.
+/// The command runs once on each, or as often as --ranks-per-host says, with what `farwire launch`
+/// would set: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and FARWIRE_TOKEN, so farwire programs just
+/// work; with several ranks on a host also FARWIRE_HOST, so that they share memory with those of
+/// their host alone. GLOO_SOCKET_IFNAME is set for torch. Needs root on Linux. Nothing stays behind, however it ends.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -26,6 +27,9 @@ Examples:
   Two homes, fast down and slow up:
     farwire netlab --rate 40mbit --down-rate 250mbit --delay 10ms --jitter 5ms \\
       -- farwire bench all_reduce --size 8MiB --codec topk:0.01
+  Four hosts with two ranks each:
+    farwire netlab --hosts 4 --ranks-per-host 2 --rate 1gbit \
+      -- farwire bench all_reduce --size 100MB
   A mobile link that loses packets in bursts of ten:
     farwire netlab --rate 50mbit --delay 30ms --loss 1% --burst 10 -- COMMAND
   What happens when the network goes away for three seconds, or for good:
@@ -41,9 +45,12 @@ Examples:
 
 --delay is one way: a round trip takes twice as long.")]
 pub(crate) struct Args {
-    /// Hosts, each with one rank.
+    /// How many hosts.
     #[arg(long, default_value = "2", value_parser = clap::value_parser!(u32).range(1..=254))]
     hosts: u32,
+    /// Ranks on each. They share the host's network, and memory.
+    #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..=64))]
+    ranks_per_host: u32,
     /// Rate at which a host can send: 200mbit, 25MB/s. Default: no limit.
     #[arg(long, value_parser = rate)]
     rate: Option<f64>,
@@ -164,22 +171,30 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, NetlabError> {
     let unset = |name: &str| std::env::var_os(name).is_none();
     let has_token = !unset("FARWIRE_TOKEN") || !unset("FARWIRE_TOKEN_FILE");
     let mut variables = vec![("GLOO_SOCKET_IFNAME", DEVICE.to_owned())];
-    if unset("FARWIRE_LINK") {
-        // The ranks share a machine, but are not meant to notice.
+    if unset("FARWIRE_LINK") && args.ranks_per_host == 1 {
+        // The hosts share a machine, but are not meant to notice.
         variables.push(("FARWIRE_LINK", "quic".to_owned()));
     }
+    let ranks = args.hosts * args.ranks_per_host;
+    let host = |host: u32| RankHost {
+        number: host.into(),
+        // One rank on each is the same under any name; but under one, all know that they share the
+        // machine's cores, and have more patience with each other.
+        name: (args.ranks_per_host > 1).then(|| format!("host-{host}")),
+        namespace: Some(lab.namespace_path(host as usize)),
+    };
     let code = Job {
         command: args.command.clone(),
-        ranks: args.hosts,
+        ranks,
         first_rank: 0,
-        world: args.hosts,
+        world: ranks,
         master: Master::Given(Lab::address(0).to_string(), PORT),
         name: None,
         token: (!has_token).then(Token::generate),
         variables,
         output: JobOutput::Marked,
         grace: GRACE,
-        namespaces: (0..args.hosts as usize).map(|host| lab.namespace_path(host)).collect(),
+        hosts: (0..ranks).map(|rank| rank / args.ranks_per_host).map(host).collect(),
         elastic: None,
     }
     .run()?;

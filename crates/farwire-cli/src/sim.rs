@@ -8,8 +8,8 @@ use std::num::NonZeroUsize;
 use std::time::{Duration, Instant};
 
 use farwire_proto::{
-    Algorithm, Call, CallError, CommId, Config, DType, Element, Kind, Options, Peer, Plan, Rank,
-    ReduceOp, Time, Tuning, WorldSize, tune::Links, with_type,
+    Algorithm, Call, CallError, CommId, Config, DType, Element, Kind, Options, Peer, Placement,
+    Plan, Rank, ReduceOp, Time, Tuning, WorldSize, tune::Links, with_type,
 };
 use farwire_sim::kinds::Shape;
 use farwire_sim::{
@@ -20,6 +20,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use serde::Serialize;
 
+use crate::hosts::{HostsArg, WrongHosts};
 use crate::named::named;
 use crate::units::{self, show_bytes, show_rate, show_time};
 
@@ -37,8 +38,8 @@ const DRAWN_WIDTH: u32 = 60;
 /// Run one operation on a simulated network, in virtual time.
 ///
 /// Shows how long it would take, what each rank sends, and how near that is to the least possible.
-/// The protocol is the real one; the network is a model in which every rank has one full-duplex
-/// interface. The same flags and seed give the same run on any machine.
+/// The protocol is the real one; the network is a model in which every rank, or with --hosts every
+/// host, has one full-duplex interface. The same flags and seed give the same run on any machine.
 #[derive(Debug, clap::Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 #[command(after_help = "\
@@ -46,6 +47,7 @@ Examples:
   farwire sim all_reduce --ranks 8
   farwire sim all_reduce --ranks 256 --bandwidth 10gbit --latency 1ms
   farwire sim all_reduce --algorithm ring       not two-phase, the default
+  farwire sim all_reduce --ranks 8 --hosts 4    two ranks on each host
   farwire sim broadcast --size 1GB --loss 0.1%  where packets get lost
   farwire sim all_reduce --crash 2@40           kill rank 2 at its step 40
   farwire sim all_reduce --ranks 64 --json      one object, for scripts
@@ -63,7 +65,11 @@ pub(crate) struct Args {
     /// broadcast and messages; all blocks together for gathers, scatters and all_to_all.
     #[arg(short, long, default_value = "100MB", value_parser = units::size)]
     size: usize,
-    /// What each rank can send, and receive, as 1gbit, 100mbit or 125MB/s.
+    /// On how many hosts they are: 4, or 3+1 for the ranks of each. Ranks of a host share its
+    /// interface, and have fast links to each other.
+    #[arg(long)]
+    hosts: Option<HostsArg>,
+    /// What each rank (with --hosts, each host) can send, and receive, as 1gbit, 100mbit or 125MB/s.
     #[arg(short, long, default_value = "1gbit", value_parser = units::rate)]
     bandwidth: f64,
     /// From one rank to another, one way, as 20ms or 50us.
@@ -131,6 +137,8 @@ pub(crate) enum SimError {
     EmptySegment,
     #[error("--ranks {0} is too few for {1}, which needs at least 2")]
     TooFew(u32, Kind),
+    #[error(transparent)]
+    Hosts(#[from] WrongHosts),
     #[error(transparent)]
     Call(#[from] CallError),
     #[error(
@@ -290,12 +298,13 @@ impl<'a> Task<'a> {
             link: Link { latency, jitter: args.jitter, loss: args.loss, ..Link::IDEAL },
             window: args.window,
             detection: args.detection,
+            hosts: args.hosts.as_ref().map(|hosts| hosts.deal(ranks)).transpose()?,
             troubles: crashes.collect(),
             seed: args.seed,
             ..Network::lan(ranks)
         };
-        let tuning =
-            Tuning { segment_bytes, links: Links { latency, bandwidth, ..Links::default() } };
+        let links = Links { latency, bandwidth, ..Links::default() };
+        let tuning = Tuning { segment_bytes, links, ..Tuning::default() };
         // Slow networks are slow, not stuck. A hang is found by the simulator, which sees that
         // nothing more will happen.
         let config = Config { tuning, deadline: Duration::MAX, ..Config::default() };
@@ -319,7 +328,8 @@ impl<'a> Task<'a> {
     /// What is called, for vectors of `count` elements.
     fn shape(&self, count: usize) -> Shape {
         let &Args { dtype, reduce, root, .. } = self.args;
-        Shape { root: Rank(root), ..Shape::even(self.world, count, dtype, reduce) }
+        let hosts = self.network.hosts.clone().unwrap_or_default();
+        Shape { root: Rank(root), hosts, ..Shape::even(self.world, count, dtype, reduce) }
     }
 
     fn calls(&self, rank: Rank, count: usize) -> Vec<Call> {
@@ -327,7 +337,10 @@ impl<'a> Task<'a> {
     }
 
     fn plan(&self, rank: Rank, call: &Call) -> Result<Plan, CallError> {
-        Plan::new(CommId::WORLD, rank, self.world, call, &self.options, &self.config.tuning)
+        let hosts = self.network.hosts.as_deref().unwrap_or_default();
+        let placement = Placement::new(hosts).unwrap_or_else(|| Placement::one_host(self.world));
+        let tuning = &self.config.tuning;
+        Plan::placed(CommId::WORLD, rank, &placement, call, &self.options, tuning)
     }
 
     /// Frames of the whole run, all ranks together.
@@ -412,9 +425,13 @@ impl<'a> Task<'a> {
         let chosen = if self.args.algorithm.is_some() { "" } else { ", chosen" };
         let plural = if ranks == 1 { "" } else { "s" };
         writeln!(out, "{op}{what} over {ranks} rank{plural}, {}{chosen}", self.algorithm)?;
+        let each = match &self.network.hosts {
+            Some(_) => "each host",
+            None => "each",
+        };
         writeln!(
             out,
-            "each sends and receives {}, {} from the others",
+            "{each} sends and receives {}, {} from the others",
             show_rate(bandwidth),
             show_time(latency)
         )?;

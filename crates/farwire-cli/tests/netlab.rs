@@ -42,6 +42,23 @@ fn every_host_is_told_where_it_stands() {
 }
 
 #[test]
+fn ranks_of_a_host_share_its_memory_and_its_network() {
+    let arguments = ["--hosts", "2", "--ranks-per-host", "2", "--rate", "100mbit", "--"];
+    let script = "echo $RANK: $LOCAL_RANK of $LOCAL_WORLD_SIZE on $FARWIRE_HOST";
+    let Some(output) = netlab(&[&arguments[..], &["sh", "-c", script]].concat()) else { return };
+    let said = text(&output.stdout);
+    let mut lines: Vec<_> = said.lines().collect();
+    lines.sort_unstable();
+    let place = |rank| format!("[{rank}] {rank}: {} of 2 on host-{}", rank % 2, rank / 2);
+    assert_eq!(lines, (0..4).map(place).collect::<Vec<_>>(), "{}", text(&output.stderr));
+    let bench = [FARWIRE, "bench", "all_reduce", "--size", "1MB", "--iters", "2", "--check"];
+    let Some(output) = netlab(&[&arguments[..], &bench].concat()) else { return };
+    assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
+    let said = text(&output.stdout);
+    assert!(said.contains("over 4 ranks on 2 hosts, link shm (2 pairs), quic (4 pairs)"), "{said}");
+}
+
+#[test]
 fn ranks_reduce_over_a_long_and_lossy_link() {
     let arguments =
         ["--rate", "100mbit", "--delay", "10ms", "--loss", "0.5%", "--burst", "3", "--"];

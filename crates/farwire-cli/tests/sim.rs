@@ -34,6 +34,19 @@ fn refusal(arguments: &str) -> String {
 }
 
 #[test]
+fn hosts_with_several_ranks_take_the_least_time() {
+    let network = "--ranks 8 --hosts 4 --size 100MB --latency 100us --json";
+    let two_level = json(&format!("sim all_reduce {network}"));
+    assert_eq!(two_level["algorithm"], "two-level");
+    let ms = |run: &Value| run["virtual_ms"].as_f64().unwrap();
+    assert!(ms(&two_level) <= 1.05 * two_level["bound_ms"].as_f64().unwrap(), "{two_level}");
+    let flat = json(&format!("sim all_reduce {network} --algorithm two-phase"));
+    assert!(ms(&two_level) <= 0.6 * ms(&flat), "{two_level} {flat}");
+    let said = refusal("sim all_reduce --ranks 4 --hosts 5");
+    assert!(said.contains("--hosts 5 does not fit 4 ranks"), "{said}");
+}
+
+#[test]
 fn json_has_the_promised_fields() {
     let run = json("sim all_reduce --ranks 8 --size 100MB --bandwidth 1gbit --latency 20ms --json");
     assert_eq!(run["op"], "all_reduce");

@@ -317,6 +317,11 @@ impl Transaction {
         self.new.worker.set(start, residual.into());
     }
 
+    /// From now on the worker owes nothing for these elements.
+    pub fn clear_worker(&mut self, range: Range<usize>) {
+        self.new.worker.cut(&range);
+    }
+
     /// What the owner owes from now on for the elements from `start` on.
     pub fn set_owner(&mut self, start: usize, residual: impl Into<Piece>) {
         self.new.owner.set(start, residual.into());

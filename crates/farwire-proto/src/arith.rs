@@ -55,6 +55,12 @@ impl Arithmetic {
         }
     }
 
+    /// The same for a part of a mean, which is divided once it is whole.
+    pub(crate) fn undivided(self) -> Self {
+        let op = if self.op == ReduceOp::Mean { ReduceOp::Sum } else { self.op };
+        Self { op, ..self }
+    }
+
     /// Fills the output with the value that combines to nothing.
     pub(crate) fn identity(&self, out: &mut [u8]) {
         with_type!(self.dtype, T => identity::<T>(self.op, out));

@@ -23,8 +23,8 @@ pub struct Options {
 }
 
 /// How an operation moves its data. `TwoPhase`, `GatherReduce`, `Direct` and scans combine in rank
-/// order; reductions by `Ring`, `Tree` and `Chain` in an order of their own, which does not depend
-/// on the run.
+/// order, `TwoLevel` host by host ([`SumOrder::Host`](crate::SumOrder::Host)); reductions by `Ring`,
+/// `Tree` and `Chain` in an order of their own, which does not depend on the run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Algorithm {
@@ -44,11 +44,14 @@ pub enum Algorithm {
     /// In parcels, whose length only their sender knows. No caller asks for it: some calls come
     /// with it.
     Parcels = 7,
+    /// Combine on each host first, then between hosts: each host's sum crosses the network once.
+    /// Where all ranks are on one host, or each is on its own, this is two-phase.
+    TwoLevel = 8,
 }
 
 impl Algorithm {
     /// Every algorithm.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::TwoPhase,
         Self::GatherReduce,
         Self::Ring,
@@ -56,6 +59,7 @@ impl Algorithm {
         Self::Chain,
         Self::Direct,
         Self::Parcels,
+        Self::TwoLevel,
     ];
 
     /// The name people type: `two-phase`, `ring`, …
@@ -68,6 +72,7 @@ impl Algorithm {
             Self::Chain => "chain",
             Self::Direct => "direct",
             Self::Parcels => "parcels",
+            Self::TwoLevel => "two-level",
         }
     }
 
@@ -202,7 +207,7 @@ pub enum CallError {
 /// What to do where an algorithm cannot work in place.
 fn instead(kind: Kind) -> &'static str {
     match kind {
-        Kind::AllReduce => "use two-phase or ring",
+        Kind::AllReduce => "use two-phase, two-level or ring",
         _ => "make the call that leaves its input as it is",
     }
 }

@@ -29,8 +29,8 @@ pub struct Fingerprint {
     /// Elements per frame.
     pub segment: u32,
     /// Digest of what else all must agree on: the members of any group but the world, lengths that
-    /// differ from rank to rank ([`Counts::digest`](crate::Counts::digest)), and, in all-to-all,
-    /// what the sender expects from this receiver.
+    /// differ from rank to rank ([`Counts::digest`](crate::Counts::digest)), the hosts of a
+    /// two-level all-reduce, and, in all-to-all, what the sender expects from this receiver.
     pub layout: u32,
 }
 
@@ -66,6 +66,10 @@ impl fmt::Display for Fingerprint {
 impl Fingerprint {
     /// The fields in which two calls differ, in words, for when their short forms read the same.
     pub fn differences(&self, other: &Self) -> Vec<&'static str> {
+        let layout = match self.algorithm {
+            Algorithm::TwoLevel => "members, or the hosts they are on",
+            _ => "members or lengths per rank",
+        };
         [
             ("kind", self.kind != other.kind),
             ("algorithm", self.algorithm != other.algorithm),
@@ -75,7 +79,7 @@ impl Fingerprint {
             ("root", self.root != other.root),
             ("codec (or its tensor or step)", self.codec != other.codec),
             ("segment size", self.segment != other.segment),
-            ("members or lengths per rank", self.layout != other.layout),
+            (layout, self.layout != other.layout),
         ]
         .into_iter()
         .filter_map(|(name, differs)| differs.then_some(name))

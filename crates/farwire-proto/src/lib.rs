@@ -105,6 +105,7 @@ mod machine;
 pub mod membership;
 mod parcels;
 mod partition;
+mod placement;
 mod plan;
 mod schedule;
 pub mod tune;
@@ -127,8 +128,10 @@ pub use machine::{
 };
 pub use parcels::ParcelPart;
 pub use partition::{Counts, Partition, Span};
+pub use placement::{Placement, Seat, SumOrder};
 pub use plan::{Frames, Plan, Tuning};
 pub use schedule::{
-    Action, Emit, Fold, Gate, InPlace, Incoming, Outcome, Outgoing, Own, Running, Source,
+    Action, Emit, Fold, Gate, InPlace, Incoming, Level, Mine, Outcome, Outgoing, Own, Running,
+    Source,
 };
 pub use workspace::Workspace;

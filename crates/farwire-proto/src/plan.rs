@@ -11,6 +11,7 @@ use crate::fingerprint::Fingerprint;
 use crate::ids::{CommId, Rank, Tag, WorldSize};
 use crate::parcels::Limits;
 use crate::partition::digest;
+use crate::placement::{Placement, SumOrder};
 use crate::schedule::{InPlace, Incoming, Local, Outcome, Outgoing, Schedule, Slots};
 use crate::tune::{self, Links};
 
@@ -25,6 +26,8 @@ pub struct Tuning {
     pub segment_bytes: NonZeroUsize,
     /// What the links are like.
     pub links: Links,
+    /// In which order floats are added up where some ranks share a host.
+    pub order: SumOrder,
 }
 
 impl Default for Tuning {
@@ -32,6 +35,7 @@ impl Default for Tuning {
         Self {
             segment_bytes: const { NonZeroUsize::new(64 << 10).expect("64 Ki is not zero") },
             links: Links::default(),
+            order: SumOrder::default(),
         }
     }
 }
@@ -72,7 +76,7 @@ pub(crate) struct Partner {
 }
 
 impl Plan {
-    /// Checks `call` and lays out what rank `me` of `world` does for it.
+    /// Checks `call` and lays out what rank `me` of `world` does for it, all on one host.
     pub fn new(
         comm: CommId,
         me: Rank,
@@ -81,6 +85,19 @@ impl Plan {
         options: &Options,
         tuning: &Tuning,
     ) -> Result<Self, CallError> {
+        Self::placed(comm, me, &Placement::one_host(world), call, options, tuning)
+    }
+
+    /// The same for ranks on several hosts.
+    pub fn placed(
+        comm: CommId,
+        me: Rank,
+        placement: &Placement,
+        call: &Call,
+        options: &Options,
+        tuning: &Tuning,
+    ) -> Result<Self, CallError> {
+        let world = placement.world();
         let kind = call.kind();
         let (call, together) = match call {
             Call::InPlace(call) => (&**call, true),
@@ -102,18 +119,11 @@ impl Plan {
             (false, Some(algorithm)) => return Err(CallError::Algorithm { kind, algorithm }),
             (false, None) => {
                 let reduction = terms.dtype.zip(terms.op);
-                tune::choose(
-                    kind,
-                    reduction,
-                    terms.count * size,
-                    segment * size,
-                    world,
-                    &tuning.links,
-                )
+                tune::choose(kind, reduction, terms.count * size, segment * size, placement, tuning)
             }
         };
         let lay_out = |algorithm| {
-            let way = call.lay_out(me, world, algorithm, segment);
+            let way = call.lay_out(me, placement, algorithm, segment);
             let in_place = match &way {
                 Way::Frames(frames) if together => frames.schedule().in_place(),
                 _ => None,
@@ -130,6 +140,8 @@ impl Plan {
         if together && in_place.is_none() {
             return Err(CallError::NotInPlace { kind, algorithm });
         }
+        // Ranks that see different hosts would send each other other frames.
+        let hosts = if algorithm == Algorithm::TwoLevel { placement.digest() } else { 0 };
         let plan = Self {
             comm,
             me,
@@ -143,7 +155,7 @@ impl Plan {
                 root: terms.root,
                 codec: terms.codec,
                 segment: segment as u32,
-                layout: terms.layout,
+                layout: terms.layout ^ hosts,
             },
             way,
             in_place,
@@ -339,10 +351,9 @@ impl Frames {
         self.schedule().recv(from, i)
     }
 
-    /// The rank whose frames are counted in [`Gate::received`](crate::Gate::received), if frames
-    /// are passed on.
-    pub fn upstream(&self) -> Option<Rank> {
-        self.schedule().upstream()
+    /// Whether a rank's frames are counted in [`Gate::received`](crate::Gate::received).
+    pub fn is_upstream(&self, from: Rank) -> bool {
+        self.schedule().is_upstream(from)
     }
 
     /// The rank whose frames are counted in [`Gate::sent`](crate::Gate::sent), if frames are passed

@@ -16,7 +16,8 @@
 //! 3. A frame's gate never waits on something that waits on the frame, on this rank or around any
 //!    cycle of ranks, however few frames a link lets be in flight.
 //! 4. A fold that keeps its running value in the output emits, if it does, last and at the same
-//!    elements, and is complete before the next segment's begins.
+//!    elements, and is complete before the next segment's begins. One that reads this rank's part
+//!    from the output keeps its running value in a slot, and emits only at the end of a step.
 //! 5. A schedule that works in place writes to no element of its input before every frame that
 //!    carries it has left and every fold that reads it is done, and emits only at the end of a
 //!    fold. (The running value itself is then held in a scratch segment, whatever the type.)
@@ -45,9 +46,9 @@ pub(crate) trait Schedule {
     /// The `i`-th of them.
     fn recv(&self, from: Rank, i: usize) -> Incoming;
 
-    /// The rank whose frames are counted in [`Gate::received`].
-    fn upstream(&self) -> Option<Rank> {
-        None
+    /// Whether a rank's frames are counted in [`Gate::received`].
+    fn is_upstream(&self, _from: Rank) -> bool {
+        false
     }
     /// The rank whose frames are counted in [`Gate::sent`].
     fn downstream(&self) -> Option<Rank> {
@@ -183,10 +184,22 @@ pub struct Fold {
     pub first: bool,
     /// Whether, and on which side of the payload, this rank's own elements are combined too.
     pub own: Own,
+    /// What it is a step to.
+    pub level: Level,
     /// Where the running value is kept.
     pub running: Running,
     /// Whether the running value is also a result.
     pub emit: Emit,
+}
+
+/// What a [`Fold`] is a step to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Level {
+    /// The combination of one host's ranks. It is rounded to the element type where it is emitted,
+    /// but a mean is not divided yet. Counted in [`Gate::host_folded`].
+    Host,
+    /// The result. Counted in [`Gate::folded`].
+    All,
 }
 
 /// The place of this rank's own elements in a [`Fold`].
@@ -195,9 +208,18 @@ pub enum Own {
     /// Not in this step.
     No,
     /// `own ∘ payload`; only in the first step.
-    Before(Span),
+    Before(Mine),
     /// `(running ∘ payload) ∘ own`.
-    After(Span),
+    After(Mine),
+}
+
+/// Where this rank's own elements are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mine {
+    /// In its input.
+    Input(Span),
+    /// In its output: what a fold of [`Level::Host`] has left there.
+    Output(Span),
 }
 
 /// Where a reduction's running value is kept.
@@ -272,9 +294,11 @@ pub(crate) struct Slots {
 /// frame may move.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Gate {
-    /// Frames folded, from anyone.
+    /// Frames folded into results, from anyone.
     pub folded: usize,
-    /// Frames received from the schedule's upstream rank.
+    /// Frames folded into the combination of this rank's host.
+    pub host_folded: usize,
+    /// Frames received from the schedule's upstream ranks.
     pub received: usize,
     /// Frames sent to the schedule's downstream rank.
     pub sent: usize,
@@ -282,7 +306,13 @@ pub struct Gate {
 
 impl Gate {
     /// Nothing to wait for.
-    pub const OPEN: Self = Self { folded: 0, received: 0, sent: 0 };
+    pub const OPEN: Self = Self { folded: 0, host_folded: 0, received: 0, sent: 0 };
+
+    /// Each counter, always in the same order.
+    pub(crate) fn counters(&self) -> [usize; 4] {
+        let Self { folded, host_folded, received, sent } = *self;
+        [folded, host_folded, received, sent]
+    }
 
     pub(crate) fn after_folds(folded: usize) -> Self {
         Self { folded, ..Self::OPEN }

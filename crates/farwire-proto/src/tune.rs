@@ -5,8 +5,10 @@
 //! inputs get an error, not garbage.)
 //!
 //! Results must not change with the size of the message: where the order of operands matters to the
-//! bits, only the algorithms that keep rank order are candidates, even where links are few. Trees,
-//! chains and rings serve reductions of integers, minima and maxima, and anyone who asks.
+//! bits, only the algorithms that keep one order are candidates, even where links are few. That is
+//! rank order; or, where some ranks share a host, and a call has a two-level algorithm, host by host
+//! ([`SumOrder::Host`]). Trees, chains and rings serve reductions of integers, minima and maxima,
+//! and anyone who asks.
 
 use std::time::Duration;
 
@@ -14,6 +16,8 @@ use crate::call::Algorithm;
 use crate::collective::Kind;
 use crate::dtype::{DType, ReduceOp};
 use crate::ids::WorldSize;
+use crate::placement::{Placement, SumOrder};
+use crate::plan::Tuning;
 
 /// What the links between ranks are like, as far as it decides an algorithm. All ranks must be
 /// given the same.
@@ -21,7 +25,8 @@ use crate::ids::WorldSize;
 pub struct Links {
     /// One way, from call to arrival, for an empty frame.
     pub latency: Duration,
-    /// Bytes per second that a rank can send, and receive.
+    /// Bytes per second that a rank can send, and receive; where some ranks share a host, that a
+    /// host can.
     pub bandwidth: f64,
     /// Bytes per second that a rank can combine.
     pub reduce_rate: f64,
@@ -42,8 +47,8 @@ impl Default for Links {
     }
 }
 
-/// The algorithm for `bytes` of `dtype` in a world of this size: the cheapest by the model in this
-/// file.
+/// The algorithm for `bytes` of `dtype` between ranks on these hosts: the cheapest by the model in
+/// this file.
 ///
 /// `reduction` is there for the calls that have one; `segment` is the number of bytes in a frame.
 pub fn choose(
@@ -51,10 +56,22 @@ pub fn choose(
     reduction: Option<(DType, ReduceOp)>,
     bytes: usize,
     segment: usize,
-    world: WorldSize,
-    links: &Links,
+    placement: &Placement,
+    tuning: &Tuning,
 ) -> Algorithm {
+    let (world, links) = (placement.world(), &tuning.links);
     let free = reduction.is_none_or(|(dtype, op)| !op.depends_on_order(dtype));
+    let split = placement.is_split() && tuning.order == SumOrder::Host;
+    if split && kind.algorithms().contains(&Algorithm::TwoLevel) {
+        // A host's sum of 16-bit floats is rounded, so no flat algorithm gives the same.
+        let exact = reduction.is_some_and(|(dtype, _)| dtype.accumulator() == dtype);
+        let flat_is_the_same = free || (placement.keeps_rank_order() && exact);
+        return if flat_is_the_same {
+            cheapest_between_hosts(bytes, placement, links)
+        } else {
+            Algorithm::TwoLevel
+        };
+    }
     let keeps_order = |algorithm: &&Algorithm| {
         free || matches!(algorithm, Algorithm::TwoPhase | Algorithm::GatherReduce)
     };
@@ -68,8 +85,9 @@ pub fn choose(
         several => *several
             .iter()
             .filter(keeps_order)
-            // A ring moves what two-phase moves, in more rounds: it is for few flows, above.
-            .filter(|algorithm| **algorithm != Algorithm::Ring)
+            // A ring moves what two-phase moves, in more rounds: it is for few flows, above. And
+            // there is one level.
+            .filter(|algorithm| !matches!(algorithm, Algorithm::Ring | Algorithm::TwoLevel))
             .min_by(|a, b| {
                 let cost =
                     |algorithm| seconds(kind, algorithm, bytes, segment, widening, world, links);
@@ -77,6 +95,24 @@ pub fn choose(
             })
             .expect("two-phase keeps rank order, and a broadcast has no order to keep"),
     }
+}
+
+/// The cheapest all-reduce where some ranks share a host, if any order of operands will do. What
+/// counts is what leaves the largest host; on a host, everything is fast.
+fn cheapest_between_hosts(bytes: usize, placement: &Placement, links: &Links) -> Algorithm {
+    let size = bytes as f64;
+    let (n, hosts) = (placement.world().len() as f64, placement.hosts() as f64);
+    let most = placement.columns() as f64;
+    let seconds = |rounds: f64, leaving: f64| {
+        rounds * links.latency.as_secs_f64() + leaving / links.bandwidth
+    };
+    let costs = [
+        (Algorithm::GatherReduce, seconds(1.0, most * (n - most) * size)),
+        (Algorithm::TwoPhase, seconds(2.0, 2.0 * most * (n - most) / n * size)),
+        (Algorithm::TwoLevel, seconds(2.0, 2.0 * (hosts - 1.0) / hosts * size)),
+    ];
+    let least = costs.into_iter().min_by(|(_, a), (_, b)| a.total_cmp(b));
+    least.map_or(Algorithm::TwoLevel, |(algorithm, _)| algorithm)
 }
 
 /// A model of the time an algorithm takes: rounds × latency + the busiest rank's bytes / bandwidth
@@ -111,7 +147,9 @@ fn seconds(
             (n - 1.0, size + fill, if kind.reduces() { size } else { 0.0 })
         }
         Algorithm::Direct => (1.0, (n - 1.0) / n * size, 0.0),
-        Algorithm::Ring | Algorithm::Parcels => unreachable!("not chosen by cost"),
+        Algorithm::Ring | Algorithm::Parcels | Algorithm::TwoLevel => {
+            unreachable!("not chosen by this cost")
+        }
     };
     rounds * links.latency.as_secs_f64() + moved / links.bandwidth + combined / links.reduce_rate
 }
@@ -124,9 +162,13 @@ mod tests {
 
     const SEGMENT: usize = 64 << 10;
 
+    fn one_host(n: u32) -> Placement {
+        Placement::one_host(WorldSize::new(n).unwrap())
+    }
+
     fn all_reduce(bytes: usize, n: u32) -> Algorithm {
         let sum = Some((DType::F32, ReduceOp::Sum));
-        choose(Kind::AllReduce, sum, bytes, SEGMENT, WorldSize::new(n).unwrap(), &Links::default())
+        choose(Kind::AllReduce, sum, bytes, SEGMENT, &one_host(n), &Tuning::default())
     }
 
     #[test]
@@ -140,9 +182,10 @@ mod tests {
     #[test]
     fn few_flows_take_the_ring() {
         let links = Links { flows: 4, ..Links::default() };
+        let tuning = Tuning { links, ..Tuning::default() };
         let at = |n, dtype| {
             let sum = Some((dtype, ReduceOp::Sum));
-            choose(Kind::AllReduce, sum, 1 << 20, SEGMENT, WorldSize::new(n).unwrap(), &links)
+            choose(Kind::AllReduce, sum, 1 << 20, SEGMENT, &one_host(n), &tuning)
         };
         assert_eq!(at(5, DType::I32), Algorithm::TwoPhase);
         assert_eq!(at(6, DType::I32), Algorithm::Ring);
@@ -152,8 +195,7 @@ mod tests {
     #[test]
     fn broadcast_takes_the_tree_for_latency_and_the_chain_for_volume() {
         let at = |bytes| {
-            let world = WorldSize::new(16).unwrap();
-            choose(Kind::Broadcast, None, bytes, SEGMENT, world, &Links::default())
+            choose(Kind::Broadcast, None, bytes, SEGMENT, &one_host(16), &Tuning::default())
         };
         assert_eq!(at(100), Algorithm::Tree);
         assert_eq!(at(100 << 20), Algorithm::Chain);
@@ -166,17 +208,27 @@ mod tests {
             dtype in prop::sample::select(DType::ALL.to_vec()),
             op in prop::sample::select(ReduceOp::ALL.to_vec()),
             bytes in 0usize..1 << 40,
-            n in 1u32..2000,
+            hosts in prop::collection::vec(0u32..20, 1..40),
+            order in prop::sample::select(vec![SumOrder::Host, SumOrder::Rank]),
             latency_us in 0u64..1_000_000,
             bandwidth in 1e3f64..1e12,
             flows in 1u32..2000,
         ) {
             let links = Links { latency: Duration::from_micros(latency_us), bandwidth, flows, ..Links::default() };
             let reduction = kind.reduces().then_some((dtype, op));
-            let choice = choose(kind, reduction, bytes, SEGMENT, WorldSize::new(n).unwrap(), &links);
+            let placement = Placement::new(&hosts).unwrap();
+            let tuning = Tuning { links, order, ..Tuning::default() };
+            let choice = choose(kind, reduction, bytes, SEGMENT, &placement, &tuning);
             prop_assert!(kind.algorithms().contains(&choice));
-            if matches!(kind, Kind::AllReduce | Kind::Reduce) && op.depends_on_order(dtype) {
+            if kind == Kind::Reduce && op.depends_on_order(dtype) {
                 prop_assert!(matches!(choice, Algorithm::TwoPhase | Algorithm::GatherReduce));
+            }
+            if kind == Kind::AllReduce && op.depends_on_order(dtype) {
+                let by_host = placement.is_split() && order == SumOrder::Host;
+                let either = by_host && placement.keeps_rank_order() && dtype.accumulator() == dtype;
+                let two_level = choice == Algorithm::TwoLevel;
+                prop_assert!(either || two_level == by_host, "{choice}");
+                prop_assert!(choice != Algorithm::Ring);
             }
         }
     }

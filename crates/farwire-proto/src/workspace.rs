@@ -4,7 +4,7 @@ use crate::arith::{Arithmetic, Operand};
 use crate::dtype::DType;
 use crate::partition::Span;
 use crate::plan::{Frames, Plan};
-use crate::schedule::{Action, Emit, Fold, InPlace, Local, Own, Running, Source};
+use crate::schedule::{Action, Emit, Fold, InPlace, Level, Local, Mine, Own, Running, Source};
 
 /// The arithmetic of one operation on one rank, and the scratch space it needs.
 ///
@@ -144,10 +144,13 @@ impl Workspace {
             action.wire_bytes(self.dtype),
             "a payload is as long as its header says"
         );
-        let (arithmetic, dtype) = (self.reduction(), self.dtype);
+        let (arithmetic, dtype) = (self.reduction_of(fold), self.dtype);
         let payload =
             if fold.partial { Operand::Partial(payload) } else { Operand::Elements(payload) };
-        let own = |span: Span| Operand::Elements(&memory[input * size..][span.bytes(dtype)]);
+        let own = |held: Mine| match held {
+            Mine::Input(span) => Operand::Elements(&memory[input * size..][span.bytes(dtype)]),
+            Mine::Output(span) => Operand::Elements(&memory[output * size..][span.bytes(dtype)]),
+        };
         let running = self.running(fold);
         advance(arithmetic, fold, running, payload, own, |_, _| ());
         // Nothing of this fold is read again, so its result may take the place of this rank's
@@ -174,15 +177,28 @@ impl Workspace {
     }
 
     fn fold(&mut self, fold: &Fold, payload: &[u8], input: &[u8], output: &mut [u8]) {
-        let arithmetic = self.reduction();
+        let arithmetic = self.reduction_of(fold);
         let dtype = self.dtype;
-        let own = |span: Span| Operand::Elements(&input[span.bytes(dtype)]);
+        let own = |held: Mine| match held {
+            Mine::Input(span) => Operand::Elements(&input[span.bytes(dtype)]),
+            Mine::Output(_) => unreachable!("rule 4 of schedules"),
+        };
         let payload =
             if fold.partial { Operand::Partial(payload) } else { Operand::Elements(payload) };
 
         // The running value is in the output itself, in the one wide segment, or in a slot; only
         // the latter two can be borrowed beside the output.
-        if let (Running::Output(span), false) = (fold.running, self.widens()) {
+        if let Own::Before(Mine::Output(_)) | Own::After(Mine::Output(_)) = fold.own {
+            let own = |held: Mine| match held {
+                Mine::Input(span) => Operand::Elements(&input[span.bytes(dtype)]),
+                Mine::Output(span) => Operand::Elements(&output[span.bytes(dtype)]),
+            };
+            let running = self.running(fold);
+            advance(arithmetic, fold, running, payload, own, |_, _| ());
+            if let Emit::Last(span) = fold.emit {
+                arithmetic.finish(&mut output[span.bytes(dtype)], running);
+            }
+        } else if let (Running::Output(span), false) = (fold.running, self.widens()) {
             debug_assert!(
                 matches!(fold.emit, Emit::No) || fold.emit == Emit::Last(span),
                 "rule 4 of schedules"
@@ -205,6 +221,14 @@ impl Workspace {
         self.dtype != self.dtype.accumulator()
     }
 
+    /// The arithmetic of a step: the combination of a host is only a part of a mean.
+    fn reduction_of(&self, fold: &Fold) -> Arithmetic {
+        match fold.level {
+            Level::Host => self.reduction().undivided(),
+            Level::All => self.reduction(),
+        }
+    }
+
     fn reduction(&self) -> Arithmetic {
         self.arithmetic.expect("only schedules of reducing calls ask for arithmetic")
     }
@@ -217,17 +241,17 @@ fn advance<'a>(
     fold: &Fold,
     running: &mut [u8],
     payload: Operand<'_>,
-    own: impl Fn(Span) -> Operand<'a>,
+    own: impl Fn(Mine) -> Operand<'a>,
     mut emit: impl FnMut(Span, &[u8]),
 ) {
     let own_after = match (fold.own, fold.emit) {
-        (Own::Before(span), _) => {
+        (Own::Before(held), _) => {
             debug_assert!(fold.first, "own elements come before only the first payload");
-            arithmetic.combine(running, own(span), payload);
+            arithmetic.combine(running, own(held), payload);
             None
         }
-        (Own::After(span), Emit::No | Emit::Last(_)) if fold.first => {
-            arithmetic.combine(running, payload, own(span));
+        (Own::After(held), Emit::No | Emit::Last(_)) if fold.first => {
+            arithmetic.combine(running, payload, own(held));
             None
         }
         (own, _) => {
@@ -237,7 +261,7 @@ fn advance<'a>(
                 arithmetic.fold(running, payload);
             }
             match own {
-                Own::After(span) => Some(span),
+                Own::After(held) => Some(held),
                 _ => None,
             }
         }
@@ -245,8 +269,8 @@ fn advance<'a>(
     if let Emit::BeforeOwn(span) = fold.emit {
         emit(span, running);
     }
-    if let Some(span) = own_after {
-        arithmetic.fold(running, own(span));
+    if let Some(held) = own_after {
+        arithmetic.fold(running, own(held));
     }
     if let Emit::Last(span) = fold.emit {
         emit(span, running);

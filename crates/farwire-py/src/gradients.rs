@@ -145,8 +145,12 @@ impl Inner {
             let together = together.collect();
             bucket.dense = Some((comm.all_reduce(together, ReduceOp::Mean), dense));
         }
-        // In f32, the mean takes the gradient's place in the bucket.
-        let mut place = same(memory).map(Divided::new);
+        // In f32, the mean takes the gradient's place in the bucket; but where hosts have several
+        // ranks, only vectors apart are added up on each host first.
+        let mut place = match comm.split_placement() {
+            None => same(memory).map(Divided::new),
+            Some(_) => Err(memory),
+        };
         for part in coded {
             let (name, compressor) = (part.name(), step.compressor_for(&part));
             let (codec, op) = (codec(&part), ReduceOp::Mean);

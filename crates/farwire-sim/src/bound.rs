@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use farwire_proto::{DType, Kind, Rank, ReduceOp};
+use farwire_proto::{DType, Kind, Placement, Rank, ReduceOp, WorldSize};
 
 use crate::kinds::Shape;
 use crate::network::{Network, transfer_time};
@@ -12,12 +12,15 @@ use crate::network::{Network, transfer_time};
 /// contribution has to reach somebody.
 ///
 /// For gather, scatter, all-gather and all-to-all, `bytes` is the long vector, made of one block
-/// per rank.
+/// per rank. Ranks on one host are one rank here: only what leaves it counts.
 pub fn lower_bound(kind: Kind, bytes: usize, network: &Network) -> Duration {
-    if network.world.get() == 1 {
+    let hosts = network.hosts.as_deref().and_then(Placement::new);
+    let hosts = hosts.and_then(|placement| WorldSize::new(placement.hosts() as u32));
+    let world = hosts.unwrap_or(network.world);
+    if world.get() == 1 {
         return Duration::ZERO;
     }
-    let shape = Shape::even(network.world, bytes, DType::U8, ReduceOp::Sum);
+    let shape = Shape::even(world, bytes, DType::U8, ReduceOp::Sum);
     let share = shape.row(kind, Rank(0)).share;
     let transfer = transfer_time((share * bytes as f64).ceil() as usize, network.bandwidth);
     transfer.saturating_add(network.link.latency)

@@ -24,6 +24,8 @@ pub struct Shape {
     pub blocks: Counts,
     /// Elements from each rank to each, where that is not `blocks` for all of them.
     pub matrix: Vec<Counts>,
+    /// The number of each rank's host; all are on one if it is empty.
+    pub hosts: Vec<u64>,
 }
 
 /// What there is to know of one rank's part in an operation.
@@ -53,7 +55,16 @@ impl Shape {
     /// With even blocks, and rank 0 as the root.
     pub fn even(world: WorldSize, count: usize, dtype: DType, op: ReduceOp) -> Self {
         let blocks = Counts::even(count, world);
-        Self { world, count, dtype, op, root: Rank(0), blocks, matrix: Vec::new() }
+        Self {
+            world,
+            count,
+            dtype,
+            op,
+            root: Rank(0),
+            blocks,
+            matrix: Vec::new(),
+            hosts: Vec::new(),
+        }
     }
 
     /// What rank `me` has to do with an operation of this kind.

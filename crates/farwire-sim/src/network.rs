@@ -11,14 +11,19 @@ use rand_chacha::ChaCha8Rng;
 const PACKET: usize = 1400;
 
 /// A network of processes, each behind a full-duplex interface, with a link between every pair.
+/// Processes that share a host share its interface, and have another way to each other.
 #[derive(Clone, Debug)]
 pub struct Network {
     /// How many processes there are.
     pub world: WorldSize,
-    /// Bytes per second that each process can send, and receive.
+    /// Bytes per second that each process can send, and receive; with hosts, each host.
     pub bandwidth: f64,
     /// The links between processes.
     pub link: Link,
+    /// The number of each process's host, if some share one.
+    pub hosts: Option<Vec<u64>>,
+    /// The links between processes that share one: as fast as memory for each of them.
+    pub local: Link,
     /// Links that differ from the rest, by direction.
     pub special_links: HashMap<(Peer, Peer), Link>,
     /// Bytes of one lane that may be on their way or unread before its sender must wait; one frame
@@ -45,6 +50,8 @@ impl Network {
             world: WorldSize::new(ranks).expect("a network has at least one process"),
             bandwidth: 1.25e9,
             link: Link { latency: Duration::from_micros(50), ..Link::IDEAL },
+            hosts: None,
+            local: Link { latency: Duration::from_micros(2), bandwidth: 10e9, ..Link::IDEAL },
             special_links: HashMap::new(),
             window: 8 << 20,
             detection: Duration::from_secs(2),
@@ -55,13 +62,47 @@ impl Network {
     }
 
     pub(crate) fn link(&self, from: Peer, to: Peer) -> &Link {
-        self.special_links.get(&(from, to)).unwrap_or(&self.link)
+        let usual = if self.share_a_host(from, to) { &self.local } else { &self.link };
+        self.special_links.get(&(from, to)).unwrap_or(usual)
+    }
+
+    /// The number of a process's host. A network without hosts is one host to the processes, whose
+    /// links are those of a network all the same.
+    pub(crate) fn host_of(&self, peer: Peer) -> u64 {
+        self.hosts.as_ref().and_then(|hosts| hosts.get(peer.index())).copied().unwrap_or(0)
+    }
+
+    fn share_a_host(&self, a: Peer, b: Peer) -> bool {
+        self.hosts.is_some() && self.host_of(a) == self.host_of(b)
+    }
+
+    /// What `peer` sends to, or receives from, another through, and how many bytes per second that
+    /// takes.
+    pub(crate) fn interface(&self, peer: Peer, other: Peer) -> (Interface, f64) {
+        if self.share_a_host(peer, other) {
+            (Interface::Memory(peer), self.local.bandwidth)
+        } else if self.hosts.is_some() {
+            (Interface::Host(self.host_of(peer)), self.bandwidth)
+        } else {
+            (Interface::Process(peer), self.bandwidth)
+        }
     }
 
     /// Every process.
     pub fn peers(&self) -> impl Iterator<Item = Peer> + use<> {
         (0..self.world.get()).map(Peer)
     }
+}
+
+/// What frames leave and arrive through, one after the other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(crate) enum Interface {
+    /// A process's own, to the network.
+    Process(Peer),
+    /// A host's, to the network, for all of its processes.
+    Host(u64),
+    /// A process's own, to the others on its host.
+    Memory(Peer),
 }
 
 /// One direction between two processes. It loses nothing for good and keeps each lane in order, as

@@ -5,8 +5,8 @@ use std::ops::Range;
 
 use farwire_codec::collective::CodedCollective;
 use farwire_proto::{
-    Buffers, CallError, Config, DType, Engine, Frames, Gate, Lane, Machine, Outcome, Peer, Plan,
-    Rank, Time, WorldSize,
+    Action, Buffers, CallError, Config, DType, Effect, Engine, Frames, Gate, Lane, Level, Machine,
+    Outcome, Peer, Plan, Rank, Time,
 };
 
 use crate::report::JobId;
@@ -26,9 +26,9 @@ pub(crate) struct Node {
 }
 
 impl Node {
-    pub(crate) fn new(me: Peer, world: WorldSize, config: Config) -> Self {
+    pub(crate) fn new(me: Peer, hosts: &[u64], config: Config) -> Self {
         Self {
-            machine: Machine::new(Engine::new(me, world, config), Vectors),
+            machine: Machine::new(Engine::on_hosts(me, hosts, config), Vectors),
             alive: true,
             steps: 0,
             inbox: HashMap::new(),
@@ -68,10 +68,11 @@ pub(crate) struct Job {
     outcome: Outcome,
     /// Where the output lies in the memory of an operation that works in place.
     shared: Option<Range<usize>>,
-    upstream: Option<Rank>,
-    /// The longest chain of frames behind the first n folds, and behind the first n frames from
-    /// upstream.
+    frames: Option<Frames>,
+    /// The longest chain of frames behind the first n folds, those of the host, and the first n
+    /// frames from upstream.
     folded: Vec<u32>,
+    host_folded: Vec<u32>,
     received: Vec<u32>,
 }
 
@@ -82,8 +83,9 @@ impl Job {
             lengths,
             outcome: plan.outcome(),
             shared: output_in_place(plan),
-            upstream: plan.frames().and_then(Frames::upstream),
+            frames: plan.frames().cloned(),
             folded: Vec::new(),
+            host_folded: Vec::new(),
             received: Vec::new(),
         }
     }
@@ -98,20 +100,28 @@ impl Job {
     }
 
     /// Remembers how long a chain of frames led to one that was taken.
-    pub(crate) fn took(&mut self, from: Option<Rank>, folds: bool, depth: u32) {
-        let longest = |chain: &Vec<u32>| chain.last().copied().unwrap_or(0).max(depth);
-        if folds {
-            self.folded.push(longest(&self.folded));
+    pub(crate) fn took(&mut self, from: Option<Rank>, effect: &Effect, depth: u32) {
+        let add = |chain: &mut Vec<u32>| {
+            chain.push(chain.last().copied().unwrap_or(0).max(depth));
+        };
+        if let Effect::Apply(Action::Fold(fold)) = effect {
+            add(match fold.level {
+                Level::Host => &mut self.host_folded,
+                Level::All => &mut self.folded,
+            });
         }
-        if from.is_some() && from == self.upstream {
-            self.received.push(longest(&self.received));
+        let frames = self.frames.as_ref().zip(from);
+        if frames.is_some_and(|(frames, from)| frames.is_upstream(from)) {
+            add(&mut self.received);
         }
     }
 
     /// How long a chain of frames ends in one that had to wait for `gate`.
     pub(crate) fn depth_after(&self, gate: &Gate) -> u32 {
         let behind = |chain: &Vec<u32>, n: usize| n.checked_sub(1).map_or(0, |last| chain[last]);
-        1 + behind(&self.folded, gate.folded).max(behind(&self.received, gate.received))
+        let folds =
+            behind(&self.folded, gate.folded).max(behind(&self.host_folded, gate.host_folded));
+        1 + folds.max(behind(&self.received, gate.received))
     }
 }
 

@@ -58,6 +58,13 @@ pub fn combined(part: &Part, shape: &Shape, algorithm: Algorithm, inputs: &[Vec<
             ranks.map(&value).reduce(|a, b| a.combine(dtype, op, b)).expect("a part has ranks")
         };
         let total = match algorithm {
+            Algorithm::TwoLevel if has_two_levels(&shape.hosts) => {
+                // What crosses hosts is rounded: written, and read back.
+                let rounded = |sum: Scalar| Scalar::read(dtype, &sum.write(dtype, 1));
+                let on_host = |ranks: Vec<usize>| rounded(fold(&mut ranks.into_iter()));
+                let sums = by_host(&shape.hosts).into_iter().map(on_host);
+                sums.reduce(|a, b| a.combine(dtype, op, b)).expect("there are hosts")
+            }
             Algorithm::Ring => fold(&mut (0..world).map(|step| (owners[element] + step) % world)),
             Algorithm::Tree | Algorithm::Chain => {
                 let from_root = |number: usize| value((shape.root.index() + number) % world);
@@ -66,7 +73,8 @@ pub fn combined(part: &Part, shape: &Shape, algorithm: Algorithm, inputs: &[Vec<
             Algorithm::TwoPhase
             | Algorithm::GatherReduce
             | Algorithm::Direct
-            | Algorithm::Parcels => fold(&mut (0..world)),
+            | Algorithm::Parcels
+            | Algorithm::TwoLevel => fold(&mut (0..world)),
         };
         result.extend(total.write(dtype, if op == ReduceOp::Mean { world } else { 1 }));
     }
@@ -77,6 +85,19 @@ pub fn combined(part: &Part, shape: &Shape, algorithm: Algorithm, inputs: &[Vec<
 fn shard_len(count: usize, world: usize, rank: usize) -> usize {
     // Deal the elements out in turn, and count.
     (count + world - 1 - rank) / world
+}
+
+/// Whether there are several hosts, and several ranks on one of them.
+fn has_two_levels(hosts: &[u64]) -> bool {
+    let lists = by_host(hosts);
+    lists.len() > 1 && lists.len() < hosts.len()
+}
+
+/// The ranks of each host, hosts by their lowest rank.
+fn by_host(hosts: &[u64]) -> Vec<Vec<usize>> {
+    let is_lowest = |rank: &usize| !hosts[..*rank].contains(&hosts[*rank]);
+    let on = |host: u64| (0..hosts.len()).filter(|rank| hosts[*rank] == host).collect();
+    (0..hosts.len()).filter(is_lowest).map(|lowest| on(hosts[lowest])).collect()
 }
 
 /// What node `v` of a reduction tree passes up: its own, then each child's, nearest first.

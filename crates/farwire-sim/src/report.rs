@@ -51,9 +51,11 @@ pub struct RankStats {
     pub frames: u64,
     /// Bytes sent, headers and repeated packets included.
     pub wire_bytes: u64,
+    /// Those of them that left this rank's host.
+    pub bytes_off_host: u64,
     /// Steps taken, as [`Trouble::Crash`](crate::Trouble::Crash) counts them.
     pub steps: u64,
-    /// When the rank was sending, as disjoint spans of time in order.
+    /// When the rank was sending to the network, as disjoint spans of time in order.
     pub sending: Vec<(Time, Time)>,
 }
 

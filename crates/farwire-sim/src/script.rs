@@ -327,6 +327,7 @@ fn operations(rank: u32, codec: usize) -> Vec<Operation> {
             codec: CODECS[codec % CODECS.len()].parse().expect("a codec"),
             rank: Rank(rank),
             world: WorldSize::new(RANKS).expect("three is not zero"),
+            placement: None,
             input: Floats::F32(values.clone()),
             dimensions: Some(vec![4, 5]),
             tensor: "w".into(),

@@ -9,13 +9,13 @@ use std::time::Duration;
 use bytes::Bytes;
 use farwire_codec::collective::CodedCollective;
 use farwire_proto::{
-    Action, Call, Coding, CommId, Config, Effect, Input, Lane, MachineEvent, Nonsense, OpId,
-    OpenError, Options, Peer, Refusal, Refused, Time, Verdict,
+    Call, Coding, CommId, Config, Input, Lane, MachineEvent, Nonsense, OpId, OpenError, Options,
+    Peer, Refusal, Refused, Time, Verdict,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-use crate::network::{Network, Trouble};
+use crate::network::{Interface, Network, Trouble};
 use crate::node::{FlightId, Job, Node, memory};
 use crate::report::{Hang, JobEnd, JobId, JobReport, RankStats, Report};
 use transit::Flight;
@@ -98,9 +98,9 @@ pub struct Sim {
     pending: usize,
     flights: Vec<Flight>,
     free_flights: Vec<FlightId>,
-    /// Per process: when its interface has sent, and received, all it was given.
-    sender_free: Vec<Time>,
-    receiver_free: Vec<Time>,
+    /// When an interface has sent, and received, all it was given.
+    sender_free: HashMap<Interface, Time>,
+    receiver_free: HashMap<Interface, Time>,
     link_free: HashMap<(Peer, Peer), Time>,
     /// The latest arrival on each lane, so that none overtakes another of its lane.
     last_arrival: HashMap<(Peer, Lane), Time>,
@@ -188,7 +188,19 @@ impl Sim {
 
     /// A simulation of `network` in which every engine has these settings.
     pub fn with_config(network: Network, config: Config) -> Self {
-        let nodes = network.peers().map(|peer| Node::new(peer, network.world, config)).collect();
+        let hosts: Vec<_> = network.peers().map(|peer| network.host_of(peer)).collect();
+        Self::with_hosts(network, config, &|_| hosts.clone())
+    }
+
+    /// The same, where each process believes that all are on the hosts `believed` says, by their
+    /// numbers: it may be mistaken.
+    pub fn with_hosts(
+        network: Network,
+        config: Config,
+        believed: &dyn Fn(Peer) -> Vec<u64>,
+    ) -> Self {
+        let node = |peer| Node::new(peer, &believed(peer), config);
+        let nodes = network.peers().map(node).collect();
         let ranks = network.world.len();
         let report = Report {
             ended: Time::ZERO,
@@ -210,8 +222,8 @@ impl Sim {
             pending: 0,
             flights: Vec::new(),
             free_flights: Vec::new(),
-            sender_free: vec![Time::ZERO; ranks],
-            receiver_free: vec![Time::ZERO; ranks],
+            sender_free: HashMap::new(),
+            receiver_free: HashMap::new(),
             link_free: HashMap::new(),
             last_arrival: HashMap::new(),
             severed: HashSet::new(),
@@ -495,10 +507,10 @@ impl Sim {
                     let node = &mut self.nodes[peer.index()];
                     let flight = &self.flights[id.0];
                     let from = node.machine.engine().rank_of(lane.comm, lane.from);
-                    let folds = matches!(take.effect, Effect::Apply(Action::Fold(_)));
+                    let effect = take.effect;
                     let body = flight.body.as_deref().unwrap_or_default();
                     if let Some(job) = node.machine.handle_taken(take, body) {
-                        job.took(from, folds, flight.depth);
+                        job.took(from, &effect, flight.depth);
                     }
                 }
             }

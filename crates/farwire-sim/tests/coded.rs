@@ -44,6 +44,7 @@ fn order(
         codec,
         rank: Rank(rank as u32),
         world: world(ranks),
+        placement: None,
         input: Floats::F32(input),
         dimensions: None,
         tensor: "w".into(),

@@ -35,7 +35,8 @@ const ALLOWANCES: [Allowance; 4] =
 fn check(case: &Case, network: Network, credit: u32) -> Result<(), TestCaseError> {
     let allowance = ALLOWANCES[network.seed as usize % ALLOWANCES.len()];
     let credit = NonZeroU32::new(credit).unwrap();
-    let mut sim = Sim::with_config(network, Config { credit, allowance, ..Config::default() });
+    let config = Config { credit, allowance, ..Config::default() };
+    let mut sim = Sim::with_config(case.on(network), config);
     sim.limit(Time(Duration::from_secs(300)));
     let jobs = case.submit(&mut sim);
     let report = sim.run().map_err(|hang| TestCaseError::fail(hang.to_string()))?;

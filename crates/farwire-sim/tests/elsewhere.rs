@@ -150,6 +150,7 @@ fn task(codec: &str, rank: u32) -> Task {
         codec: codec.parse().unwrap(),
         rank: Rank(rank),
         world: WorldSize::new(RANKS).unwrap(),
+        placement: None,
         dimensions: None,
         tensor: "w".into(),
         context: Context { seed: 5, step: 2, tensor: Context::tensor_id("w") },
@@ -157,12 +158,14 @@ fn task(codec: &str, rank: u32) -> Task {
 }
 
 fn order(codec: &str, rank: u32, feedback: Option<Transaction>) -> Order {
-    let Task { collective, codec, rank, world, dimensions, tensor, context } = task(codec, rank);
+    let Task { collective, codec, rank, world, dimensions, tensor, context, .. } =
+        task(codec, rank);
     Order {
         collective,
         codec,
         rank,
         world,
+        placement: None,
         input: Floats::F32(gradient(rank.0)),
         dimensions,
         tensor,

@@ -29,7 +29,7 @@ fn network(n: u32) -> Network {
 /// The same collective twice, the second as soon as the first has ended, on every rank.
 fn twice(case: &Case, network: Network) -> (Report, Vec<JobId>, Vec<JobId>) {
     let members: Vec<_> = network.peers().collect();
-    let mut sim = Sim::new(network);
+    let mut sim = Sim::new(case.on(network));
     sim.limit(LIMIT);
     let first = case.submit(&mut sim);
     let second =
@@ -68,7 +68,7 @@ fn survivors_of_any_crash_get_the_error_and_their_input() {
     for which in every_collective() {
         for (n, seed) in (2..=5).flat_map(|n| [(n, 1), (n, 2), (n, 3)]) {
             let case = Case::new(which, n, 23, 3, DType::F32, ReduceOp::Sum, seed);
-            let mut sim = Sim::new(Network { seed, ..network(n) });
+            let mut sim = Sim::new(case.on(Network { seed, ..network(n) }));
             case.submit(&mut sim);
             let clean = sim.run().unwrap_or_else(|hang| panic!("{hang}"));
             for victim in (0..n).map(Peer) {

@@ -35,7 +35,10 @@ fn a_thousand_interleavings_of_eight_operations_are_right_bit_for_bit() {
         let window = *[1, 200, 1 << 20].choose(&mut rng).unwrap();
         let allowance =
             *[Allowance(1), Allowance(20_000), Allowance::default()].choose(&mut rng).unwrap();
-        let network = Network { link, window, seed, ..Network::lan(5) };
+        let hosts: Vec<_> = (0..5).map(|_| rng.random_range(0..3)).collect();
+        let on_hosts = Some(hosts.clone());
+        let network =
+            Network { link, local: link, hosts: on_hosts, window, seed, ..Network::lan(5) };
         let mut sim = Sim::with_config(network, Config { allowance, ..Config::default() });
         sim.limit(Time(Duration::from_secs(60)));
         for (comm, members) in &groups[1..] {
@@ -47,7 +50,7 @@ fn a_thousand_interleavings_of_eight_operations_are_right_bit_for_bit() {
             // On each rank, submissions on a communicator are in order but at random distances.
             let mut clocks = vec![Duration::ZERO; members.len()];
             for _ in 0..share {
-                let case = Case::new(
+                let mut case = Case::new(
                     *every_collective().choose(&mut rng).unwrap(),
                     members.len() as u32,
                     rng.random_range(0..200),
@@ -56,6 +59,8 @@ fn a_thousand_interleavings_of_eight_operations_are_right_bit_for_bit() {
                     *ReduceOp::ALL.choose(&mut rng).unwrap(),
                     rng.random(),
                 );
+                // A group's hosts are those of its members.
+                case.shape.hosts = members.iter().map(|peer| hosts[peer.index()]).collect();
                 for clock in &mut clocks {
                     *clock += Duration::from_micros(rng.random_range(0..300));
                 }

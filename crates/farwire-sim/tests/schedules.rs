@@ -142,7 +142,7 @@ fn fold_turns_follow_rank_order() {
 mod symbolic {
     use std::collections::{HashMap, VecDeque};
 
-    use farwire_proto::{Emit, Outcome, Own, Span};
+    use farwire_proto::{Emit, Level, Mine, Outcome, Own, Span};
     use rand::SeedableRng;
     use rand::seq::IndexedRandom;
     use rand_chacha::ChaCha8Rng;
@@ -271,7 +271,10 @@ mod symbolic {
 
         fn open(&self, gate: &Gate) -> bool {
             let at = &self.progress;
-            gate.folded <= at.folded && gate.received <= at.received && gate.sent <= at.sent
+            gate.folded <= at.folded
+                && gate.host_folded <= at.host_folded
+                && gate.received <= at.received
+                && gate.sent <= at.sent
         }
 
         fn can_send(&self, to: Rank) -> bool {
@@ -304,12 +307,15 @@ mod symbolic {
         fn take(&mut self, from: Rank, payload: Vec<Held>) {
             let action = frames(self.plan).recv(from, self.taken[from.index()]).action;
             self.taken[from.index()] += 1;
-            self.progress.received += usize::from(frames(self.plan).upstream() == Some(from));
+            self.progress.received += usize::from(frames(self.plan).is_upstream(from));
             match action {
                 Action::Nothing => {}
                 Action::Store(span) => self.output(span).copy_from_slice(&payload),
                 Action::Fold(fold) => {
-                    self.progress.folded += 1;
+                    match fold.level {
+                        Level::Host => self.progress.host_folded += 1,
+                        Level::All => self.progress.folded += 1,
+                    }
                     let add = |running: &mut Vec<Held>, more: &[Held]| {
                         for (held, more) in running.iter_mut().zip(more) {
                             assert_eq!(*held & more, 0, "a rank's input is added twice");
@@ -317,7 +323,12 @@ mod symbolic {
                         }
                     };
                     let own = match fold.own {
-                        Own::Before(span) | Own::After(span) => self.own(span),
+                        Own::Before(Mine::Input(span)) | Own::After(Mine::Input(span)) => {
+                            self.own(span)
+                        }
+                        Own::Before(Mine::Output(span)) | Own::After(Mine::Output(span)) => {
+                            self.output(span).to_vec()
+                        }
                         Own::No => Vec::new(),
                     };
                     let mut running = match (fold.first, fold.running) {
@@ -353,8 +364,11 @@ mod symbolic {
                     match fold.running {
                         Running::Output(_) if self.in_place.is_some() => self.running = running,
                         Running::Output(span) => self.output(span).copy_from_slice(&running),
-                        // The last rank of a scan keeps what nobody will ask for.
-                        Running::Slot(_) if frames(self.plan).downstream().is_none() => {}
+                        // A result that nobody is sent from a slot: at the end of a scan, or of
+                        // what comes from other hosts.
+                        Running::Slot(_)
+                            if frames(self.plan).downstream().is_none()
+                                && fold.emit != Emit::No => {}
                         Running::Slot(slot) => {
                             self.slots.insert(slot, running);
                         }

@@ -7,7 +7,9 @@ mod common;
 
 use std::time::Duration;
 
-use farwire_proto::{Algorithm, Config, DType, Kind, Options, Peer, ReduceOp, WorldSize, tune};
+use farwire_proto::{
+    Algorithm, Config, DType, Kind, Options, Peer, Placement, ReduceOp, Tuning, WorldSize, tune,
+};
 use farwire_sim::kinds::Shape;
 use farwire_sim::{Link, Network, Report, Sim, Submission, lower_bound};
 
@@ -111,6 +113,7 @@ fn the_chosen_algorithm_is_never_much_slower_than_the_best() {
         bandwidth: 125e6,
         ..tune::Links::default()
     };
+    let tuning = Tuning { links, ..Tuning::default() };
     let float = (DType::F32, ReduceOp::Sum);
     for (kind, (dtype, op)) in [
         (Kind::AllReduce, float),
@@ -126,8 +129,8 @@ fn the_chosen_algorithm_is_never_much_slower_than_the_best() {
                     run_typed(kind, (dtype, op), Some(algorithm), n, bytes).0.ended.0.as_secs_f64()
                 };
                 let reduction = kind.reduces().then_some((dtype, op));
-                let world = WorldSize::new(n).unwrap();
-                let chosen = tune::choose(kind, reduction, bytes, 64 << 10, world, &links);
+                let placement = Placement::one_host(WorldSize::new(n).unwrap());
+                let chosen = tune::choose(kind, reduction, bytes, 64 << 10, &placement, &tuning);
                 let keeps_order = |algorithm: &&Algorithm| {
                     let free = !kind.reduces() || !op.depends_on_order(dtype);
                     free || matches!(algorithm, Algorithm::TwoPhase | Algorithm::GatherReduce)

@@ -7,7 +7,8 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use farwire_proto::{
-    Call, CommId, Counts, Element, Epoch, OpenError, Options, Peer, Rank, ReduceOp, Tag, WorldSize,
+    Call, CommId, Counts, Element, Epoch, OpenError, Options, Peer, Placement, Rank, ReduceOp, Tag,
+    WorldSize,
 };
 
 use crate::calls::{Calls, Handler};
@@ -115,6 +116,23 @@ impl Communicator {
         self.node.driver().traffic()
     }
 
+    /// What this process has sent to a rank since it joined, on all of its communicators; nothing if
+    /// there is no such rank.
+    pub fn traffic_to(&self, rank: usize) -> Option<Traffic> {
+        self.node.driver().traffic_to(*self.group.members.get(rank)?)
+    }
+
+    /// Which ranks share a host.
+    pub fn placement(&self) -> Result<Placement, Error> {
+        self.node.driver().placement(self.group.id)
+    }
+
+    /// The same, if an all-reduce of floats adds up on each host first: there are several hosts, some
+    /// with several ranks, and nobody asked for [`SumOrder::Rank`](crate::SumOrder::Rank).
+    pub fn split_placement(&self) -> Option<Placement> {
+        self.node.driver().split_placement(self.group.id)
+    }
+
     /// The network between this rank and another: round trip, loss, window. Nothing where the two
     /// share memory, and for a rank that is lost.
     pub fn path(&self, rank: usize) -> Option<NetworkPath> {
@@ -129,8 +147,9 @@ impl Communicator {
 
     /// Everyone gets the combination of everyone's vector.
     ///
-    /// Floats are combined in rank order, so the result has the same bits on every rank, in every
-    /// run, for any size.
+    /// Floats are combined in an order that depends on nothing but where ranks are, so the result
+    /// has the same bits on every rank, in every run, for any size: in rank order, or where some
+    /// ranks share a host, host by host ([`SumOrder`](crate::SumOrder)).
     pub fn all_reduce<T: Element>(&self, data: Vec<T>, op: ReduceOp) -> Pending<Vec<T>> {
         self.start(Call::AllReduce { count: data.len(), dtype: T::DTYPE, op }, data, unwrap)
     }

@@ -15,8 +15,8 @@ use bytes::Bytes;
 use farwire_codec::collective::{Abandoned, CodedCollective};
 use farwire_proto::{
     Buffers, Call, Coding, CommId, DType, Engine, Fault, FrameKind, HEADER_LEN, Header, Input,
-    Lane, Machine, MachineEvent, Nonsense, OpId, OpenError, Options, Peer, Plan, Rank, Refusal,
-    Refused, Time, Transmit, Verdict, WorldSize,
+    Lane, Machine, MachineEvent, Nonsense, OpId, OpenError, Options, Peer, Placement, Plan, Rank,
+    Refusal, Refused, Time, Transmit, Verdict, WorldSize,
 };
 use rustc_hash::FxHashSet as HashSet;
 
@@ -213,6 +213,21 @@ impl Driver {
             frames: sum.frames + peer.frames,
             bytes: sum.bytes + peer.bytes,
         })
+    }
+
+    /// What was sent to a peer.
+    pub(crate) fn traffic_to(&self, peer: Peer) -> Option<Traffic> {
+        self.sent.get(peer.index()).copied()
+    }
+
+    /// Where the ranks of a communicator are.
+    pub(crate) fn placement(&self, comm: CommId) -> Result<Placement, Error> {
+        Ok(self.machine.engine().placement(comm)?.clone())
+    }
+
+    /// Where they are, if that matters to an all-reduce.
+    pub(crate) fn split_placement(&self, comm: CommId) -> Option<Placement> {
+        self.machine.engine().split_placement(comm).cloned()
     }
 
     /// What was sent and received, by peer, and what carries it: nothing to oneself and to those

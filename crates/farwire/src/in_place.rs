@@ -118,8 +118,9 @@ impl<'a> InPlace<'a> {
 
     /// [`Communicator::all_reduce_compressed`] of a gradient through `codec`, whatever
     /// `compressor`'s own is, with what `compressor` owes. The result takes the gradient's place,
-    /// and has the same bits: ranks may make either call. A codec that sends whole vectors is
-    /// refused.
+    /// and has the same bits: ranks may make either call. (Not where
+    /// [hosts have several ranks](Communicator::split_placement): this one goes from rank to rank.)
+    /// A codec that sends whole vectors is refused.
     ///
     /// The memory does not come back: its owner is dropped when the operation has ended, and, if it
     /// ended with the result or with a NaN in somebody's gradient, before the [`Pending`] is done.

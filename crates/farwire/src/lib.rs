@@ -73,15 +73,15 @@ pub use farwire_codec::{
 pub use farwire_proto::membership::TieRule;
 pub use farwire_proto::{
     Algorithm, Call, CallError, Called, CommId, Config, Counts, DType, Element, Epoch, Fault,
-    Fingerprint, Kind, OpError, OpSeq, OpenError, Options, Peer, Rank, ReduceOp, Tag, Tuning,
-    UnknownName, WorldSize, tune,
+    Fingerprint, Kind, OpError, OpSeq, OpenError, Options, Peer, Placement, Rank, ReduceOp,
+    SumOrder, Tag, Tuning, UnknownName, WorldSize, tune,
 };
 pub use in_place::InPlace;
 pub use join::env::{EnvError, Place};
 pub use join::held_port::HeldPort;
 pub use join::rendezvous::JoinError;
 pub use link::{LinkChoice, NetworkPath, UnknownLink, link_names};
-pub use local::{local, local_with};
+pub use local::{local, local_on_hosts, local_with};
 pub use memory::{Buffer, Memory, MemoryError};
 pub use observe::flight;
 pub use pending::{Pending, Promise};

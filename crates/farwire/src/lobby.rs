@@ -12,7 +12,7 @@ use tokio::time::timeout;
 
 use crate::join::again::{Again, Met};
 use crate::join::gathering::Newcomer;
-use crate::join::rendezvous::{Book, Entry, JOINER, Member, Purpose, is_this_host};
+use crate::join::rendezvous::{Book, Entry, JOINER, Member, Purpose};
 use crate::join::running::show_book;
 use crate::link::{LinkChoice, Pair, Wanted};
 use crate::node::Node;
@@ -35,6 +35,8 @@ pub(crate) struct Lobby {
     pub(crate) addresses: Addresses,
     pub(crate) again: Arc<Again>,
     pub(crate) healths: Healths,
+    /// What this process calls its host.
+    pub(crate) host: String,
     pub(crate) link: LinkChoice,
     pub(crate) payload: usize,
     pub(crate) bell: Bell,
@@ -70,7 +72,7 @@ impl Lobby {
         let pair = Pair {
             me,
             peer: JOINER,
-            same_host: is_this_host(&member),
+            same_host: member.is_on(&self.host),
             payload: self.payload,
             bell: self.bell.clone(),
             connections: self.connections,
@@ -89,9 +91,10 @@ impl Lobby {
         healths.push(linked.health.clone());
         drop(healths);
         let mut addresses = self.addresses.lock().unwrap_or_else(PoisonError::into_inner);
+        let host = member.host.clone();
         addresses.insert(process, (member, Some(address)));
         drop(addresses);
-        node.driver().add_waiting(process, linked.link);
+        node.driver().add_waiting(process, host, linked.link);
         Ok(())
     }
 

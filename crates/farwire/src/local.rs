@@ -54,6 +54,17 @@ pub fn local(ranks: usize) -> Result<Vec<Communicator>, Error> {
 ///
 /// If `ranks` is zero or does not fit 32 bits.
 pub fn local_with(ranks: usize, config: Config) -> Result<Vec<Communicator>, Error> {
+    local_on_hosts(&vec![0; ranks], config)
+}
+
+/// [`local_with`], as if the ranks were on several hosts: `hosts[r]` is the number of rank r's. An
+/// all-reduce then goes the way it would between them, though all of it is through memory.
+///
+/// # Panics
+///
+/// If there are no ranks, or more than fit 32 bits.
+pub fn local_on_hosts(hosts: &[u64], config: Config) -> Result<Vec<Communicator>, Error> {
+    let ranks = hosts.len();
     let world = u32::try_from(ranks).ok().and_then(WorldSize::new);
     let world = world.expect("a world has 1 to 2³² − 1 ranks");
     let system = |error| Error::System { what: "could not get shared memory", error };
@@ -73,7 +84,7 @@ pub fn local_with(ranks: usize, config: Config) -> Result<Vec<Communicator>, Err
         .zip(bells)
         .zip(0..)
         .map(|((links, bell), rank)| {
-            let engine = Engine::new(Peer(rank), world, config);
+            let engine = Engine::on_hosts(Peer(rank), hosts, config);
             let node = {
                 let observer = Observer::quiet(Peer(rank), world, config.epoch);
                 let members = Members::founding(Peer(rank), world, Settings::default());

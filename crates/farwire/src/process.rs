@@ -14,7 +14,7 @@ use tokio::sync::mpsc;
 
 use crate::comm::Communicator;
 use crate::driver::Driver;
-use crate::driver::members::Members;
+use crate::driver::members::{Members, host_number};
 use crate::error::Error;
 use crate::join::again::{Again, Met};
 use crate::join::env::Place;
@@ -76,8 +76,8 @@ impl Builder {
                 return Err(error.into());
             }
         };
-        let Joined { links, threads, endpoint, healths, addresses, again } = joined;
-        let engine = Engine::new(rank, world, settings.config);
+        let Joined { links, hosts, threads, endpoint, healths, addresses, again } = joined;
+        let engine = Engine::on_hosts(rank, &hosts, settings.config);
         let handle = runtime.handle().clone();
         let network = Network { runtime: Some(runtime), endpoint, healths };
         let healths = network.healths.clone();
@@ -121,14 +121,15 @@ impl Builder {
                 return Err(error.into());
             }
         };
-        let Admitted { me, view, links, early, endpoint, healths, addresses, again } = admitted;
+        let Admitted { me, view, links, hosts, early, endpoint, healths, addresses, again } =
+            admitted;
         let world = WorldSize::new(view.next_peer()).expect("this process is in it");
         let (trace, records) = (settings.trace.as_deref(), settings.records.clone());
         let observer = Observer::new(me, world, settings.config.epoch, trace, records)?;
         let metrics = settings.metrics.map(|address| metrics::listen(address, world));
         let metrics = metrics.transpose().map_err(system(NO_METRICS))?;
         let threads = 2 * links.iter().flatten().count();
-        let engine = Engine::new(me, world, settings.config);
+        let engine = Engine::on_hosts(me, &hosts, settings.config);
         let handle = runtime.handle().clone();
         let network = Network { runtime: Some(runtime), endpoint: Some(endpoint), healths };
         let healths = network.healths.clone();
@@ -176,6 +177,8 @@ pub(crate) type Healths = Arc<Mutex<Vec<Arc<Health>>>>;
 struct Joined {
     /// By peer; none to itself.
     links: Vec<Option<Box<dyn Link>>>,
+    /// The number of each one's host.
+    hosts: Vec<u64>,
     /// Threads of all ranks on this host that want a core while they wait.
     threads: usize,
     endpoint: Option<quinn::Endpoint>,
@@ -197,8 +200,8 @@ impl Settings {
     ) -> Lobby {
         let (link, payload) = (self.link, longest_payload(&self.config));
         let beats = self.preset.beats();
-        let connections = self.connections;
-        Lobby { node, addresses, again, healths, link, payload, bell, connections, beats }
+        let (connections, host) = (self.connections, self.host.clone());
+        Lobby { host, node, addresses, again, healths, link, payload, bell, connections, beats }
     }
 
     fn terms(&self, master: SocketAddr, lobby: Option<mpsc::Sender<Newcomer>>) -> Terms<'_> {
@@ -206,6 +209,7 @@ impl Settings {
             place: &self.place,
             job: &self.job,
             agree_on: &self.agree_on,
+            host: &self.host,
             epoch: self.config.epoch,
             master,
             port_is_held: self.port_is_held,
@@ -225,6 +229,7 @@ impl Settings {
         if self.place.world.get() == 1 && !self.elastic {
             return Ok(Joined {
                 links: vec![None],
+                hosts: vec![0],
                 threads: 1,
                 endpoint: None,
                 healths: Healths::default(),
@@ -239,6 +244,11 @@ impl Settings {
         let transport = Transport { congestion: self.congestion };
         let Group { endpoint, peers, again, member } =
             rendezvous::join(&terms, identity, transport).await?;
+        let host = |(known, peer): (&Option<Acquaintance>, u32)| {
+            let name = known.as_ref().map_or(&self.host, |known| &known.member.host);
+            host_number(name, Peer(peer))
+        };
+        let hosts: Vec<_> = peers.iter().zip(0..).map(host).collect();
         let mut addresses = HashMap::from([(u64::from(me.0), (member, None))]);
         for known in peers.iter().flatten() {
             let address = again.address_of(&known.connection);
@@ -256,7 +266,7 @@ impl Settings {
             let pair = Pair {
                 me,
                 peer,
-                same_host: rendezvous::is_this_host(&known.member),
+                same_host: known.member.is_on(&self.host),
                 payload,
                 bell: bell.clone(),
                 connections: self.connections,
@@ -299,7 +309,7 @@ impl Settings {
         }
         let (threads, endpoint) = (ranks_here * threads_each, Some(endpoint));
         let healths = Arc::new(Mutex::new(healths));
-        Ok(Joined { links, threads, endpoint, healths, addresses, again: Some(again) })
+        Ok(Joined { links, hosts, threads, endpoint, healths, addresses, again: Some(again) })
     }
 
     /// The token that was given, or on loopback this user's.

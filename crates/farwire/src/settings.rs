@@ -7,12 +7,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use farwire_proto::membership::{self, TieRule};
-use farwire_proto::{Config, Peer};
+use farwire_proto::{Config, Peer, SumOrder, Tuning};
 
 use crate::error::Error;
 use crate::join::env::{self, EnvError, Place};
 use crate::join::held_port;
 use crate::join::job::{self, JobName};
+use crate::join::rendezvous::{MAX_HOST, host_id};
 use crate::link::{Link, LinkChoice, Wanted};
 use crate::observe::flight::Records;
 use crate::quic::congestion::Congestion;
@@ -76,6 +77,8 @@ const CREDIT: NonZeroU32 = NonZeroU32::new(4).expect("it is not zero");
 /// | | `FARWIRE_CONGESTION` | for QUIC, `auto`: CUBIC within 5 ms, else a model of the path |
 /// | | `FARWIRE_TCP_CONGESTION` | for TCP, the system's default (`bbr` or `cubic`, say) |
 /// | [`preset`](Self::preset) | `FARWIRE_PRESET` | `lan` |
+/// | [`order`](Self::order) | `FARWIRE_ORDER` | `host`: floats are added up host by host |
+/// | [`host`](Self::host) | `FARWIRE_HOST` | the machine, since it was started |
 /// | [`port`](Self::port) | `FARWIRE_PORT` | any free port |
 /// | [`interface`](Self::interface) | `FARWIRE_INTERFACE` | whichever leads to the peer |
 /// | [`join_timeout`](Self::join_timeout) | `FARWIRE_JOIN_TIMEOUT` | 60 s |
@@ -95,6 +98,8 @@ pub struct Builder {
     token: Option<Token>,
     preset: Option<Preset>,
     link: Option<LinkChoice>,
+    order: Option<SumOrder>,
+    host: Option<String>,
     port: Option<u16>,
     interface: Option<String>,
     join_timeout: Option<Duration>,
@@ -140,6 +145,22 @@ impl Builder {
     /// What carries data: [`LinkChoice::AUTO`], or one kind of link (`"quic".parse()?`).
     pub fn link(self, link: LinkChoice) -> Self {
         Self { link: Some(link), ..self }
+    }
+
+    /// In which order the floats of an all-reduce are added up where some ranks share a host
+    /// (`host` or `rank`). The same on all ranks, which refuse each other otherwise.
+    ///
+    /// [`SumOrder::Host`] lets each host's sum cross the network once; with [`SumOrder::Rank`], each
+    /// rank's vector does, and where ranks are does not change the bits.
+    pub fn order(self, order: SumOrder) -> Self {
+        Self { order: Some(order), ..self }
+    }
+
+    /// What this process calls its host: up to 48 bytes. Processes whose hosts have the same name
+    /// try to share memory, and count as one host in an all-reduce. For containers that should count
+    /// as hosts of their own, say.
+    pub fn host(self, name: impl Into<String>) -> Self {
+        Self { host: Some(name.into()), ..self }
     }
 
     /// This rank's UDP port; 0 for any free one. Rank 0 listens where its [`Place`] says.
@@ -243,6 +264,19 @@ impl Builder {
         let link = variables
             .or(self.link, "FARWIRE_LINK", LinkChoice::expected(), |text| text.parse().ok())?;
         let preset = variables.or(self.preset, "FARWIRE_PRESET", "lan or wan", Preset::parse)?;
+        let order = self.order.or(self.config.map(|config| config.tuning.order));
+        let order = variables.or(order, "FARWIRE_ORDER", "host or rank", |text| match text {
+            "host" => Some(SumOrder::Host),
+            "rank" => Some(SumOrder::Rank),
+            _ => None,
+        })?;
+        let order = order.unwrap_or_default();
+        let host = match self.host.or_else(|| variables.text("FARWIRE_HOST")) {
+            Some(name) if !(1..=MAX_HOST).contains(&name.len()) => {
+                return Err(wrong("FARWIRE_HOST", &name, "a name of 1 to 48 bytes").into());
+            }
+            name => name.unwrap_or_else(host_id),
+        };
         let congestion =
             variables.or(None, "FARWIRE_CONGESTION", "auto, model or cubic", Congestion::parse)?;
         let what = "auto, or a number from 1 to 8";
@@ -261,8 +295,15 @@ impl Builder {
         let deadline = self.deadline.or(self.config.map(|config| config.deadline));
         let deadline = variables.time(deadline, "FARWIRE_DEADLINE")?;
         let config = self.config.unwrap_or_default();
-        let config =
-            Config { credit: CREDIT, deadline: deadline.unwrap_or(config.deadline), ..config };
+        let tuning = Tuning { order, ..config.tuning };
+        let deadline = deadline.unwrap_or(config.deadline);
+        let config = Config { credit: CREDIT, deadline, tuning, ..config };
+        // Ranks that differ in it find out now, and not at the first all-reduce.
+        let order = match order {
+            SumOrder::Host => "host",
+            SumOrder::Rank => "rank",
+        };
+        let agree_on = format!("FARWIRE_ORDER={order}\n{}", self.agree_on);
         let what = "an address and a port, like 127.0.0.1:9464";
         let metrics = variables.or(self.metrics.map(Some), "FARWIRE_METRICS", what, |text| {
             if text.is_empty() { Some(None) } else { text.parse().ok().map(Some) }
@@ -285,7 +326,8 @@ impl Builder {
             port_is_held: held_port.is_some() && held_port == own_port,
             place,
             job,
-            agree_on: self.agree_on,
+            agree_on,
+            host,
             token,
             preset: preset.unwrap_or_default(),
             link: link.unwrap_or_default(),
@@ -358,6 +400,8 @@ pub(crate) struct Settings {
     pub(crate) place: Place,
     pub(crate) job: JobName,
     pub(crate) agree_on: String,
+    /// What this process calls its host.
+    pub(crate) host: String,
     pub(crate) token: Option<Token>,
     pub(crate) preset: Preset,
     pub(crate) link: LinkChoice,
@@ -427,7 +471,7 @@ mod tests {
         /// A variable, a value, one that does not parse (or is empty), and what is expected: from
         /// the builder, from the environment, by default.
         type Case = (&'static str, &'static str, &'static str, Set, Get, [&'static str; 3]);
-        let cases: [Case; 11] = [
+        let cases: [Case; 13] = [
             (
                 "FARWIRE_JOB",
                 "env",
@@ -451,6 +495,24 @@ mod tests {
                 |builder| builder.link("shm".parse().unwrap()),
                 |settings| settings.link.to_string(),
                 ["shm", "quic", "auto"],
+            ),
+            (
+                "FARWIRE_ORDER",
+                "rank",
+                "sorted",
+                |builder| builder.order(SumOrder::Host),
+                |settings| format!("{:?}", settings.config.tuning.order),
+                ["Host", "Rank", "Host"],
+            ),
+            (
+                "FARWIRE_HOST",
+                "env",
+                "",
+                |builder| builder.host("built"),
+                |settings| {
+                    if settings.host == host_id() { "boot".into() } else { settings.host.clone() }
+                },
+                ["built", "env", "boot"],
             ),
             (
                 "FARWIRE_PRESET",

@@ -44,6 +44,7 @@ fn simulated(codec: &str, ranks: usize, len: usize, steps: u64) -> (Vec<Vec<f32>
                 codec: codec.parse().unwrap(),
                 rank: Rank(rank as u32),
                 world: WorldSize::new(ranks as u32).unwrap(),
+                placement: None,
                 input: Floats::F32(gradient(rank, step, len)),
                 dimensions: None,
                 tensor: "w".into(),

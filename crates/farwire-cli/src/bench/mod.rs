@@ -14,8 +14,8 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use farwire::{
-    CodecChoice, CodecPolicy, CodecSpec, Communicator, Compressor, Element, Error, ErrorFeedback,
-    Float, LinkChoice, Options,
+    CodecChoice, CodecPolicy, CodecSpec, Communicator, Compressor, Config, Element, Error,
+    ErrorFeedback, Float, LinkChoice, Options, Placement,
 };
 use farwire_codec::Context;
 use farwire_codec::collective::{CodedCollective, Collective, Floats, Order};
@@ -28,7 +28,8 @@ use half::{bf16, f16};
 use rustix::time::ClockId;
 use serde::Serialize;
 
-use crate::launch::{GRACE, Job, JobOutput, LaunchError, hold_port, random_name};
+use crate::hosts::{HostsArg, WrongHosts};
+use crate::launch::{GRACE, Job, JobOutput, LaunchError, RankHost, hold_port, random_name};
 use crate::links::{LinkArg, Links};
 use crate::named::{codec_help, named};
 use crate::units::{self, show_bytes};
@@ -46,6 +47,7 @@ Examples:
   farwire bench all_reduce --ranks 2
   farwire bench all_reduce --ranks 4 --size 4KiB,1MiB,64MiB --link quic --check
   farwire bench all_reduce --ranks 2 --link quic --codec topk:0.01
+  farwire bench all_reduce --ranks 4 --hosts 2       (host by host)
   farwire bench all_reduce --ranks 2 --codec auto    (compressed where that is faster)
   farwire bench codec --codec int8 --size 64MiB      (a codec by itself)
   farwire bench codec --device cuda --size 256MiB    (on a GPU; with the cargo feature `cuda`)
@@ -58,6 +60,11 @@ pub(crate) struct Args {
     /// Start this many ranks here; without it, be one rank of a job.
     #[arg(short = 'n', long, value_parser = clap::value_parser!(u32).range(1..=256))]
     ranks: Option<u32>,
+    /// Have the ranks that are started here take themselves for ranks on so many hosts: 2, or 3+1
+    /// for the ranks of each. Only those of one host share memory, and an all-reduce goes host by
+    /// host.
+    #[arg(long, requires = "ranks")]
+    hosts: Option<HostsArg>,
     /// Bytes of the vector, as 64MiB or 100MB; several with commas between.
     #[arg(short, long, default_value = "4KiB,1MiB,64MiB", value_delimiter = ',', value_parser = units::size)]
     size: Vec<usize>,
@@ -187,6 +194,8 @@ pub(crate) enum BenchError {
     #[error(transparent)]
     Cuda(#[from] farwire_cuda::DeviceError),
     #[error(transparent)]
+    Hosts(#[from] WrongHosts),
+    #[error(transparent)]
     Launch(#[from] LaunchError),
     #[error(transparent)]
     Run(#[from] Error),
@@ -212,6 +221,9 @@ struct Row {
     algbw_gbs: f64,
     busbw_gbs: f64,
     wire_bytes: u64,
+    /// Hosts that the ranks are on, and what left the busiest of them for the others.
+    hosts: usize,
+    host_bytes: u64,
     cpu_s: f64,
     /// Absent unless asked for.
     wrong: Option<u64>,
@@ -294,7 +306,11 @@ fn exit_code(wrong: u64) -> ExitCode {
 }
 
 fn on_threads(args: &Args, ranks: usize) -> Result<u64, BenchError> {
-    let comms = farwire::local(ranks)?;
+    let hosts = match &args.hosts {
+        Some(hosts) => hosts.deal(ranks as u32)?,
+        None => vec![0; ranks],
+    };
+    let comms = farwire::local_on_hosts(&hosts, Config::default())?;
     std::thread::scope(|scope| {
         let threads: Vec<_> =
             comms.into_iter().map(|comm| scope.spawn(move || measure_all(args, &comm))).collect();
@@ -311,12 +327,14 @@ fn on_processes(args: &Args, ranks: u32) -> Result<ExitCode, BenchError> {
     let mut given = std::env::args_os().skip(1);
     while let Some(argument) = given.next() {
         let text = argument.to_string_lossy();
-        if text == "--ranks" || text == "-n" {
+        if ["--ranks", "-n", "--hosts"].contains(&&*text) {
             given.next();
-        } else if !text.starts_with("--ranks=") && !text.starts_with("-n") {
+        } else if !["--ranks=", "-n", "--hosts="].iter().any(|flag| text.starts_with(flag)) {
             command.push(argument);
         }
     }
+    let hosts = args.hosts.as_ref().map(|hosts| hosts.deal(ranks)).transpose()?;
+    let hosts = hosts.into_iter().flatten();
     let job = Job {
         command,
         ranks,
@@ -328,7 +346,12 @@ fn on_processes(args: &Args, ranks: u32) -> Result<ExitCode, BenchError> {
         variables: vec![("FARWIRE_LINK", args.link.to_string())],
         output: JobOutput::Plain,
         grace: GRACE,
-        namespaces: Vec::new(),
+        hosts: hosts
+            .map(|number| {
+                let name = Some(format!("host-{number}"));
+                RankHost { number, name, namespace: None }
+            })
+            .collect(),
         elastic: None,
     };
     Ok(job.run()?)
@@ -344,7 +367,8 @@ fn measure_all(args: &Args, comm: &Communicator) -> Result<u64, BenchError> {
     let policy = args.choice().settle(&args.tuned(comm), comm)?;
     let links = &Links::of(comm)?;
     if comm.rank() == 0 && !args.json {
-        writeln!(out, "{}", Heading(args, &policy, comm.size(), links))?;
+        let hosts = comm.placement()?.hosts();
+        writeln!(out, "{}", Heading(args, &policy, comm.size(), hosts, links))?;
     }
     for size in &args.size {
         let row = with_type!(args.dtype, T => measure::<T>(args, comm, &policy, links, *size))?;
@@ -451,12 +475,18 @@ fn measure<T: Element>(
     let fitting = (LONGEST_ROW.as_nanos() as u64 / warm).max(10) as u32;
     let iters = args.iters.unwrap_or(iters.min(fitting));
     comm.barrier().wait()?;
-    let (traffic, cpu) = (comm.traffic(), cpu_time());
+    let placement = comm.placement()?;
+    let off_host = || off_host(comm, &placement);
+    let (traffic, off_host_before, cpu) = (comm.traffic(), off_host(), cpu_time());
     let mut times = Vec::with_capacity(iters as usize);
     for _ in 0..iters {
         times.push(trial.turn()?.as_nanos() as u64);
     }
     let (cpu, sent) = (cpu_time().saturating_sub(cpu), comm.traffic().bytes - traffic.bytes);
+    let left = (off_host() - off_host_before) / u64::from(iters);
+    let left = comm.all_gather(vec![left]).wait()?;
+    let left_host = |host| placement.ranks(host).iter().map(|rank| left[rank.index()]).sum();
+    let host_bytes = (0..placement.hosts()).map(left_host).max().unwrap_or(0);
     let mut slowest = comm.all_reduce(times, ReduceOp::Max).wait()?;
     let cpu_s = comm.all_reduce(vec![cpu.as_secs_f64()], ReduceOp::Sum).wait()?[0];
     let sent = comm.all_reduce(vec![sent / u64::from(iters)], ReduceOp::Max).wait()?[0];
@@ -478,6 +508,8 @@ fn measure<T: Element>(
         algbw_gbs,
         busbw_gbs: algbw_gbs * trial.shape.row(kind, Rank(0)).share,
         wire_bytes: sent,
+        hosts: placement.hosts(),
+        host_bytes,
         cpu_s: if args.link == LinkArg::Inproc { cpu_s / ranks as f64 } else { cpu_s },
         wrong,
         iters,
@@ -594,6 +626,7 @@ impl<T: Element> Trial<'_, T> {
                 codec: self.codec.clone(),
                 rank: Rank(rank as u32),
                 world,
+                placement: self.comm.split_placement(),
                 input,
                 dimensions: None,
                 tensor: "bench".to_owned(),
@@ -620,6 +653,13 @@ impl<T: Element> Trial<'_, T> {
     }
 }
 
+/// Bytes that this rank has sent to ranks on other hosts.
+fn off_host(comm: &Communicator, placement: &Placement) -> u64 {
+    let here = placement.seat(rank_of(comm)).host;
+    let elsewhere = (0..comm.size()).filter(|rank| placement.seat(Rank(*rank as u32)).host != here);
+    elsewhere.filter_map(|rank| comm.traffic_to(rank)).map(|sent| sent.bytes).sum()
+}
+
 fn rank_of(comm: &Communicator) -> Rank {
     Rank(comm.rank() as u32)
 }
@@ -636,18 +676,19 @@ fn cpu_time() -> Duration {
 }
 
 /// The lines above the table.
-struct Heading<'a>(&'a Args, &'a CodecPolicy, usize, &'a Links);
+struct Heading<'a>(&'a Args, &'a CodecPolicy, usize, usize, &'a Links);
 
 impl fmt::Display for Heading<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self(args, policy, ranks, links) = self;
+        let Self(args, policy, ranks, hosts, links) = self;
+        let hosts = if *hosts > 1 { format!(" on {hosts} hosts") } else { String::new() };
         let chosen = match args.choice() {
             CodecChoice::Given(_) => String::new(),
             _ => format!(": {policy}"),
         };
         writeln!(
             f,
-            "{} ({}, {}, codec {}{chosen}) over {ranks} ranks, link {links}",
+            "{} ({}, {}, codec {}{chosen}) over {ranks} ranks{hosts}, link {links}",
             if let Op::Between(kind) = args.op { kind.name() } else { "codec" },
             args.reduce,
             args.dtype,

@@ -381,7 +381,7 @@ fn start_ranks(args: &Args, ranks: u32) -> Result<ExitCode, TrainCommandError> {
         variables: Vec::new(),
         output: JobOutput::Theirs,
         grace: GRACE,
-        namespaces: Vec::new(),
+        hosts: Vec::new(),
         elastic: args.elastic.then_some(ElasticJob { min: 1, restarts: 0 }),
     };
     Ok(job.run()?)

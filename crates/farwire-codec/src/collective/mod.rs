@@ -7,11 +7,13 @@
 //! | codec | all-reduce | rounds |
 //! |---|---|---|
 //! | in shards | shards to their owners; the owners' sums to everybody (`two_phase.rs`) | 2 per chunk |
+//! | the same, on several hosts with several ranks | dense on each host, that between hosts (`two_level.rs`) | 4 per chunk |
 //! | as factors | P summed, then Q, each as above (`low_rank.rs`) | 4 |
 //! | whole | everybody's message to everybody (`all_to_all.rs`) | 1 |
 //!
-//! Sums are made in rank order at one place, and everyone, the owner included, decodes the same
-//! bytes: so every rank ends with the same bits, whatever arrives first. A reduce-scatter is the
+//! Sums are made in rank order (between hosts, in the hosts' order) at one place, and everyone, the
+//! owner included, decodes the same bytes: so every rank ends with the same bits, whatever arrives
+//! first. A reduce-scatter is the
 //! first round of an all-reduce, an all-gather its second.
 //!
 //! A parcel ends with a byte that says whether its sender could make it. A rank whose input holds a
@@ -23,6 +25,7 @@ mod floats;
 mod low_rank;
 mod order;
 mod rounds;
+mod two_level;
 mod two_phase;
 mod vectors;
 
@@ -31,7 +34,7 @@ use std::num::{NonZeroU32, NonZeroUsize};
 use std::ops::Range;
 
 use bytes::Bytes;
-use farwire_proto::{Call, Counts, DType, Partition, Rank, ReduceOp, WorldSize};
+use farwire_proto::{Call, Counts, DType, Partition, Placement, Rank, ReduceOp, WorldSize};
 
 use crate::codec::Travel;
 use crate::codecs::powersgd::Shape;
@@ -111,6 +114,7 @@ impl Home {
 #[derive(Debug)]
 enum Route {
     TwoPhase(two_phase::TwoPhase),
+    TwoLevel(two_level::TwoLevel),
     AllToAll(all_to_all::AllToAll),
     LowRank(low_rank::LowRank),
 }
@@ -167,7 +171,8 @@ const UNTOLD: u32 = u32::MAX;
 impl Route {
     /// The call to plan for `task`, and its rounds.
     fn of(task: &Task, count: usize, dtype: DType) -> Result<(Call, Self), OrderError> {
-        let Task { collective, codec, dimensions, rank, world, .. } = task;
+        let Task { collective, codec, dimensions, rank, world, placement, .. } = task;
+        let split = placement.as_ref().filter(|placement| placement.is_split());
         let (rank, world) = (*rank, *world);
         let (plain, ranges, op) = match *collective {
             Collective::AllReduce(op) => {
@@ -189,11 +194,11 @@ impl Route {
         if !is_local && u32::try_from(count).is_err() {
             return Err(OrderError::TooLong { codec: codec.name(), given: count });
         }
-        let route = match (codec.travels(), collective) {
-            (Travel::Factors(_), Collective::AllGather(_)) => {
+        let route = match (codec.travels(), collective, split) {
+            (Travel::Factors(_), Collective::AllGather(_), _) => {
                 return Err(OrderError::CannotGather { codec: codec.name() });
             }
-            (Travel::Factors(codec), _) => {
+            (Travel::Factors(codec), ..) => {
                 let fits = |d: &&[usize]| d.iter().product::<usize>() == count;
                 let shape = Shape::of(dimensions.as_deref().filter(fits).unwrap_or(&[count]));
                 let only = matches!(collective, Collective::ReduceScatter(_));
@@ -202,20 +207,24 @@ impl Route {
                 let matrix = MatrixPlace { codec, shape, context, world, mean, only };
                 Self::LowRank(low_rank::LowRank::new(matrix))
             }
-            (Travel::Shards(codec) | Travel::Whole(codec), Collective::AllGather(_)) => {
+            (Travel::Shards(codec) | Travel::Whole(codec), Collective::AllGather(_), _) => {
                 Self::AllToAll(all_to_all::AllToAll::gather(codec, ranges))
             }
-            (Travel::Whole(codec), Collective::AllReduce(_)) => {
+            (Travel::Whole(codec), Collective::AllReduce(_), _) => {
                 Self::AllToAll(all_to_all::AllToAll::sum(codec, count, mean))
             }
-            (Travel::Shards(codec) | Travel::Whole(codec), _) => {
+            (Travel::Shards(codec), Collective::AllReduce(_), Some(placement)) => {
+                Self::TwoLevel(two_level::TwoLevel::new(codec, count, placement, mean))
+            }
+            (Travel::Shards(codec) | Travel::Whole(codec), ..) => {
                 let gather = matches!(collective, Collective::AllReduce(_));
                 Self::TwoPhase(two_phase::TwoPhase::new(codec, count, world, gather, mean))
             }
         };
         // A byte for how it went, or nine if it went badly.
         let max = 9 + route.longest();
-        let codec = agreement(codec, task.context);
+        let hosts = matches!(route, Self::TwoLevel(_)).then_some(split).flatten();
+        let codec = agreement(codec, task.context, hosts);
         let call = Call::Coded { call: Box::new(plain), codec, rounds: route.rounds(), max };
         Ok((call, route))
     }
@@ -229,6 +238,7 @@ impl CodedCollective {
             codec,
             rank,
             world,
+            placement,
             input,
             dimensions,
             tensor,
@@ -237,7 +247,7 @@ impl CodedCollective {
             threads,
             output,
         } = order;
-        let task = Task { collective, codec, rank, world, dimensions, tensor, context };
+        let task = Task { collective, codec, rank, world, placement, dimensions, tensor, context };
         let coding = HostCoding::new(feedback, threads);
         let host = Box::new(HostVectors { input, output, coding });
         match Route::of(&task, host.input.len(), host.input.dtype()) {
@@ -249,11 +259,13 @@ impl CodedCollective {
     /// This rank's part in an all-reduce of a vector that is not in host memory. Other ranks' may
     /// be.
     pub fn elsewhere(task: Task, mut vectors: Box<dyn Vectors>) -> Result<Self, OrderError> {
+        // Not all vectors know how to add up on a host; so all of them go the flat way.
+        let task = Task { placement: None, ..task };
         let (call, route) = Route::of(&task, vectors.len(), vectors.dtype())?;
         let knows_how = match &route {
             Route::TwoPhase(_) => true,
             Route::LowRank(_) => vectors.factors().is_some(),
-            Route::AllToAll(_) => false,
+            Route::AllToAll(_) | Route::TwoLevel(_) => false,
         };
         if knows_how && matches!(task.collective, Collective::AllReduce(_)) {
             Ok(Self::start(task, call, route, Home::Elsewhere(vectors)))
@@ -307,6 +319,7 @@ impl CodedCollective {
         let world = common.world.len();
         let message = match route {
             Route::TwoPhase(route) => route.next(*made, common),
+            Route::TwoLevel(route) => route.next(*made, common),
             Route::AllToAll(route) => route.next(*made, common),
             Route::LowRank(route) => route.next(*made, common),
         }?;
@@ -370,6 +383,7 @@ impl CodedCollective {
         }
         match route {
             Route::TwoPhase(route) => route.came(round, &messages, common),
+            Route::TwoLevel(route) => route.came(round, &messages, common),
             Route::AllToAll(route) => route.came(round, &messages, common),
             Route::LowRank(route) => route.came(round, &messages, common),
         }
@@ -435,6 +449,7 @@ impl Route {
     fn rounds(&self) -> u32 {
         match self {
             Self::TwoPhase(route) => route.rounds(),
+            Self::TwoLevel(route) => route.rounds(),
             Self::AllToAll(_) => 1,
             Self::LowRank(_) => low_rank::ROUNDS,
         }
@@ -444,6 +459,7 @@ impl Route {
     fn owned(&self, rank: Rank) -> Vec<Range<usize>> {
         match self {
             Self::TwoPhase(route) => route.owned(rank),
+            Self::TwoLevel(route) => route.owned(rank),
             Self::AllToAll(_) | Self::LowRank(_) => Vec::new(),
         }
     }
@@ -452,6 +468,7 @@ impl Route {
     fn longest(&self) -> usize {
         match self {
             Self::TwoPhase(route) => route.longest(),
+            Self::TwoLevel(route) => route.longest(),
             Self::AllToAll(route) => route.longest(),
             Self::LowRank(route) => route.longest(),
         }
@@ -516,11 +533,18 @@ fn residual(owed: Option<&Owed>) -> Residual<'_> {
     owed.map_or(Residual::Off, Owed::residual)
 }
 
-/// 32 bits by which ranks find out that they mean different codecs, tensors or steps.
-fn agreement(codec: &CodecSpec, Context { seed, step, tensor }: Context) -> NonZeroU32 {
+/// 32 bits by which ranks find out that they mean different codecs, tensors or steps, or see
+/// different hosts.
+fn agreement(
+    codec: &CodecSpec,
+    Context { seed, step, tensor }: Context,
+    hosts: Option<&Placement>,
+) -> NonZeroU32 {
     let mix =
         |hash: u64, word: u64| (hash ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(31);
-    let mixed = [seed, step, tensor].into_iter().fold(u64::from(codec.id().get()), mix);
+    let known = hosts.map(|hosts| u64::from(hosts.digest()));
+    let words = [seed, step, tensor].into_iter().chain(known);
+    let mixed = words.fold(u64::from(codec.id().get()), mix);
     NonZeroU32::new((mixed ^ mixed >> 32) as u32).unwrap_or(NonZeroU32::MIN)
 }
 

@@ -2,7 +2,7 @@
 
 use std::num::NonZeroUsize;
 
-use farwire_proto::{Counts, Rank, ReduceOp, WorldSize};
+use farwire_proto::{Counts, Placement, Rank, ReduceOp, WorldSize};
 
 use super::Floats;
 use crate::error::DecodeError;
@@ -32,6 +32,8 @@ pub struct Order {
     pub rank: Rank,
     /// How many there are.
     pub world: WorldSize,
+    /// Where they are, if an all-reduce is to add up on each host first.
+    pub placement: Option<Placement>,
     /// This rank's vector.
     pub input: Floats,
     /// The dimensions of the tensor, where they are known: PowerSGD wants a matrix.
@@ -59,6 +61,8 @@ pub struct Task {
     pub rank: Rank,
     /// How many there are.
     pub world: WorldSize,
+    /// Where they are, if an all-reduce of vectors in host memory is to add up on each host first.
+    pub placement: Option<Placement>,
     /// The dimensions of the tensor, where they are known.
     pub dimensions: Option<Vec<usize>>,
     /// The tensor's name, for errors.

@@ -30,7 +30,7 @@ use crate::codec::MessageCodec;
 
 /// Elements of a chunk: long enough that its parcels fill frames, short enough that three of them
 /// overlap.
-const CHUNK: usize = 1 << 22;
+pub(super) const CHUNK: usize = 1 << 22;
 
 #[derive(Debug)]
 pub(super) struct TwoPhase {

@@ -13,7 +13,7 @@ use crate::codec::MessageCodec;
 use crate::codecs::powersgd::{PowerP, PowerQ, PowerSgd, Shape};
 use crate::error::{DecodeError, EncodeError};
 use crate::feedback::{Owed, Transaction};
-use crate::job::{CodedPlace, Context, Encoded, Job, Role, Values};
+use crate::job::{CodedPlace, Context, Encoded, Job, Residual, Role, Values};
 
 /// One rank's vectors in an all-reduce: its input, the sums it makes, its result, and what it owes.
 /// In host memory, or where somebody else keeps them, such as on a card.
@@ -363,6 +363,65 @@ impl HostCoding {
     pub(super) fn finish(self) {
         if let Some(feedback) = self.feedback {
             feedback.commit();
+        }
+    }
+}
+
+impl HostVectors {
+    /// What this rank owes for some elements, as a worker.
+    fn owed(&self, range: Range<usize>) -> Option<Owed> {
+        self.coding.owed(range)
+    }
+
+    /// A buffer for so many elements, with anything in it.
+    pub(super) fn buffer(&mut self, len: usize) -> Vec<f32> {
+        self.coding.buffer(len)
+    }
+
+    /// [`encode`](Vectors::encode) of these values, of a vector that has `len` in all.
+    pub(super) fn encode_values(
+        &mut self,
+        chunk: &ChunkPlace<'_>,
+        values: Values<'_>,
+        len: usize,
+    ) -> Result<Vec<Bytes>, StepError> {
+        if chunk.gather {
+            // What is in it is written over, shard by shard.
+            self.output.resize(len, 0.0);
+        }
+        self.coding.encode(values, chunk)
+    }
+
+    /// Reads some elements of the input, in f32; with what the worker owes for them, if asked.
+    pub(super) fn read<T>(
+        &self,
+        range: Range<usize>,
+        with_owed: bool,
+        read: impl FnOnce(&[f32]) -> T,
+    ) -> T {
+        let (input, mut scratch) = (self.input.values(range.clone()), Vec::new());
+        let values = input.read(0..range.len(), &mut scratch);
+        let owed = with_owed.then(|| self.owed(range)).flatten();
+        match owed.as_ref().map(Owed::residual) {
+            Some(Residual::Owed(owed)) => {
+                let sums: Vec<_> = values.iter().zip(owed).map(|(x, owed)| x + owed).collect();
+                read(&sums)
+            }
+            _ => read(values),
+        }
+    }
+
+    /// What the worker owed for some elements has been sent as it is.
+    pub(super) fn clear_owed(&mut self, range: Range<usize>) {
+        if let Some(feedback) = &mut self.coding.feedback {
+            feedback.clear_worker(range);
+        }
+    }
+
+    /// A buffer that is not needed any more.
+    pub(super) fn give_back(&mut self, buffer: Vec<f32>) {
+        if let Some(feedback) = &mut self.coding.feedback {
+            feedback.give_back(buffer);
         }
     }
 }

@@ -69,8 +69,8 @@ impl Schedule for Broadcast {
         }
     }
 
-    fn upstream(&self) -> Option<Rank> {
-        self.tree.parent()
+    fn is_upstream(&self, from: Rank) -> bool {
+        self.tree.parent() == Some(from)
     }
 
     /// A rank has either an input or an output.

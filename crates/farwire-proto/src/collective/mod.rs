@@ -19,6 +19,7 @@ mod scan;
 mod scatter;
 mod tree;
 mod tree_reduce;
+mod two_level;
 mod two_phase;
 
 use std::fmt;
@@ -30,6 +31,7 @@ use crate::dtype::{DType, ReduceOp, UnknownName};
 use crate::ids::{Rank, Tag, WorldSize};
 use crate::parcels::Limits;
 use crate::partition::{Counts, Partition};
+use crate::placement::Placement;
 use crate::plan::{Frames, Way};
 use crate::schedule::Schedule;
 
@@ -45,6 +47,7 @@ use scan::Scan;
 use scatter::Scatter;
 use tree::{Shape, Tree};
 use tree_reduce::TreeReduce;
+use two_level::TwoLevel;
 use two_phase::TwoPhase;
 
 /// Slots of a pipeline that passes partial results on: one is being sent while the next is filled,
@@ -340,10 +343,11 @@ impl Call {
     pub(crate) fn lay_out(
         &self,
         me: Rank,
-        world: WorldSize,
+        placement: &Placement,
         algorithm: Algorithm,
         segment: usize,
     ) -> Way {
+        let world = placement.world();
         let segment =
             NonZeroUsize::new(segment).expect("segments are clamped to at least one element");
         let shards = |count| Partition::even(count, world, segment);
@@ -362,6 +366,9 @@ impl Call {
             Self::AllReduce { count, .. } => match algorithm {
                 Algorithm::Ring => Ring { me, world, shards: shards(count) }.into(),
                 Algorithm::GatherReduce => gather_reduce(count, None),
+                Algorithm::TwoLevel if placement.is_split() => {
+                    TwoLevel::new(me, placement, count, segment).into()
+                }
                 _ => two_phase(count, two_phase::Gather::All),
             },
             Self::Reduce { count, root, .. } => match algorithm {
@@ -393,7 +400,9 @@ impl Call {
             Self::SendParcel { len, .. } => return parcels(1, 0, len),
             Self::RecvParcel { max, .. } => return parcels(0, 1, max),
             Self::Coded { rounds, max, .. } => return parcels(rounds, rounds, max),
-            Self::InPlace(ref call) => return call.lay_out(me, world, algorithm, segment.get()),
+            Self::InPlace(ref call) => {
+                return call.lay_out(me, placement, algorithm, segment.get());
+            }
         };
         Way::Frames(Frames(schedule))
     }
@@ -436,7 +445,7 @@ macro_rules! schedules {
 }
 
 schedules! {
-    TwoPhase, GatherReduce, Ring, Broadcast, TreeReduce, Scan, AllGather, Gather, Scatter, AllToAll,
+    TwoPhase, TwoLevel, GatherReduce, Ring, Broadcast, TreeReduce, Scan, AllGather, Gather, Scatter, AllToAll,
     Barrier, Message,
 }
 
@@ -502,7 +511,7 @@ macro_rules! kinds {
 
 kinds! {
     /// [`Call::AllReduce`].
-    AllReduce = 1 "all_reduce" by [TwoPhase, GatherReduce, Ring] reduces codec;
+    AllReduce = 1 "all_reduce" by [TwoPhase, GatherReduce, Ring, TwoLevel] reduces codec;
     /// [`Call::ReduceScatter`].
     ReduceScatter = 2 "reduce_scatter" by [Direct] reduces codec;
     /// [`Call::AllGather`].

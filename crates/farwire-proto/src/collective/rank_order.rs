@@ -13,7 +13,7 @@
 
 use crate::ids::{Rank, WorldSize};
 use crate::partition::Span;
-use crate::schedule::{Action, Emit, Fold, Gate, Incoming, Own, Running};
+use crate::schedule::{Action, Emit, Fold, Gate, Incoming, Level, Mine, Own, Running};
 
 /// The order of one owner's folds.
 #[derive(Clone, Copy, Debug)]
@@ -33,9 +33,9 @@ impl RankOrder {
     pub(crate) fn fold(self, from: Rank, k: usize, own: Span, result: Span) -> Incoming {
         let turn = if from < self.owner { from.index() } else { from.index() - 1 };
         let own_turn = if from.0 + 1 == self.owner.0 {
-            Own::After(own)
+            Own::After(Mine::Input(own))
         } else if self.owner == Rank(0) && turn == 0 {
-            Own::Before(own)
+            Own::Before(Mine::Input(own))
         } else {
             Own::No
         };
@@ -46,6 +46,7 @@ impl RankOrder {
                 partial: false,
                 first: turn == 0,
                 own: own_turn,
+                level: Level::All,
                 running: Running::Output(result),
                 emit: if last { Emit::Last(result) } else { Emit::No },
             }),

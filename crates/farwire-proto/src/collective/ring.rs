@@ -20,8 +20,8 @@
 use crate::ids::{Rank, WorldSize};
 use crate::partition::Partition;
 use crate::schedule::{
-    Action, Emit, Fold, Gate, InPlace, Incoming, Local, Outgoing, Own, Running, Schedule, Slots,
-    Source,
+    Action, Emit, Fold, Gate, InPlace, Incoming, Level, Local, Mine, Outgoing, Own, Running,
+    Schedule, Slots, Source,
 };
 
 #[derive(Clone, Debug)]
@@ -111,7 +111,8 @@ impl Schedule for Ring {
             len: span.len,
             partial: true,
             first: true,
-            own: Own::After(span),
+            own: Own::After(Mine::Input(span)),
+            level: Level::All,
             running: if complete {
                 Running::Output(span)
             } else {
@@ -124,8 +125,8 @@ impl Schedule for Ring {
         Incoming { action: Action::Fold(fold), gate: Gate { sent: i, ..Gate::OPEN } }
     }
 
-    fn upstream(&self) -> Option<Rank> {
-        Some(self.left())
+    fn is_upstream(&self, from: Rank) -> bool {
+        from == self.left()
     }
 
     fn downstream(&self) -> Option<Rank> {

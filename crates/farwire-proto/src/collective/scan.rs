@@ -15,7 +15,8 @@ use crate::collective::PIPELINE_SLOTS;
 use crate::ids::{Rank, WorldSize};
 use crate::partition::{Partition, Span};
 use crate::schedule::{
-    Action, Emit, Fold, Gate, Incoming, Local, Outgoing, Own, Running, Schedule, Slots, Source,
+    Action, Emit, Fold, Gate, Incoming, Level, Local, Mine, Outgoing, Own, Running, Schedule,
+    Slots, Source,
 };
 
 #[derive(Clone, Debug)]
@@ -83,7 +84,8 @@ impl Schedule for Scan {
             len: span.len,
             partial: true,
             first: true,
-            own: Own::After(span),
+            own: Own::After(Mine::Input(span)),
+            level: Level::All,
             running: Running::Slot(i % PIPELINE_SLOTS),
             emit: if self.exclusive { Emit::BeforeOwn(span) } else { Emit::Last(span) },
         };
@@ -94,8 +96,8 @@ impl Schedule for Scan {
         Incoming { action: Action::Fold(fold), gate: Gate { sent: slot_free, ..Gate::OPEN } }
     }
 
-    fn upstream(&self) -> Option<Rank> {
-        self.left()
+    fn is_upstream(&self, from: Rank) -> bool {
+        self.left() == Some(from)
     }
 
     fn downstream(&self) -> Option<Rank> {

@@ -11,8 +11,8 @@ use crate::collective::tree::Tree;
 use crate::ids::Rank;
 use crate::partition::{Partition, Span};
 use crate::schedule::{
-    Action, Emit, Fold, Gate, InPlace, Incoming, Local, Outcome, Outgoing, Own, Running, Schedule,
-    Slots, Source,
+    Action, Emit, Fold, Gate, InPlace, Incoming, Level, Local, Mine, Outcome, Outgoing, Own,
+    Running, Schedule, Slots, Source,
 };
 
 #[derive(Clone, Debug)]
@@ -79,7 +79,8 @@ impl Schedule for TreeReduce {
             len: span.len,
             partial: true,
             first: child == 0,
-            own: if child == 0 { Own::Before(span) } else { Own::No },
+            own: if child == 0 { Own::Before(Mine::Input(span)) } else { Own::No },
+            level: Level::All,
             running: if self.is_root() {
                 Running::Output(span)
             } else {

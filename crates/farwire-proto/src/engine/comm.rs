@@ -13,6 +13,7 @@ use crate::fault::Fault;
 use crate::header::FrameKind;
 use crate::ids::{CommId, OpSeq, Peer, Rank, Tag, Time, WorldSize};
 use crate::partition::digest;
+use crate::placement::Placement;
 use crate::plan::Plan;
 
 #[derive(Debug)]
@@ -22,6 +23,8 @@ pub(super) struct Comm {
     pub(super) members: Arc<[Peer]>,
     /// By which members find out that their lists differ; zero for the world.
     pub(super) members_digest: u32,
+    /// Which host each is on.
+    pub(super) placement: Placement,
     pub(super) ranks: HashMap<Peer, Rank>,
     pub(super) next_collective: u64,
     pub(super) next_sent: HashMap<(Peer, Tag), u64>,
@@ -85,6 +88,7 @@ impl Engine {
         }
         let me = *ranks.get(&self.me).ok_or(OpenError::NotAMember)?;
         let world = WorldSize::new(members.len() as u32).ok_or(OpenError::NotAMember)?;
+        let hosts: Vec<_> = members.iter().map(|peer| self.hosts.get(peer.index())).collect();
         let comm = Comm {
             me,
             world,
@@ -94,6 +98,7 @@ impl Engine {
             } else {
                 digest(members.iter().map(|peer| peer.0.into()))
             },
+            placement: Placement::new(&hosts).ok_or(OpenError::NotAMember)?,
             ranks,
             next_collective: 0,
             next_sent: HashMap::default(),

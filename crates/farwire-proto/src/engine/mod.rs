@@ -19,6 +19,7 @@ use crate::collective::{Call, Kind};
 use crate::fault::{Called, Fault, OpError};
 use crate::header::{FAULT_LEN, FrameKind, Header};
 use crate::ids::{CommId, Epoch, OpId, OpSeq, Peer, Rank, Time, WorldSize};
+use crate::placement::{Placement, SumOrder};
 use crate::plan::{Plan, Tuning};
 pub use ahead::Allowance;
 use ahead::{Ahead, Channel, Leave};
@@ -95,6 +96,8 @@ impl Default for Config {
 pub struct Engine {
     me: Peer,
     world: WorldSize,
+    /// The number of each process's host, by peer. Only whether two are equal counts.
+    hosts: Vec<u64>,
     config: Config,
     comms: HashMap<CommId, Comm>,
     /// Communicators that were open once.
@@ -146,16 +149,28 @@ struct Queues {
 }
 
 impl Engine {
-    /// An engine for process `me` of a job of `world` processes, with the communicator
+    /// An engine for process `me` of a job of `world` processes on one host, with the communicator
     /// [`CommId::WORLD`] open.
     ///
     /// # Panics
     ///
     /// If `me` is not in `world`.
     pub fn new(me: Peer, world: WorldSize, config: Config) -> Self {
+        Self::on_hosts(me, &vec![0; world.len()], config)
+    }
+
+    /// The same for processes on several hosts: a number for each process, which is the same for
+    /// those that share a host. All processes must be told the same hosts, by whatever numbers.
+    ///
+    /// # Panics
+    ///
+    /// If `me` is not among them.
+    pub fn on_hosts(me: Peer, hosts: &[u64], config: Config) -> Self {
+        let world = WorldSize::new(hosts.len() as u32).expect("a job has processes");
         let mut engine = Self {
             me,
             world,
+            hosts: hosts.to_vec(),
             config,
             comms: HashMap::default(),
             closed: HashSet::default(),
@@ -181,10 +196,32 @@ impl Engine {
     pub fn grow(&mut self, world: WorldSize) {
         self.world = self.world.max(world);
         let all = self.world.len();
+        self.hosts.resize(all, 0);
         self.early_lanes.resize(all, 0);
         while self.ahead.len() < all {
             self.ahead.push(Ahead::new(self.config.allowance));
         }
+    }
+
+    /// A process is on this host, for communicators that are opened from now on.
+    pub fn set_host(&mut self, peer: Peer, host: u64) {
+        if let Some(known) = self.hosts.get_mut(peer.index()) {
+            *known = host;
+        }
+    }
+
+    /// Which ranks of a communicator share a host.
+    pub fn placement(&self, comm: CommId) -> Result<&Placement, CallError> {
+        let comm = self.comms.get(&comm).ok_or(CallError::UnknownComm(comm))?;
+        Ok(&comm.placement)
+    }
+
+    /// The hosts of a communicator's ranks, where they matter to an all-reduce: there are several,
+    /// some with several ranks, and floats are not added up in rank order.
+    pub fn split_placement(&self, comm: CommId) -> Option<&Placement> {
+        let placement = &self.comms.get(&comm)?.placement;
+        let by_host = self.config.tuning.order == SumOrder::Host;
+        (by_host && placement.is_split()).then_some(placement)
     }
 
     /// The group has changed, and all communicators are replaced by others: what is pending on them
@@ -232,7 +269,8 @@ impl Engine {
     /// Checks a call and lays it out. Nothing happens before [`submit`](Self::submit).
     pub fn plan(&self, comm: CommId, call: &Call, options: &Options) -> Result<Plan, CallError> {
         let group = self.comms.get(&comm).ok_or(CallError::UnknownComm(comm))?;
-        let plan = Plan::new(comm, group.me, group.world, call, options, &self.config.tuning)?;
+        let tuning = &self.config.tuning;
+        let plan = Plan::placed(comm, group.me, &group.placement, call, options, tuning)?;
         Ok(plan.in_group(group.members_digest))
     }
 

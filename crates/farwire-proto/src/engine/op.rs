@@ -12,7 +12,7 @@ use crate::header::{FrameKind, Header};
 use crate::ids::{Epoch, OpId, OpSeq, Peer, Rank, Time};
 use crate::parcels;
 use crate::plan::{Frames, Plan, Way};
-use crate::schedule::{Action, Gate};
+use crate::schedule::{Action, Gate, Level};
 
 /// One operation in flight.
 #[derive(Debug)]
@@ -41,8 +41,8 @@ pub(super) struct Moving {
     rounds: u32,
     /// Lanes with frames still to move.
     pub(super) unfinished: usize,
-    /// Frames that wait for more frames to be folded, received, sent.
-    waiting: [BinaryHeap<Reverse<(usize, Frame)>>; 3],
+    /// Frames that wait for one of the counters of [`Gate::counters`].
+    waiting: [BinaryHeap<Reverse<(usize, Frame)>>; 4],
 }
 
 /// The next frame of a lane.
@@ -315,7 +315,8 @@ impl Op {
         queues: &mut Queues,
         credit: NonZeroU32,
     ) {
-        let upstream = self.plan.frames().and_then(Frames::upstream) == Some(self.rank_of(lane));
+        let from = self.rank_of(lane);
+        let upstream = self.plan.frames().is_some_and(|frames| frames.is_upstream(from));
         let state = &mut self.moving.lanes[lane];
         state.taking = false;
         state.taken += 1;
@@ -335,8 +336,12 @@ impl Op {
             queues.resumed.push_back(self.incoming_lane(lane));
         }
         self.moving.progress.received += usize::from(upstream);
-        self.moving.progress.folded +=
-            usize::from(matches!(effect, Effect::Apply(Action::Fold(_))));
+        if let Effect::Apply(Action::Fold(fold)) = effect {
+            match fold.level {
+                Level::Host => self.moving.progress.host_folded += 1,
+                Level::All => self.moving.progress.folded += 1,
+            }
+        }
         self.wake(queues, credit);
     }
 
@@ -409,11 +414,8 @@ impl Op {
 impl Moving {
     /// `Ok` if the gate is open; else the frame waits for the first counter that is short.
     fn wait_for(&mut self, gate: &Gate, frame: Frame) -> Result<(), ()> {
-        let Gate { folded, received, sent } = self.progress;
-        let short = [(gate.folded, folded), (gate.received, received), (gate.sent, sent)]
-            .into_iter()
-            .zip(&mut self.waiting)
-            .find(|((need, have), _)| need > have);
+        let counters = gate.counters().into_iter().zip(self.progress.counters());
+        let short = counters.zip(&mut self.waiting).find(|((need, have), _)| need > have);
         match short {
             None => Ok(()),
             Some(((need, _), waiting)) => {
@@ -425,9 +427,8 @@ impl Moving {
 
     /// Some frame whose counter has come far enough.
     fn next_opened(&mut self) -> Option<Frame> {
-        let Gate { folded, received, sent } = self.progress;
-        let counters = [folded, received, sent];
-        let (waiting, _) = self.waiting.iter_mut().zip(counters).find(|(waiting, have)| {
+        let counters = self.waiting.iter_mut().zip(self.progress.counters());
+        let (waiting, _) = counters.into_iter().find(|(waiting, have)| {
             waiting.peek().is_some_and(|Reverse((need, _))| need <= have)
         })?;
         waiting.pop().map(|Reverse((_, frame))| frame)

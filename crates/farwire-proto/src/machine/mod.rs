@@ -381,6 +381,11 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         self.engine.grow(world);
     }
 
+    /// As [`Engine::set_host`].
+    pub fn set_host(&mut self, peer: Peer, host: u64) {
+        self.engine.set_host(peer, host);
+    }
+
     /// As [`Engine::retire_all`].
     pub fn retire_all(&mut self) {
         self.engine.retire_all();

@@ -81,8 +81,9 @@ class Communicator:
     ) -> Any:  # fmt: skip
         """Everyone gets the combination of everyone's array, in its place.
 
-        `op` is sum, mean, prod, min or max. Floats are combined in rank order, so the result has
-        the same bits on every rank. Through a `codec`, a `Compressor`, it is a sum or a mean;
+        `op` is sum, mean, prod, min or max. Floats are combined in one order, that of ranks or,
+        where several hosts have several, host by host: so the result has the same bits on every
+        rank. Through a `codec`, a `Compressor`, it is a sum or a mean;
         `name` is then the tensor's, by which is remembered what the codec left out.
 
         >>> comm.all_reduce(gradient, op="mean")

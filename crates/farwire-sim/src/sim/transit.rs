@@ -3,7 +3,7 @@
 use farwire_proto::{HEADER_LEN, Header, Lane, Payload, Peer, Time, Transmit};
 
 use super::{Happening, Sim};
-use crate::network::transfer_time;
+use crate::network::{Interface, transfer_time};
 use crate::node::FlightId;
 
 /// A frame on its way.
@@ -92,14 +92,20 @@ impl Sim {
         let link = *self.network.link(from, to);
         let (delay, resent) = link.delay(bytes, &mut self.rng);
 
-        let start = self.now.max(self.sender_free[from.index()]);
-        let end = start + transfer_time(bytes + resent, self.network.bandwidth);
-        self.sender_free[from.index()] = end;
+        let (interface, rate) = self.network.interface(from, to);
+        let free = self.sender_free.entry(interface).or_default();
+        let start = self.now.max(*free);
+        let end = start + transfer_time(bytes + resent, rate);
+        *free = end;
         self.flights[id.0].leaves = end;
         let stats = &mut self.report.ranks[from.index()];
         stats.frames += 1;
         stats.wire_bytes += (bytes + resent) as u64;
-        stats.sends(start, end);
+
+        if !matches!(interface, Interface::Memory(_)) {
+            stats.bytes_off_host += (bytes + resent) as u64;
+            stats.sends(start, end);
+        }
         self.push(end, Happening::Departed(from, id));
 
         let mut enters = start;
@@ -143,8 +149,9 @@ impl Sim {
         let (from, to, bytes, leaves) =
             (flight.from, flight.to, flight.wire_bytes(), flight.leaves);
         let link = self.network.link(from, to);
-        let free = &mut self.receiver_free[to.index()];
-        *free = self.now.max(*free) + transfer_time(bytes, self.network.bandwidth);
+        let (interface, rate) = self.network.interface(to, from);
+        let free = self.receiver_free.entry(interface).or_default();
+        *free = self.now.max(*free) + transfer_time(bytes, rate);
         // The last byte cannot arrive before it has come through the link, nor before it has left
         // and travelled.
         let through = self.now + transfer_time(bytes, link.bandwidth);

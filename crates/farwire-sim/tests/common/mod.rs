@@ -5,11 +5,11 @@
 use std::num::NonZeroUsize;
 
 use farwire_proto::{
-    Algorithm, Call, CallError, CommId, Counts, DType, Element, Kind, Options, Peer, Plan, Rank,
-    ReduceOp, Tuning, WorldSize, with_type,
+    Algorithm, Call, CallError, CommId, Counts, DType, Element, Kind, Options, Peer, Placement,
+    Plan, Rank, ReduceOp, Tuning, WorldSize, with_type,
 };
 use farwire_sim::kinds::Shape;
-use farwire_sim::{JobId, Sim, Start, Submission, oracle};
+use farwire_sim::{JobId, Network, Sim, Start, Submission, oracle};
 use rand::RngExt;
 use rand::SeedableRng;
 use rand_chacha::ChaCha8Rng;
@@ -31,7 +31,7 @@ pub(crate) fn every_in_place() -> Vec<(Kind, Algorithm)> {
     let can = |(kind, algorithm): &(Kind, Algorithm)| {
         use Algorithm as A;
         match kind {
-            Kind::AllReduce => matches!(algorithm, A::TwoPhase | A::Ring),
+            Kind::AllReduce => matches!(algorithm, A::TwoPhase | A::Ring | A::TwoLevel),
             Kind::Reduce | Kind::ReduceScatter | Kind::AllGather | Kind::Broadcast => true,
             _ => false,
         }
@@ -77,9 +77,16 @@ impl Case {
         };
         let blocks = counts();
         let matrix = (0..n).map(|_| counts()).collect();
-        let mut shape = Shape { world: world(n), count: len, dtype, op, root, blocks, matrix };
+        // On one host, on as many as there are ranks, or anything between.
+        let most = rng.random_range(1..=n);
+        let hosts = match algorithm {
+            Algorithm::TwoLevel => (0..n).map(|_| rng.random_range(0..most).into()).collect(),
+            _ => Vec::new(),
+        };
+        let mut shape =
+            Shape { world: world(n), count: len, dtype, op, root, blocks, matrix, hosts };
         let call = |shape: &Shape, rank| shape.row(kind, rank).calls.swap_remove(0);
-        let plan = plan(Rank(0), world(n), &call(&shape, Rank(0)), &Options::default());
+        let plan = plan(Rank(0), &shape, &call(&shape, Rank(0)), &Options::default());
         if let Err(CallError::ScanMean(_) | CallError::IntegerMean(_)) = plan {
             shape.op = ReduceOp::Sum;
         }
@@ -104,12 +111,18 @@ impl Case {
         Self { calls, ..self }
     }
 
+    /// A network with the hosts of this case, if it has any; links on a host are as those between.
+    pub(crate) fn on(&self, network: Network) -> Network {
+        let hosts = Some(self.shape.hosts.clone()).filter(|hosts| !hosts.is_empty());
+        Network { local: network.link, hosts, ..network }
+    }
+
     pub(crate) fn plans(&self) -> Vec<Plan> {
         let n = world(self.calls.len() as u32);
         self.calls
             .iter()
             .zip(n.ranks())
-            .map(|(call, me)| plan(me, n, call, &self.options).unwrap())
+            .map(|(call, me)| plan(me, &self.shape, call, &self.options).unwrap())
             .collect()
     }
 
@@ -157,8 +170,10 @@ impl Case {
     }
 }
 
-fn plan(me: Rank, world: WorldSize, call: &Call, options: &Options) -> Result<Plan, CallError> {
-    Plan::new(CommId::WORLD, me, world, call, options, &Tuning::default())
+fn plan(me: Rank, shape: &Shape, call: &Call, options: &Options) -> Result<Plan, CallError> {
+    let placement =
+        Placement::new(&shape.hosts).unwrap_or_else(|| Placement::one_host(shape.world));
+    Plan::placed(CommId::WORLD, me, &placement, call, options, &Tuning::default())
 }
 
 /// Random elements: integers of all values; floats of many magnitudes, so that every order of

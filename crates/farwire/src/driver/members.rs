@@ -66,13 +66,31 @@ fn names(peers: &[Peer]) -> String {
     peers.iter().map(Peer::to_string).collect::<Vec<_>>().join(", ")
 }
 
+/// A process that waits to join.
+struct Waiting {
+    link: Box<dyn Link>,
+    /// What it calls its host.
+    host: String,
+}
+
+/// A number for the host of a process, by the host's name. A process whose host has no name is on
+/// its own.
+pub(crate) fn host_number(name: &str, peer: Peer) -> u64 {
+    if name.is_empty() {
+        return u64::from(peer.0);
+    }
+    // Longer than any peer's number; FNV-1a, since only equality counts.
+    let step = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+    name.bytes().fold(0xcbf2_9ce4_8422_2325, step) | 1 << 63
+}
+
 /// What a driver knows of the group.
 pub(crate) struct Members {
     agreement: Agreement,
     /// Messages to hand to links, in this order.
     outbox: VecDeque<(Member, Vec<u8>)>,
     /// Links to processes that wait to join. They say nothing until they are members.
-    lobby: BTreeMap<u64, Box<dyn Link>>,
+    lobby: BTreeMap<u64, Waiting>,
     /// Lost peers whose process may yet be seen to end.
     fading: Vec<(Peer, Arc<dyn Liveness>)>,
     trouble: Option<MembershipError>,
@@ -149,11 +167,11 @@ impl Driver {
     }
 
     /// A process that wants to join has a link to this one.
-    pub(crate) fn add_waiting(&mut self, process: u64, link: Box<dyn Link>) {
+    pub(crate) fn add_waiting(&mut self, process: u64, host: String, link: Box<dyn Link>) {
         if let Some(members) = &mut self.members
             && members.agreement.view().find(process).is_none()
         {
-            members.lobby.insert(process, link);
+            members.lobby.insert(process, Waiting { link, host });
             members.agreement.handle_ready(process);
         }
     }
@@ -254,19 +272,20 @@ impl Driver {
     fn look_into_the_lobby(&mut self) {
         let Some(members) = &mut self.members else { return };
         let lost = |link: &dyn Link| link.liveness().is_some_and(|it| it.loss().is_some());
-        let gone = members.lobby.extract_if(.., |_, link| lost(&**link)).collect::<Vec<_>>();
-        for (process, mut link) in gone {
+        let is_gone = |_: &u64, waiting: &mut Waiting| lost(&*waiting.link);
+        let gone = members.lobby.extract_if(.., is_gone).collect::<Vec<_>>();
+        for (process, mut waiting) in gone {
             members.agreement.handle_gone(process);
-            link.give_up();
+            waiting.link.give_up();
         }
     }
 
     /// Says goodbye to those that wait to join: they will not, by way of this process.
     pub(super) fn close_lobby(&mut self) {
         let lobby = self.members.iter_mut().flat_map(|members| members.lobby.values_mut());
-        lobby.for_each(|link| {
-            link.close();
-            link.ring();
+        lobby.for_each(|waiting| {
+            waiting.link.close();
+            waiting.link.ring();
         });
     }
 
@@ -281,7 +300,8 @@ impl Driver {
             }
             while let Some((to, message)) = members.outbox.front() {
                 let link = self.links.get_mut(to.peer.index()).and_then(Option::as_mut);
-                let link = link.or_else(|| members.lobby.get_mut(&to.process));
+                let waiting = members.lobby.get_mut(&to.process).map(|there| &mut there.link);
+                let link = link.or(waiting);
                 if let Some(link) = link {
                     let header = Header::of_members(message.len());
                     if !link.send(None, &header, message, false) {
@@ -333,8 +353,9 @@ impl Driver {
                 continue;
             }
             match members.lobby.remove(process) {
-                Some(mut link) => {
+                Some(Waiting { mut link, host }) => {
                     link.set_peer(*peer);
+                    self.machine.set_host(*peer, host_number(&host, *peer));
                     self.links[peer.index()] = Some(link);
                 }
                 None => {

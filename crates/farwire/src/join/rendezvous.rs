@@ -46,7 +46,7 @@ pub(super) const MAX_MESSAGE: usize = 16 << 10;
 /// The longest entry of the table of ranks, which is as long as the job is large.
 const MAX_ENTRY: usize = 512;
 /// The longest name of a host, in bytes.
-const MAX_HOST: usize = 48;
+pub(crate) const MAX_HOST: usize = 48;
 
 /// A connection to a peer that has proven who it is.
 #[derive(Debug)]
@@ -137,6 +137,13 @@ pub(crate) struct Member {
     pub(crate) cores: u32,
 }
 
+impl Member {
+    /// Whether it says that it is on the host of this name. One without a name is on its own.
+    pub(crate) fn is_on(&self, host: &str) -> bool {
+        !self.host.is_empty() && self.host == host
+    }
+}
+
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) enum Answer {
     /// All members and their addresses, by rank; rank 0's address is where the connection already
@@ -158,6 +165,8 @@ pub(crate) struct Terms<'a> {
     pub(crate) place: &'a Place,
     pub(crate) job: &'a JobName,
     pub(crate) agree_on: &'a str,
+    /// What this process calls its host.
+    pub(crate) host: &'a str,
     pub(crate) epoch: Epoch,
     /// Where rank 0 listens.
     pub(crate) master: SocketAddr,
@@ -424,7 +433,7 @@ impl Hello {
             // Those that a job starts with are named by their ranks later, so this is never one.
             process: u64::from_le_bytes(random) | 1 << 63,
             purpose,
-            member: Member { rank: terms.place.rank.0, host: host_id(), cores },
+            member: Member { rank: terms.place.rank.0, host: terms.host.to_owned(), cores },
         })
     }
 }
@@ -821,13 +830,9 @@ async fn read_bytes(from: &mut RecvStream, limit: usize) -> Result<Vec<u8>, Stri
     Ok(text)
 }
 
-/// Whether a peer says it is on this host.
-pub(crate) fn is_this_host(member: &Member) -> bool {
-    !member.host.is_empty() && member.host == host_id()
-}
-
-/// The same for all processes between two boots of one machine.
-fn host_id() -> String {
+/// What a process calls its host if nobody says: the same for all processes between two boots of one
+/// machine.
+pub(crate) fn host_id() -> String {
     std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
         .map(|id| id.trim().to_owned())
         .unwrap_or_default()

@@ -13,6 +13,7 @@ use tokio::task::JoinSet;
 use tokio::time::timeout_at;
 
 use super::{Healths, acquaint, crowd, longest_payload};
+use crate::driver::members::host_number;
 use crate::join::again::{Again, Met};
 use crate::join::env::Place;
 use crate::join::gathering::Newcomer;
@@ -33,6 +34,8 @@ pub(super) struct Admitted {
     pub(super) me: Peer,
     pub(super) view: View,
     pub(super) links: Vec<Option<Box<dyn Link>>>,
+    /// The number of each one's host.
+    pub(super) hosts: Vec<u64>,
     /// What has come on them.
     pub(super) early: Vec<(Peer, Arrival)>,
     pub(super) endpoint: quinn::Endpoint,
@@ -158,7 +161,7 @@ impl Suitor {
             return Err(format!("another process has the address of {peer} by now"));
         }
         let known = called.known;
-        let same_host = rendezvous::is_this_host(&entry.member);
+        let same_host = entry.member.is_on(&self.joiner.member().host);
         let mut beats = self.beats;
         beats.lost_after *= crowd(&entry.member, same_host, &members);
         let pair = Pair {
@@ -278,10 +281,13 @@ fn admitted(
 ) -> Admitted {
     let me = view.find(joiner.process()).expect("it is in the view").peer;
     let mut links: Vec<Option<Box<dyn Link>>> = (0..view.next_peer()).map(|_| None).collect();
+    let mut hosts: Vec<_> = (0..view.next_peer()).map(|peer| host_number("", Peer(peer))).collect();
+    hosts[me.index()] = host_number(&joiner.member().host, me);
     let mut healths = Vec::new();
     let mut addresses = HashMap::from([(joiner.process(), (joiner.member().clone(), None))]);
     for (peer, mut there) in waiting {
         if view.contains(peer) {
+            hosts[peer.index()] = host_number(&there.member.host, peer);
             healths.push(there.linked.health);
             addresses.insert(there.process, (there.member, Some(there.address)));
             links[peer.index()] = Some(there.linked.link);
@@ -292,5 +298,5 @@ fn admitted(
     early.retain(|(peer, _)| links.get(peer.index()).is_some_and(Option::is_some));
     let (healths, addresses) = (Arc::new(Mutex::new(healths)), Arc::new(Mutex::new(addresses)));
     let (endpoint, again) = (joiner.endpoint().clone(), joiner.again.clone());
-    Admitted { me, view, links, early, endpoint, healths, addresses, again }
+    Admitted { me, view, links, hosts, early, endpoint, healths, addresses, again }
 }

@@ -220,6 +220,29 @@ pub(crate) fn start_processes_at(
     settings: &[(&str, &str)],
     rank: impl Fn(Communicator),
 ) -> Vec<Child> {
+    start_each(test, ports, token, link, &|_| settings.to_vec(), rank)
+}
+
+/// [`start_processes`], on hosts of these names, as far as the ranks know.
+pub(crate) fn start_processes_on(
+    test: &str,
+    hosts: &[&str],
+    link: &str,
+    rank: impl Fn(Communicator),
+) -> Vec<Child> {
+    let host = |rank: usize| vec![("FARWIRE_HOST", hosts[rank])];
+    start_each(test, &vec![free_port(); hosts.len()], &Token::generate(), link, &host, rank)
+}
+
+/// [`start_processes_at`], with settings for each rank.
+pub(crate) fn start_each<'a>(
+    test: &str,
+    ports: &[u16],
+    token: &Token,
+    link: &str,
+    settings: &dyn Fn(usize) -> Vec<(&'a str, &'a str)>,
+    rank: impl Fn(Communicator),
+) -> Vec<Child> {
     const MARK: &str = "FARWIRE_TEST_CASE";
     let n = ports.len();
     let case = format!("{test} {n} {link}");
@@ -241,7 +264,7 @@ pub(crate) fn start_processes_at(
             .env("FARWIRE_TOKEN", token.reveal())
             .env("FARWIRE_LINK", link)
             .env("FARWIRE_FLIGHT_DIR", "")
-            .envs(settings.iter().copied())
+            .envs(settings(rank))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())

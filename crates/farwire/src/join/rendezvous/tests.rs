@@ -41,6 +41,7 @@ impl Listening {
         let terms = Terms {
             place: &place,
             job: &job,
+            host: "here",
             agree_on: "",
             epoch: Epoch(0),
             master: SocketAddr::from(([127, 0, 0, 1], 1)),
