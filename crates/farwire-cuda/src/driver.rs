@@ -823,6 +823,17 @@ macro_rules! values_of {
 values_of!(f32 => F32, f16 => F16, bf16 => Bf16);
 
 impl Buffer<f32> {
+    /// Some elements, as a gradient.
+    ///
+    /// # Panics
+    ///
+    /// If the buffer does not have them.
+    pub fn part(&self, elements: Range<usize>) -> DeviceValues<'_> {
+        assert!(elements.start <= elements.end && elements.end <= self.len, "elements of it");
+        let pointer = self.pointer() + (elements.start * size_of::<f32>()) as u64;
+        DeviceValues { pointer, len: elements.len(), ..self.values() }
+    }
+
     /// The first `len` elements, as a gradient.
     pub(crate) fn front(&self, len: usize) -> DeviceValues<'_> {
         assert!(len <= self.len, "elements of it");

@@ -27,8 +27,9 @@ impl Training {
         &self.device
     }
 
-    /// Adds a gradient to the elements of `sum` from `at` on; if `fresh`, to zeros in their place.
-    /// Notes in `found`, at `place`, which element is then the first that is not finite.
+    /// Adds a gradient to the elements of `sum` from `at` on. Notes in `found`, at `place`, which
+    /// element is then the first that is not finite. If `fresh`, it adds to zeros, and nothing was
+    /// found so far.
     ///
     /// # Panics
     ///
@@ -44,6 +45,9 @@ impl Training {
         let mut sum = sum.into();
         self.device.follow(sum.stream())?;
         self.device.follow(gradient.stream())?;
+        if fresh {
+            found.0.fill_bytes(place..place + 1, 0xff)?;
+        }
         self.kernels.add(&mut sum, at, fresh, gradient, &mut found.0, place)?;
         self.device.lead(gradient.stream())?;
         self.device.lead(sum.stream())
@@ -110,14 +114,9 @@ pub struct NotFiniteElements(Buffer<u64>);
 impl NotFiniteElements {
     /// None found, for so many vectors.
     pub fn new(device: &Arc<Device>, vectors: usize) -> Result<Self, DeviceError> {
-        let mut found = Self(device.buffer(vectors)?);
-        found.clear()?;
-        Ok(found)
-    }
-
-    /// None found, from here on in the order of the device's work.
-    pub fn clear(&mut self) -> Result<(), DeviceError> {
-        self.0.fill_bytes(0..self.0.len(), 0xff)
+        let mut found = device.buffer(vectors)?;
+        found.fill_bytes(0..vectors, 0xff)?;
+        Ok(Self(found))
     }
 
     /// By vector: the element's index and value, a NaN or an infinity. Waits for them.

@@ -17,7 +17,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use super::files::Held;
 use super::view::{Run, View};
 use super::{
-    Args, LIBRARY, SAMPLE, TrainCommandError, files, keep_checkpoints, report, save, tell, text,
+    Args, SAMPLE, TrainCommandError, files, keep_checkpoints, library, report, save, tell, text,
     watch_for_signals,
 };
 use crate::launch::{LEFT, LaunchError};
@@ -40,7 +40,9 @@ pub(super) fn run(
         return Ok(ExitCode::from(128 + stop.load(Ordering::Relaxed) as u8));
     };
     let alone = farwire::local(1)?.remove(0);
-    let mut trainer = Trainer::new(LIBRARY, &alone, args.settings(1, args.codec.clone())?, &text)?;
+    let library = library(args, &comm)?;
+    let mut trainer =
+        Trainer::new(&*library, &alone, args.settings(1, args.codec.clone())?, &text)?;
     trainer.set_elastic()?;
     let steps = trainer.settings().steps;
     let mut elastic = Elastic::new(comm);
@@ -108,7 +110,7 @@ pub(super) fn run(
         gathered => gathered.map(|(weights, agree)| (weights, Some(agree)))?,
     };
     if let (Some(weights), false) = (weights, run.stopped) {
-        let mut writer = Writer::new(LIBRARY, weights, run.settings.model)?;
+        let mut writer = Writer::new(&*library, weights, run.settings.model)?;
         let sample = writer.write("The ", SAMPLE, 0.7, run.settings.seed)?;
         run.sample = sample.chars().filter(|c| !c.is_control() || *c == '\n').collect();
     }
