@@ -47,6 +47,12 @@ impl CandleCuda {
         unsafe { device.as_cuda_device()?.disable_event_tracking() };
         Ok(Self(Card { training: Arc::new(training), device }))
     }
+
+    /// The card as farwire knows it: how much of its memory is free, and what has crossed its bus,
+    /// but for candle's own copies.
+    pub fn device(&self) -> &Arc<farwire_cuda::Device> {
+        self.0.training.device()
+    }
 }
 
 impl Library for CandleCuda {
