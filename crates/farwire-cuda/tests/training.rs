@@ -114,7 +114,7 @@ fn squares_are_those_of_each_vector_and_the_same_every_time() {
     let mut on_card: Vec<Buffer<f32>> =
         all.iter().map(|values| device.upload(values).unwrap()).collect();
     let squares = |on_card: &[Buffer<f32>]| {
-        let mut vectors: Vec<DeviceValues<'_>> = on_card.iter().map(Buffer::values).collect();
+        let mut vectors: Vec<DeviceValues<'_>> = on_card.iter().map(Buffer::<f32>::values).collect();
         vectors.push(on_card[5].part(7..7));
         vectors.push(on_card[5].part(3..100_000));
         training.squares(&vectors).unwrap()
