@@ -114,7 +114,8 @@ fn squares_are_those_of_each_vector_and_the_same_every_time() {
     let mut on_card: Vec<Buffer<f32>> =
         all.iter().map(|values| device.upload(values).unwrap()).collect();
     let squares = |on_card: &[Buffer<f32>]| {
-        let mut vectors: Vec<DeviceValues<'_>> = on_card.iter().map(Buffer::<f32>::values).collect();
+        let mut vectors: Vec<DeviceValues<'_>> =
+            on_card.iter().map(Buffer::<f32>::values).collect();
         vectors.push(on_card[5].part(7..7));
         vectors.push(on_card[5].part(3..100_000));
         training.squares(&vectors).unwrap()
@@ -137,4 +138,20 @@ fn squares_are_those_of_each_vector_and_the_same_every_time() {
         let sums = squares(&on_card);
         assert!(!sums[0].is_finite() && sums[1].is_finite(), "{sums:?}");
     }
+}
+
+/// A rank alone copied every vector without a codec to the host and back.
+#[test]
+fn a_vector_without_a_codec_does_not_cross_the_bus_of_a_rank_alone() {
+    let Some(device) = device() else { return };
+    let comm = farwire::local(1).unwrap().remove(0);
+    let values = numbers(5000, 2);
+    let gradient = Arc::new(device.upload(&values).unwrap());
+    let (cards, before) = (DeviceCommunicator::new(&comm, &device), device.bus());
+    let none = farwire::Compressor::new("none".parse().unwrap());
+    for op in [farwire::ReduceOp::Sum, farwire::ReduceOp::Mean] {
+        cards.all_reduce_compressed("w", &gradient, op, &none).wait().unwrap();
+    }
+    assert_eq!(device.bus(), before);
+    assert_eq!(gradient.download().unwrap(), values);
 }

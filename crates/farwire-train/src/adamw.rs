@@ -69,15 +69,14 @@ impl AdamW {
         self.steps += 1;
     }
 
-    /// Updates one parameter. Its moments have to be in host memory.
+    /// Updates one parameter in host memory.
+    ///
+    /// # Panics
+    ///
+    /// If it was updated on a card before: a parameter stays where it is.
     pub fn update(&mut self, name: &str, parameter: &mut [f32], gradient: Gradient<&[f32]>) {
         let Numbers { scale, beta1, beta2, step, root, decay } = self.numbers(name, &gradient);
-        let held = self.moments.entry(name.to_owned()).or_insert_with(Held::new);
-        let moments = match held {
-            Held::Host(moments) => moments,
-            #[cfg(feature = "cuda")]
-            Held::Card { .. } => unreachable!("a parameter stays where it was first updated"),
-        };
+        let moments = self.moments.entry(name.to_owned()).or_insert_with(Held::new).host();
         moments.first.resize(parameter.len(), 0.0);
         moments.second.resize(parameter.len(), 0.0);
         let state = moments.first.iter_mut().zip(&mut moments.second);
@@ -160,6 +159,14 @@ impl AdamW {
 impl Held {
     fn new() -> Self {
         Self::Host(Moments::default())
+    }
+
+    fn host(&mut self) -> &mut Moments {
+        match self {
+            Self::Host(moments) => moments,
+            #[cfg(feature = "cuda")]
+            Self::Card { .. } => panic!("this parameter's moments are on a card"),
+        }
     }
 }
 
