@@ -19,12 +19,12 @@ built() {
   shift
   cargo build --message-format=json "$@" | sed -n "s/.*\"name\":\"$name\".*\"executable\":\"\([^\"]*\)\".*/\1/p" | tail -1
 }
-for name in parity memory all_reduce; do
+for name in parity memory all_reduce training; do
   cp "$(built "$name" --package farwire-cuda --test "$name")" "$dir/$name"
 done
 cp "$(built codec_cuda --release --package farwire-cuda --example codec_cuda)" "$dir/codec_cuda"
 cp "$(built farwire --release --package farwire-cli --features cuda --bin farwire)" "$dir/farwire"
-strip "$dir"/parity "$dir"/memory "$dir"/all_reduce "$dir"/codec_cuda "$dir"/farwire
+strip "$dir"/{parity,memory,all_reduce,training,codec_cuda,farwire}
 cp scripts/gpu_peers.py "$dir"
 
 cat > "$dir/run.sh" <<'RUN'
@@ -64,6 +64,7 @@ if [ "${1:-}" = bench ]; then
 fi
 ./parity
 ./memory
+./training
 ./all_reduce
 ./codec_cuda
 RUN

@@ -9,8 +9,13 @@
 //! | [`sum_forward`] | sum over the group | identity |
 //! | [`gather_forward`] | everyone's columns, side by side | one's own columns |
 //!
-//! Sums are taken in rank order, so all ranks get the same bits.
+//! Sums are taken in rank order, so all ranks get the same bits. Tensors on a card go through host
+//! memory.
 
+#[cfg(feature = "cuda")]
+use candle_core::CudaStorage;
+#[cfg(feature = "cuda")]
+use candle_core::backend::BackendDevice;
 use candle_core::backend::BackendStorage;
 use candle_core::{CpuStorage, CustomOp1, DType, Error, Layout, Result, Shape, Tensor};
 use farwire_train::Group;
@@ -52,6 +57,11 @@ impl CustomOp1 for SumBackward {
         Ok((CpuStorage::F32(data), layout.shape().clone()))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        Ok((storage.try_clone(layout)?, layout.shape().clone()))
+    }
+
     fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
         let data = gradient.flatten_all()?.to_vec1()?;
         let sum = self.0.sum(data).map_err(Error::wrap)?;
@@ -68,6 +78,11 @@ impl CustomOp1 for SumForward {
         let data = elements(self.name(), storage, layout)?.to_vec();
         let sum = self.0.sum(data).map_err(Error::wrap)?;
         Ok((CpuStorage::F32(sum), layout.shape().clone()))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        through_the_host(self, storage, layout)
     }
 
     fn bwd(&self, _: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
@@ -97,11 +112,27 @@ impl CustomOp1 for GatherForward {
         Ok((CpuStorage::F32(columns.copied().collect()), Shape::from(dims)))
     }
 
+    #[cfg(feature = "cuda")]
+    fn cuda_fwd(&self, storage: &CudaStorage, layout: &Layout) -> Result<(CudaStorage, Shape)> {
+        through_the_host(self, storage, layout)
+    }
+
     fn bwd(&self, x: &Tensor, _: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
         let last = x.rank() - 1;
         let width = x.dim(last)?;
         gradient.narrow(last, self.0.rank() * width, width)?.contiguous().map(Some)
     }
+}
+
+/// What an operation does in host memory, to a tensor on a card.
+#[cfg(feature = "cuda")]
+fn through_the_host(
+    op: &impl CustomOp1,
+    storage: &CudaStorage,
+    layout: &Layout,
+) -> Result<(CudaStorage, Shape)> {
+    let (data, shape) = op.cpu_fwd(&storage.to_cpu_storage()?, layout)?;
+    Ok((storage.device().storage_from_cpu_storage(&data)?, shape))
 }
 
 fn elements<'a>(name: &str, storage: &'a CpuStorage, layout: &Layout) -> Result<&'a [f32]> {

@@ -1,7 +1,7 @@
 //! Data parallelism for a model of one's own.
 
 use candle_core::backprop::GradStore;
-use candle_core::{Device, Tensor, Var};
+use candle_core::{Tensor, Var};
 use farwire::{CodecChoice, Communicator};
 use farwire_train::{Entry, ParameterList, PhaseIn, Replicas, Summary, TrainError};
 
@@ -74,7 +74,7 @@ impl DataParallel {
         })?;
         for (name, mean) in replicas.means() {
             let var = var(name);
-            let mean = Tensor::from_slice(mean, var.shape(), &Device::Cpu).map_err(library)?;
+            let mean = Tensor::from_slice(mean, var.shape(), var.device()).map_err(library)?;
             gradients.insert(var, mean);
         }
         Ok(summary)

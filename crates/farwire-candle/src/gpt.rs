@@ -8,7 +8,7 @@
 //! Everything is built of operations that have a backward. Attention is cut by heads, the MLP by
 //! columns, the token table and the head by tokens; norms and positions are whole on every rank.
 
-use candle_core::{D, Device, Result, Tensor};
+use candle_core::{D, Result, Tensor};
 use farwire_train::Init;
 use farwire_train::gpt::{Config, VOCABULARY};
 
@@ -120,7 +120,7 @@ impl Attention {
         let mask: Vec<f32> = (0..context)
             .flat_map(|query| (0..context).map(move |key| if key <= query { 0.0 } else { -1e9 }))
             .collect();
-        let mask = Tensor::from_vec(mask, (context, context), &Device::Cpu)?;
+        let mask = Tensor::from_vec(mask, (context, context), params.device())?;
         Ok(Self { qkv, out, head_width: width / heads, mask })
     }
 

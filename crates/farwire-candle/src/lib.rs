@@ -4,16 +4,19 @@
 //! - Tensor parallel: [`ColumnParallelLinear`], [`RowParallelLinear`], [`ParallelEmbedding`]. Their
 //!   collectives are part of forward and backward.
 //! - All at once, pipelines included: [`Candle`], with which a [`Trainer`](farwire_train::Trainer)
-//!   trains its GPT.
+//!   trains its GPT; on NVIDIA cards `CandleCuda`, with the feature `cuda`.
 //!
 //! ```text
 //!  gpt       layers of the model        ─▶ parallel   linear layers over a group of ranks
 //!  stage     backward, piece by piece   ─▶ collective operations inside autograd
 //! ```
 
-#![forbid(unsafe_code)]
+#![cfg_attr(not(feature = "cuda"), forbid(unsafe_code))]
+#![deny(unsafe_code)]
 
 mod collective;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod data_parallel;
 mod gpt;
 mod parallel;
@@ -25,6 +28,8 @@ use farwire_train::{Library, LibraryResult, StageSpec};
 // What signatures here name.
 pub use {candle_core, farwire, farwire_train};
 
+#[cfg(feature = "cuda")]
+pub use cuda::CandleCuda;
 pub use data_parallel::DataParallel;
 pub use parallel::{ColumnParallelLinear, ParallelEmbedding, RowParallelLinear};
 pub use params::{Param, Params};

@@ -21,13 +21,20 @@ pub struct Param {
 pub struct Params {
     start: Start,
     group: Group,
+    device: Device,
     list: Vec<Param>,
 }
 
 impl Params {
     /// Parameters that start as `start` says.
     pub fn new(start: Start, group: &Group) -> Self {
-        Self { start, group: group.clone(), list: Vec::new() }
+        Self { start, group: group.clone(), device: Device::Cpu, list: Vec::new() }
+    }
+
+    /// The same, made on that device. Without this they are on the CPU.
+    #[must_use]
+    pub fn on(self, device: &Device) -> Self {
+        Self { device: device.clone(), ..self }
     }
 
     /// Random parameters, the same for any group.
@@ -58,6 +65,11 @@ impl Params {
         &self.group
     }
 
+    /// Where they are made.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
     /// A parameter whose whole has this shape.
     pub fn get(
         &mut self,
@@ -68,7 +80,7 @@ impl Params {
     ) -> Result<Tensor> {
         let (share, cut) =
             self.start.get(name, whole, init, cut, &self.group).map_err(Error::msg)?;
-        let var = Var::from_vec(share.data, share.shape, &Device::Cpu)?;
+        let var = Var::from_vec(share.data, share.shape, &self.device)?;
         let tensor = var.as_tensor().clone();
         self.list.push(Param { name: name.to_owned(), var, cut });
         Ok(tensor)
@@ -85,5 +97,5 @@ pub(crate) fn values(tensor: &Tensor) -> Result<Vec<f32>> {
 }
 
 pub(crate) fn set(var: &Var, data: &[f32]) -> Result<()> {
-    var.set(&Tensor::from_slice(data, var.shape(), &Device::Cpu)?)
+    var.set(&Tensor::from_slice(data, var.shape(), var.device())?)
 }

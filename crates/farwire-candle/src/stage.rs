@@ -13,6 +13,8 @@ use std::time::Instant;
 use candle_core::{Device, Result, Tensor, Var};
 use farwire_train::{Input, LibraryResult, Sink, TrainError};
 
+#[cfg(feature = "cuda")]
+use crate::cuda::Card;
 use crate::params::{Param, set, values};
 
 /// From a model's output and the targets, one per token, to the loss, a scalar.
@@ -63,6 +65,9 @@ pub struct Stage {
     loss: Loss,
     held: HashMap<usize, Vec<Held>>,
     trace: Vec<(String, Instant, Instant)>,
+    /// Where gradients are given away on a card, rather than in host memory.
+    #[cfg(feature = "cuda")]
+    card: Option<Card>,
 }
 
 #[derive(Debug)]
@@ -76,8 +81,26 @@ impl Stage {
     /// A stage. What comes from the stage before is `[sequences, hidden…]`; the last stage of a
     /// model ends with the loss.
     pub fn new(segments: Vec<Segment>, hidden: &[usize], loss: Loss) -> Self {
-        let hidden = hidden.to_vec();
-        Self { segments, hidden, loss, held: HashMap::new(), trace: Vec::new() }
+        Self {
+            segments,
+            hidden: hidden.to_vec(),
+            loss,
+            held: HashMap::new(),
+            trace: Vec::new(),
+            #[cfg(feature = "cuda")]
+            card: None,
+        }
+    }
+
+    /// The same, of parameters on that card, where their gradients stay.
+    #[cfg(feature = "cuda")]
+    pub(crate) fn on(self, card: Card) -> Self {
+        Self { card: Some(card), ..self }
+    }
+
+    /// Where its parameters are.
+    fn device(&self) -> Device {
+        self.vars().next().map_or(Device::Cpu, |param| param.var.device().clone())
     }
 
     /// Its parameters, in the order in which backward brings their gradients.
@@ -110,20 +133,27 @@ impl farwire_train::Stage for Stage {
         Ok(set(self.var(name)?, weights)?)
     }
 
+    #[cfg(feature = "cuda")]
+    fn weights_on_card(&mut self, name: &str) -> LibraryResult<farwire_cuda::DeviceTensor> {
+        let card = self.card.as_ref().ok_or_else(|| format!("`{name}` is not on a card"))?;
+        Ok(card.weights(self.var(name)?)?)
+    }
+
     fn forward(
         &mut self,
         micro: usize,
         input: Input<'_>,
         targets: Option<&[u32]>,
     ) -> LibraryResult<Vec<f32>> {
+        let device = self.device();
         let mut x = match input {
             Input::Tokens(batch) => {
                 let shape = (batch.sequences, batch.inputs.len() / batch.sequences.max(1));
-                Tensor::from_slice(&batch.inputs, shape, &Device::Cpu)?
+                Tensor::from_slice(&batch.inputs, shape, &device)?
             }
             Input::Hidden(data) => {
                 let sequences = data.len() / self.hidden.iter().product::<usize>().max(1);
-                Tensor::from_vec(data, [&[sequences], &self.hidden[..]].concat(), &Device::Cpu)?
+                Tensor::from_vec(data, [&[sequences], &self.hidden[..]].concat(), &device)?
             }
         };
         let mut held = Vec::with_capacity(self.segments.len());
@@ -131,7 +161,7 @@ impl farwire_train::Stage for Stage {
             let input = if x.dtype().is_float() { Some(Var::from_tensor(&x)?) } else { None };
             let mut output = segment.forward(input.as_ref().map_or(&x, Var::as_tensor))?;
             if let (Some(targets), true) = (targets, index + 1 == self.segments.len()) {
-                let targets = Tensor::from_slice(targets, targets.len(), &Device::Cpu)?;
+                let targets = Tensor::from_slice(targets, targets.len(), &device)?;
                 output = (self.loss)(&output, &targets)?;
             }
             x = output.detach();
@@ -152,7 +182,9 @@ impl farwire_train::Stage for Stage {
             format!("micro-batch {micro} cannot go back before it has gone forward")
         })?;
         let shape = held.last().map_or(&[][..], |last| last.output.dims());
-        let mut gradient = Some(Tensor::from_vec(gradient, shape, &Device::Cpu)?);
+        let mut gradient = Some(Tensor::from_vec(gradient, shape, &self.device())?);
+        #[cfg(feature = "cuda")]
+        let mut launched = None;
         for (segment, Held { input, output }) in self.segments.iter().zip(held).rev() {
             let begun = Instant::now();
             let from = gradient.take().ok_or_else(|| no_gradient(segment, "output"))?;
@@ -165,11 +197,27 @@ impl farwire_train::Stage for Stage {
                 None => None,
             };
             self.trace.push((segment.name.clone(), begun, Instant::now()));
-            for param in segment.params.iter().rev() {
-                let found = gradients.remove(&param.var);
-                let found = found.ok_or_else(|| TrainError::NoGradient(param.name.clone()))?;
-                sink(&param.name, &values(&found)?)?;
+            let params = segment.params.iter().rev();
+            let mut found = params.map(|Param { name, var, .. }| {
+                let found = gradients.remove(var);
+                Ok((&name[..], found.ok_or_else(|| TrainError::NoGradient(name.clone()))?))
+            });
+            #[cfg(feature = "cuda")]
+            if let Some(card) = &self.card {
+                let next = card.launched(found.collect::<LibraryResult<_>>()?)?;
+                if let Some(before) = launched.replace(next) {
+                    before.hand_over(sink)?;
+                }
+                continue;
             }
+            found.try_for_each(|found: LibraryResult<(&str, Tensor)>| {
+                let (name, found) = found?;
+                sink(name, (&values(&found)?).into())
+            })?;
+        }
+        #[cfg(feature = "cuda")]
+        if let Some(last) = launched {
+            last.hand_over(sink)?;
         }
         Ok(gradient.as_ref().map(values).transpose()?)
     }

@@ -12,7 +12,7 @@ use farwire::Communicator;
 use farwire_candle::{Candle, DataParallel, Params, Segment, Stage};
 use farwire_train::{
     Batch, Group, Init, Input, OnNan, ParameterListError, Pipeline, Schedule, Settings, StepReport,
-    TrainError, Trainer, gpt,
+    TrainError, Trainer, Values, gpt,
 };
 
 fn settings() -> Settings {
@@ -194,6 +194,7 @@ fn the_loss_gets_the_index_of_its_micro_batch() {
             let mut sum = 0.0;
             let flow = pipeline
                 .run(&batches, &mut |_, gradient| {
+                    let Values::Host(gradient) = gradient else { unreachable!("on the CPU") };
                     sum += gradient[0];
                     Ok(())
                 })

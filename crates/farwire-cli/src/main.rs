@@ -3,6 +3,7 @@
 #![forbid(unsafe_code)]
 
 mod bench;
+mod device;
 mod doctor;
 mod hosts;
 mod launch;

@@ -148,6 +148,23 @@ fn a_run_says_how_it_goes_and_leaves_a_report() {
     assert!(!page.contains("NaN") && !page.contains("inf"), "all places are numbers");
 }
 
+/// It trained on the CPU, or said that there is no such flag.
+#[cfg(not(feature = "train-cuda"))]
+#[test]
+fn a_card_without_the_feature_is_an_error_that_says_how_to_get_it() {
+    let dir = Folder::new("no-cuda");
+    for ranks in ["--ranks 2", "--ranks 1 --elastic"] {
+        let output = farwire(&dir.0, &format!("{ranks} --steps 1 --device cuda"));
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && said.lines().count() <= 4, "{said}");
+        for part in ["without the feature train-cuda", "--features train-cuda", "nvcc"] {
+            assert!(said.contains(part), "{said}");
+        }
+    }
+    let output = farwire(&dir.0, "--ranks 1 --steps 1 --device tpu");
+    assert!(String::from_utf8_lossy(&output.stderr).contains("possible values: cpu, cuda"));
+}
+
 #[test]
 fn json_has_a_line_per_step_and_a_summary_per_codec() {
     let dir = Folder::new("json");

@@ -20,7 +20,7 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut, Range};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bytemuck::Pod;
 use cudarc::driver::sys::{self, CUdeviceptr, CUevent_flags};
@@ -36,12 +36,17 @@ use crate::error::DeviceError;
 use crate::nvrtc;
 use crate::source::{Source, options};
 
-/// Whether the driver is there. Looked up once.
+/// Whether the driver is there. Looked up once; a program that is linked to it has it.
 fn is_present() -> bool {
-    static PRESENT: OnceLock<bool> = OnceLock::new();
-    // SAFETY: loads a library, as the first use would; the driver does nothing before it is
-    // initialised.
-    *PRESENT.get_or_init(|| unsafe { sys::is_culib_present() })
+    #[cfg(feature = "linked")]
+    return true;
+    #[cfg(not(feature = "linked"))]
+    {
+        static PRESENT: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+        // SAFETY: loads a library, as the first use would; the driver does nothing before it is
+        // initialised.
+        *PRESENT.get_or_init(|| unsafe { sys::is_culib_present() })
+    }
 }
 
 fn failed(what: &'static str) -> impl Fn(DriverError) -> DeviceError {
@@ -226,6 +231,22 @@ impl Device {
     /// Which card it is.
     pub fn ordinal(&self) -> usize {
         self.context.ordinal()
+    }
+
+    /// The stream that everything happens on: a `CUstream` as a number.
+    pub fn stream(&self) -> u64 {
+        self.stream.cu_stream() as u64
+    }
+
+    /// What is put on that stream of the same card from now on waits for what is on the device's
+    /// now: so that memory which the device's work reads can be used there again.
+    ///
+    /// # Safety
+    ///
+    /// `stream` is a stream of this card that still exists, as a number; zero is the default
+    /// stream.
+    pub unsafe fn let_stream_wait(&self, stream: u64) -> Result<(), DeviceError> {
+        self.lead(CallerStream(stream))
     }
 
     /// Bytes that have crossed the bus.
@@ -802,6 +823,17 @@ macro_rules! values_of {
 values_of!(f32 => F32, f16 => F16, bf16 => Bf16);
 
 impl Buffer<f32> {
+    /// Some elements, as a gradient.
+    ///
+    /// # Panics
+    ///
+    /// If the buffer does not have them.
+    pub fn part(&self, elements: Range<usize>) -> DeviceValues<'_> {
+        assert!(elements.start <= elements.end && elements.end <= self.len, "elements of it");
+        let pointer = self.pointer() + (elements.start * size_of::<f32>()) as u64;
+        DeviceValues { pointer, len: elements.len(), ..self.values() }
+    }
+
     /// The first `len` elements, as a gradient.
     pub(crate) fn front(&self, len: usize) -> DeviceValues<'_> {
         assert!(len <= self.len, "elements of it");

@@ -161,13 +161,41 @@ struct Power {
     columns: u64,
 }
 
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct Add {
+    sum: u64,
+    gradient: u64,
+    bad: u64,
+    len: u64,
+    fresh: u64,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct AdamW {
+    weights: u64,
+    first: u64,
+    second: u64,
+    gradient: u64,
+    len: u64,
+    scale: f32,
+    beta1: f32,
+    beta2: f32,
+    step: f32,
+    root: f32,
+    decay: f32,
+    epsilon: f32,
+    unused: u32,
+}
+
 macro_rules! device_repr {
     ($($name:ident),*) => {$(
         // SAFETY: rule 1: plain numbers and addresses, laid out as in C.
         unsafe impl DeviceRepr for $name {}
     )*};
 }
-device_repr!(Encode, Decode, Strata, Select, Chunks, Coding, Added, Power);
+device_repr!(Encode, Decode, Strata, Select, Chunks, Coding, Added, Power, Add, AdamW);
 
 /// What an encoder reads and writes, whichever it is.
 #[derive(Debug)]
@@ -1066,6 +1094,134 @@ impl FinishKernel {
         // SAFETY: both have that many elements, and whoever made the tensor promised that nobody
         // else accesses it now.
         unsafe { self.kernel.launch((grid(to.len(), ELEMENTWISE), 1), 256, 0, &arguments) }
+    }
+}
+
+/// What training does to vectors beside exchanging them.
+#[derive(Debug)]
+pub(crate) struct TrainingKernels {
+    add: Kernel,
+    squares: Kernel,
+    adamw: Kernel,
+}
+
+/// The numbers of an update by AdamW, the same for all elements.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct AdamWStep {
+    /// Gradients are multiplied by this first.
+    pub scale: f32,
+    /// The share of the first moment that stays.
+    pub beta1: f32,
+    /// The share of the second moment that stays.
+    pub beta2: f32,
+    /// The learning rate over `1 − beta1ⁿ`.
+    pub step: f32,
+    /// `√(1 − beta2ⁿ)`.
+    pub root: f32,
+    /// Weights are multiplied by this.
+    pub decay: f32,
+    /// Added to the divisor.
+    pub epsilon: f32,
+}
+
+impl TrainingKernels {
+    pub(crate) fn new(device: &Arc<Device>) -> Result<Self, DeviceError> {
+        let module = device.module(&Source::new(File::Training, &[]))?;
+        Ok(Self {
+            add: module.kernel("add_gradient")?,
+            squares: module.kernel("sum_squares")?,
+            adamw: module.kernel("adamw")?,
+        })
+    }
+
+    /// Adds the gradient to the elements of `sum` from `at` on, which are taken for zeros if
+    /// `fresh`. The least of `4 · index + kind` of what is then not finite goes to
+    /// `bad[place]` if it is less than what is there.
+    pub(crate) fn add(
+        &self,
+        sum: &mut DeviceTensor,
+        at: usize,
+        fresh: bool,
+        gradient: &DeviceTensor,
+        bad: &mut Buffer<u64>,
+        place: usize,
+    ) -> Result<(), DeviceError> {
+        let len = gradient.len();
+        let both = (sum.value_type(), gradient.value_type());
+        assert_eq!(both, (ValueType::F32, ValueType::F32), "kernels for f32");
+        assert!(at <= sum.len() && len <= sum.len() - at && place < bad.len(), "room for all");
+        if len == 0 {
+            return Ok(());
+        }
+        let arguments = (Add {
+            sum: sum.pointer_mut() + (at * size_of::<f32>()) as u64,
+            gradient: gradient.values(0..len).pointer,
+            bad: bad.pointer() + (place * size_of::<u64>()) as u64,
+            len: len as u64,
+            fresh: u64::from(fresh),
+        },);
+        // SAFETY: both have that many elements, `bad` has that place, and whoever made the tensors
+        // promised that nobody else accesses them now.
+        unsafe { self.add.launch((grid(len, ELEMENTWISE), 1), 256, 0, &arguments) }
+    }
+
+    /// How many sums there are for so many elements.
+    pub(crate) fn sums(len: usize) -> usize {
+        len.div_ceil(ELEMENTWISE)
+    }
+
+    /// Sums of squares, one for each 4,096 elements, from `out[at]` on.
+    pub(crate) fn squares(
+        &self,
+        values: DeviceValues<'_>,
+        out: &mut Buffer<f64>,
+        at: usize,
+    ) -> Result<(), DeviceError> {
+        let sums = Self::sums(values.len());
+        assert_eq!(values.type_, ValueType::F32, "kernels for f32");
+        assert!(at <= out.len() && sums <= out.len() - at, "room for all sums");
+        if sums == 0 {
+            return Ok(());
+        }
+        let out = out.pointer() + (at * size_of::<f64>()) as u64;
+        let arguments = (out, values.pointer, values.len() as u64);
+        // SAFETY: the values are borrowed, and there is room for the sums of all blocks.
+        unsafe { self.squares.launch((grid(values.len(), ELEMENTWISE), 1), 256, 0, &arguments) }
+    }
+
+    /// One update.
+    pub(crate) fn adamw(
+        &self,
+        weights: &mut DeviceTensor,
+        first: &mut Buffer<f32>,
+        second: &mut Buffer<f32>,
+        gradient: DeviceValues<'_>,
+        step: &AdamWStep,
+    ) -> Result<(), DeviceError> {
+        let len = gradient.len();
+        assert_eq!((weights.value_type(), gradient.type_), (ValueType::F32, ValueType::F32));
+        assert_eq!((weights.len(), first.len(), second.len()), (len, len, len), "one length");
+        if len == 0 {
+            return Ok(());
+        }
+        let arguments = (AdamW {
+            weights: weights.pointer_mut(),
+            first: first.pointer(),
+            second: second.pointer(),
+            gradient: gradient.pointer,
+            len: len as u64,
+            scale: step.scale,
+            beta1: step.beta1,
+            beta2: step.beta2,
+            step: step.step,
+            root: step.root,
+            decay: step.decay,
+            epsilon: step.epsilon,
+            unused: 0,
+        },);
+        // SAFETY: all four have that many elements, and whoever made the tensor promised that
+        // nobody else accesses it now.
+        unsafe { self.adamw.launch((grid(len, ELEMENTWISE), 1), 256, 0, &arguments) }
     }
 }
 

@@ -44,6 +44,7 @@
 //! ```
 //!
 //! A [`DeviceCommunicator`] does all that in an all-reduce, with what is owed kept on the card.
+//! [`Training`] has what else is done to gradients and weights, so that they need not leave it.
 //!
 //! Everything of a [`Device`] happens in order on one stream.
 //!
@@ -61,6 +62,7 @@ mod kernels;
 mod nvrtc;
 mod source;
 mod staging;
+mod training;
 mod vectors;
 
 pub use codec::{DeviceCodec, DeviceEncoded, DeviceJob, DeviceResidual, Inbox};
@@ -70,4 +72,6 @@ pub use driver::{
     TensorElement, Timer, ValueType, cards,
 };
 pub use error::DeviceError;
+pub use kernels::AdamWStep;
 pub use nvrtc::nvrtc_version;
+pub use training::{NotFiniteElements, Training};

@@ -9,17 +9,21 @@
 
 use std::ffi::{CStr, CString, c_char};
 use std::ptr;
-use std::sync::OnceLock;
 
 use cudarc::nvrtc::sys;
 
 use crate::error::DeviceError;
 
-/// Whether the library is there. Looked up once.
+/// Whether the library is there. Looked up once; a program that is linked to it has it.
 fn is_present() -> bool {
-    static PRESENT: OnceLock<bool> = OnceLock::new();
-    // SAFETY: loads a library, as the first use would; NVRTC does nothing when it is loaded.
-    *PRESENT.get_or_init(|| unsafe { sys::is_culib_present() })
+    #[cfg(feature = "linked")]
+    return true;
+    #[cfg(not(feature = "linked"))]
+    {
+        static PRESENT: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+        // SAFETY: loads a library, as the first use would; NVRTC does nothing when it is loaded.
+        *PRESENT.get_or_init(|| unsafe { sys::is_culib_present() })
+    }
 }
 
 /// The compiler's version; none if it is not on this machine.

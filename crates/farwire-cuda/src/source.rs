@@ -19,6 +19,7 @@ pub(crate) enum File {
     RandK,
     Sign,
     TopK,
+    Training,
 }
 
 const COMMON: &str = include_str!("kernels/common.cu");
@@ -35,6 +36,7 @@ impl File {
             Self::RandK => ("randk.cu", include_str!("kernels/randk.cu")),
             Self::Sign => ("sign.cu", include_str!("kernels/sign.cu")),
             Self::TopK => ("topk.cu", include_str!("kernels/topk.cu")),
+            Self::Training => ("training.cu", include_str!("kernels/training.cu")),
         }
     }
 }

@@ -1,15 +1,22 @@
-//! AdamW on plain vectors: the same bits for the same gradients, and a state that can be saved, cut
-//! and joined like the parameters it belongs to.
+//! AdamW on plain vectors, in host memory or on a card: the same bits for the same gradients, and a
+//! state that can be saved, cut and joined like the parameters it belongs to.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 
+#[cfg(feature = "cuda")]
+use farwire_cuda::{AdamWStep, Buffer, DeviceTensor, Training};
+
+use crate::library::LibraryResult;
+#[cfg(feature = "cuda")]
+use crate::memory::CardMean;
 use crate::rules::Rules;
 
 /// Adam with decoupled weight decay.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct AdamW {
     /// By parameter name.
-    moments: BTreeMap<String, Moments>,
+    moments: BTreeMap<String, Held>,
     decay: Rules<f64>,
     /// Updates made.
     steps: u32,
@@ -24,11 +31,22 @@ pub struct Moments {
     pub second: Vec<f32>,
 }
 
+/// Moments where they are used.
+#[derive(Debug)]
+enum Held {
+    Host(Moments),
+    #[cfg(feature = "cuda")]
+    Card {
+        first: Buffer<f32>,
+        second: Buffer<f32>,
+    },
+}
+
 /// A parameter's gradient in one step.
 #[derive(Clone, Copy, Debug)]
-pub struct Gradient<'a> {
+pub struct Gradient<T> {
     /// Its elements.
-    pub data: &'a [f32],
+    pub data: T,
     /// Times this.
     pub scale: f64,
     /// The learning rate.
@@ -51,27 +69,65 @@ impl AdamW {
         self.steps += 1;
     }
 
-    /// Updates one parameter.
-    pub fn update(&mut self, name: &str, parameter: &mut [f32], gradient: Gradient<'_>) {
-        let Gradient { data, scale, rate, density } = gradient;
-        // A gradient that error feedback brings late is a sum over many steps already; momentum on
-        // top of it only makes it later.
-        let beta1 = BETA.0 * density.sqrt();
-        let decay = 1.0 - rate * self.decay.of(name);
-        let moments = self.moments.entry(name.to_owned()).or_default();
+    /// Updates one parameter in host memory.
+    ///
+    /// # Panics
+    ///
+    /// If it was updated on a card before: a parameter stays where it is.
+    pub fn update(&mut self, name: &str, parameter: &mut [f32], gradient: Gradient<&[f32]>) {
+        let Numbers { scale, beta1, beta2, step, root, decay } = self.numbers(name, &gradient);
+        let moments = self.moments.entry(name.to_owned()).or_insert_with(Held::new).host();
         moments.first.resize(parameter.len(), 0.0);
         moments.second.resize(parameter.len(), 0.0);
-        let steps = i32::try_from(self.steps).unwrap_or(i32::MAX);
-        let (bias1, bias2) = (1.0 - beta1.powi(steps), 1.0 - BETA.1.powi(steps));
-        let (beta1, beta2) = (beta1 as f32, BETA.1 as f32);
-        let (step, root, decay, scale) =
-            ((rate / bias1) as f32, bias2.sqrt() as f32, decay as f32, scale as f32);
         let state = moments.first.iter_mut().zip(&mut moments.second);
-        for ((x, g), (first, second)) in parameter.iter_mut().zip(data).zip(state) {
+        for ((x, g), (first, second)) in parameter.iter_mut().zip(gradient.data).zip(state) {
             let g = g * scale;
             *first = beta1 * *first + (1.0 - beta1) * g;
             *second = beta2 * *second + (1.0 - beta2) * g * g;
             *x = *x * decay - step * *first / (second.sqrt() / root + EPSILON as f32);
+        }
+    }
+
+    /// Updates one parameter on a card, where its moments then are, too.
+    #[cfg(feature = "cuda")]
+    pub fn update_on_card(
+        &mut self,
+        training: &Training,
+        name: &str,
+        parameter: DeviceTensor,
+        gradient: Gradient<CardMean<'_>>,
+    ) -> LibraryResult<()> {
+        let Numbers { scale, beta1, beta2, step, root, decay } = self.numbers(name, &gradient);
+        let numbers = AdamWStep { scale, beta1, beta2, step, root, decay, epsilon: EPSILON as f32 };
+        let held = self.moments.entry(name.to_owned()).or_insert_with(Held::new);
+        if let Held::Host(moments) = held {
+            let device = training.device();
+            moments.first.resize(parameter.len(), 0.0);
+            moments.second.resize(parameter.len(), 0.0);
+            let (first, second) = (device.upload(&moments.first)?, device.upload(&moments.second)?);
+            *held = Held::Card { first, second };
+        }
+        if let Held::Card { first, second } = held {
+            training.adamw(parameter, (first, second), gradient.data.values(), &numbers)?;
+        }
+        Ok(())
+    }
+
+    fn numbers<T>(&self, name: &str, gradient: &Gradient<T>) -> Numbers {
+        let Gradient { scale, rate, density, .. } = *gradient;
+        // A gradient that error feedback brings late is a sum over many steps already; momentum on
+        // top of it only makes it later.
+        let beta1 = BETA.0 * density.sqrt();
+        let decay = 1.0 - rate * self.decay.of(name);
+        let steps = i32::try_from(self.steps).unwrap_or(i32::MAX);
+        let (bias1, bias2) = (1.0 - beta1.powi(steps), 1.0 - BETA.1.powi(steps));
+        Numbers {
+            scale: scale as f32,
+            beta1: beta1 as f32,
+            beta2: BETA.1 as f32,
+            step: (rate / bias1) as f32,
+            root: bias2.sqrt() as f32,
+            decay: decay as f32,
         }
     }
 
@@ -80,16 +136,50 @@ impl AdamW {
         self.steps
     }
 
-    /// A parameter's state; none before its first update.
-    pub fn moments(&self, name: &str) -> Option<&Moments> {
-        self.moments.get(name)
+    /// A parameter's state, which may have to be fetched from a card; none before its first update.
+    pub fn moments(&self, name: &str) -> LibraryResult<Option<Cow<'_, Moments>>> {
+        Ok(match self.moments.get(name) {
+            None => None,
+            Some(Held::Host(moments)) => Some(Cow::Borrowed(moments)),
+            #[cfg(feature = "cuda")]
+            Some(Held::Card { first, second }) => {
+                Some(Cow::Owned(Moments { first: first.download()?, second: second.download()? }))
+            }
+        })
     }
 
     /// Goes on from a state that was saved.
     pub fn restore(&mut self, steps: u32, moments: impl IntoIterator<Item = (String, Moments)>) {
         self.steps = steps;
-        self.moments = moments.into_iter().collect();
+        let held = |(name, moments)| (name, Held::Host(moments));
+        self.moments = moments.into_iter().map(held).collect();
     }
+}
+
+impl Held {
+    fn new() -> Self {
+        Self::Host(Moments::default())
+    }
+
+    fn host(&mut self) -> &mut Moments {
+        match self {
+            Self::Host(moments) => moments,
+            #[cfg(feature = "cuda")]
+            Self::Card { .. } => panic!("this parameter's moments are on a card"),
+        }
+    }
+}
+
+/// What is the same for all elements of a parameter.
+struct Numbers {
+    scale: f32,
+    beta1: f32,
+    beta2: f32,
+    /// The learning rate, with the first moment's bias taken out.
+    step: f32,
+    /// Takes the second moment's bias out.
+    root: f32,
+    decay: f32,
 }
 
 #[cfg(test)]
@@ -107,7 +197,7 @@ mod tests {
             adam.update(
                 "x",
                 &mut x,
-                Gradient { data: &[g as f32], scale: 1.0, rate: 0.01, density: 1.0 },
+                Gradient { data: &[g as f32][..], scale: 1.0, rate: 0.01, density: 1.0 },
             );
             (m, v) = (0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g);
             let (mhat, vhat) = (m / (1.0 - 0.9f64.powi(step)), v / (1.0 - 0.95f64.powi(step)));
@@ -125,7 +215,11 @@ mod tests {
             let mut x = [0.0f32];
             let mut step = |g: f32| {
                 adam.begin();
-                adam.update("x", &mut x, Gradient { data: &[g], scale: 1.0, rate: 0.01, density });
+                adam.update(
+                    "x",
+                    &mut x,
+                    Gradient { data: &[g][..], scale: 1.0, rate: 0.01, density },
+                );
                 x[0]
             };
             let at_once = step(1.0);

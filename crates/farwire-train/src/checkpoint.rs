@@ -153,7 +153,7 @@ impl Trainer {
         // today's network.
         let is_known = self.settings().layout() == about.settings.layout()
             && !matches!(about.settings.codec, CodecChoice::Given(_));
-        self.restore_codec(&about.settings, is_known.then(|| about.codec.clone()));
+        self.restore_codec(&about.settings, is_known.then(|| about.codec.clone()))?;
         self.restore_residuals(residuals)?;
         Ok(about)
     }

@@ -1,10 +1,13 @@
 //! Buckets through a codec.
 
+#[cfg(feature = "cuda")]
+use farwire::Error;
 use farwire::{
     CodecPolicy, CodecSpec, Communicator, Compressor, DType, ErrorFeedback, Pending, ReduceOp,
 };
 
 use crate::exchange::{Bucket, DENSE, Reducer};
+use crate::memory::Memory;
 use crate::parameter_list::{Entry, ParameterList};
 use crate::phase_in::PhaseIn;
 use crate::rules::Rules;
@@ -22,13 +25,36 @@ pub struct Compressed {
     compressor: Compressor,
     phase_in: PhaseIn,
     step: u64,
+    #[cfg(feature = "cuda")]
+    card: Option<farwire_cuda::DeviceCommunicator>,
 }
 
 impl Compressed {
     /// Exchanges between the ranks of `group`.
     pub fn new(group: &Communicator, policy: CodecPolicy) -> Self {
         let compressor = Compressor::by_size(policy.clone()).dense_below(DENSE_BELOW);
-        Self { group: group.clone(), policy, compressor, phase_in: PhaseIn::default(), step: 0 }
+        Self {
+            group: group.clone(),
+            policy,
+            compressor,
+            phase_in: PhaseIn::default(),
+            step: 0,
+            #[cfg(feature = "cuda")]
+            card: None,
+        }
+    }
+
+    /// The same, for buckets in that memory. What is owed for those on a card stays there.
+    #[must_use]
+    pub fn on(self, memory: &Memory) -> Self {
+        match memory {
+            Memory::Host => self,
+            #[cfg(feature = "cuda")]
+            Memory::Card(training) => {
+                let card = farwire_cuda::DeviceCommunicator::new(&self.group, training.device());
+                Self { card: Some(card), ..self }
+            }
+        }
     }
 
     /// The codec is phased in from now on; the same on all ranks.
@@ -56,14 +82,22 @@ impl Reducer for Compressed {
     }
 
     fn start(&mut self, bucket: &Bucket, data: Vec<f32>) -> Pending<Vec<f32>> {
-        // A random choice must not depend on how many calls came before, or a resumed run would
-        // choose differently.
-        let compressor = self.compressor.at_step(self.step).with_codec(self.codec(bucket));
-        let compressor = match &bucket.parts[..] {
-            [part] => compressor.shaped(&part.shape),
-            _ => compressor,
-        };
+        let compressor = self.compressor(bucket);
         self.group.all_reduce_compressed(&bucket.name, data, ReduceOp::Mean, &compressor)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn start_on_card(&mut self, bucket: &Bucket, data: farwire_cuda::DeviceTensor) -> Pending<()> {
+        let compressor = self.compressor(bucket);
+        match &self.card {
+            Some(card) => {
+                card.all_reduce_compressed(&bucket.name, data, ReduceOp::Mean, &compressor)
+            }
+            None => {
+                let error = std::io::Error::other("the reducer was made for host memory");
+                Pending::failed(Error::System { what: "could not use the card", error })
+            }
+        }
     }
 
     fn density(&self, bucket: &Bucket) -> f64 {
@@ -76,6 +110,19 @@ impl Reducer for Compressed {
 
     fn restore(&mut self, feedback: ErrorFeedback) {
         self.compressor = self.compressor.clone().with_feedback(feedback);
+    }
+}
+
+impl Compressed {
+    /// What a bucket is compressed with in this step.
+    fn compressor(&self, bucket: &Bucket) -> Compressor {
+        // A random choice must not depend on how many calls came before, or a resumed run would
+        // choose differently.
+        let compressor = self.compressor.at_step(self.step).with_codec(self.codec(bucket));
+        match &bucket.parts[..] {
+            [part] => compressor.shaped(&part.shape),
+            _ => compressor,
+        }
     }
 }
 

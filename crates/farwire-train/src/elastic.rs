@@ -111,8 +111,8 @@ impl Trainer {
         let batches = Batches::new(text, settings.seed, settings.model.context, settings.batch)?;
         let alone = farwire::local(1)?.remove(0);
         let mesh = Mesh::new(&alone, [("pp", 1), ("dp", 1), ("tp", 1)])?;
-        let mut trainer =
-            Self::with_share(settings, mesh, Share::nothing()?, codec.into(), batches);
+        let (share, memory) = (Share::nothing()?, library.memory());
+        let mut trainer = Self::with_share(settings, mesh, share, codec.into(), batches, memory)?;
         trainer.seating =
             Some(Seating { library, seats: vec![None], seat: None, made: None, held: None });
         Ok(trainer)
@@ -249,7 +249,8 @@ impl Trainer {
                 held.replica = replicas + me;
             }
             let nothing = ParameterList::new([])?;
-            self.exchange = exchange(&self.settings, &self.mesh, &nothing, &self.codec);
+            self.exchange =
+                exchange(&self.settings, &self.mesh, &nothing, &self.codec, &self.memory)?;
             return Ok(());
         };
         if made == Some(share) {
@@ -268,7 +269,8 @@ impl Trainer {
         if let Some(feedback) = &feedback {
             self.share_residuals(feedback)?;
         }
-        self.exchange = exchange(&self.settings, &self.mesh, &self.plan, &self.codec);
+        self.exchange =
+            exchange(&self.settings, &self.mesh, &self.plan, &self.codec, &self.memory)?;
         if let Some(feedback) = feedback {
             self.exchange.reducer_mut().restore(feedback);
         }
@@ -336,7 +338,8 @@ impl ElasticState for Trainer {
             saved.push((name.clone(), bytes(&weights)));
             let zeros =
                 Moments { first: vec![0.0; param.elements()], second: vec![0.0; param.elements()] };
-            let Moments { first, second } = self.adam.moments(name).unwrap_or(&zeros);
+            let moments = self.adam.moments(name).ok().flatten();
+            let Moments { first, second } = moments.as_deref().unwrap_or(&zeros);
             saved.push((format!("first.{name}"), bytes(first)));
             saved.push((format!("second.{name}"), bytes(second)));
         }

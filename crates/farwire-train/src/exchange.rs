@@ -26,7 +26,9 @@ use std::time::{Duration, Instant};
 
 use farwire::{CodingError, Communicator, Error, ErrorFeedback, Pending, ReduceOp, Savepoint};
 
-use crate::finite::{self, BadElement, Cause, NotFinite};
+use crate::finite::{BadElement, Cause, NotFinite};
+use crate::library::{LibraryError, LibraryResult};
+use crate::memory::{BucketData, Mean, Memory, Values};
 use crate::parameter_list::ParameterList;
 use crate::rules::Rules;
 
@@ -37,6 +39,17 @@ pub trait Reducer {
 
     /// Starts the reduction of a bucket. All ranks start the same buckets in the same order.
     fn start(&mut self, bucket: &Bucket, data: Vec<f32>) -> Pending<Vec<f32>>;
+
+    /// Starts the reduction of a bucket that is on a card, in its place.
+    #[cfg(feature = "cuda")]
+    fn start_on_card(
+        &mut self,
+        _bucket: &Bucket,
+        _data: farwire_cuda::DeviceTensor,
+    ) -> Pending<()> {
+        let error = std::io::Error::other("this reducer works in host memory");
+        Pending::failed(Error::System { what: "could not reduce a bucket on a card", error })
+    }
 
     /// The next buckets are those of this step, the same on all ranks.
     fn at_step(&mut self, _step: u64) {}
@@ -63,6 +76,11 @@ impl<R: Reducer + ?Sized> Reducer for Box<R> {
 
     fn start(&mut self, bucket: &Bucket, data: Vec<f32>) -> Pending<Vec<f32>> {
         (**self).start(bucket, data)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn start_on_card(&mut self, bucket: &Bucket, data: farwire_cuda::DeviceTensor) -> Pending<()> {
+        (**self).start_on_card(bucket, data)
     }
 
     fn at_step(&mut self, step: u64) {
@@ -148,8 +166,7 @@ pub struct Exchange<R> {
     reducer: R,
     buckets: Vec<Bucket>,
     places: HashMap<String, Slot>,
-    /// What each bucket holds: sums before it is sent, means after.
-    data: Vec<Vec<f32>>,
+    data: BucketData,
     /// Gradients that each bucket still waits for.
     missing: Vec<usize>,
     /// How often each parameter may still come, in this step.
@@ -215,6 +232,17 @@ pub enum ExchangeError {
         /// Why not.
         error: Error,
     },
+    /// A gradient could not be added up on a card.
+    #[error("could not add up the gradients of `{name}`: {error}")]
+    Card {
+        /// The parameter.
+        name: String,
+        /// Why.
+        error: LibraryError,
+    },
+    /// A card failed while the means were looked at.
+    #[error("could not look at the gradients of this step: {0}")]
+    Look(LibraryError),
     /// The reduction failed.
     #[error("bucket `{bucket}`: {error}")]
     Reduce {
@@ -292,7 +320,7 @@ impl<R: Reducer> Exchange<R> {
                 places.insert(name.clone(), Slot { bucket, part, come: 0 });
             }
         }
-        let data = buckets.iter().map(|bucket| vec![0.0; bucket.len()]).collect();
+        let data = BucketData::new(&buckets);
         let missing = vec![0; buckets.len()];
         let begun = Instant::now();
         Self {
@@ -309,6 +337,11 @@ impl<R: Reducer> Exchange<R> {
             handing_over: Duration::ZERO,
             begun,
         }
+    }
+
+    /// The same, with its buckets in that memory.
+    pub fn on(self, memory: &Memory) -> LibraryResult<Self> {
+        Ok(Self { data: BucketData::on(memory, &self.buckets)?, ..self })
     }
 
     /// How buckets are exchanged.
@@ -335,33 +368,34 @@ impl<R: Reducer> Exchange<R> {
         self.rounds = rounds;
         self.handing_over = Duration::ZERO;
         self.places.values_mut().for_each(|place| place.come = 0);
-        for (bucket, (data, missing)) in
-            self.buckets.iter().zip(self.data.iter_mut().zip(&mut self.missing))
-        {
-            data.clear();
-            data.resize(bucket.len(), 0.0);
+        self.data.begin(&self.buckets);
+        for (bucket, missing) in self.buckets.iter().zip(&mut self.missing) {
             *missing = rounds * bucket.parts.len();
         }
         self.begun = Instant::now();
     }
 
     /// Adds a gradient. The last one of a bucket sends it off.
-    pub fn add(&mut self, name: &str, gradient: &[f32]) -> Result<(), ExchangeError> {
+    pub fn add<'a>(
+        &mut self,
+        name: &str,
+        gradient: impl Into<Values<'a>>,
+    ) -> Result<(), ExchangeError> {
+        let gradient = gradient.into();
         let place =
             self.places.get_mut(name).ok_or_else(|| ExchangeError::Unknown(name.to_owned()))?;
-        let Part { range, .. } = &self.buckets[place.bucket].parts[place.part];
-        if gradient.len() != range.len() {
-            let (len, expected) = (gradient.len(), range.len());
+        let part = &self.buckets[place.bucket].parts[place.part];
+        if gradient.len() != part.range.len() {
+            let (len, expected) = (gradient.len(), part.range.len());
             return Err(ExchangeError::Length { name: name.to_owned(), len, expected });
         }
         if place.come == self.rounds {
             return Err(ExchangeError::TooMany { name: name.to_owned(), rounds: self.rounds });
         }
+        let fresh = place.come == 0;
         place.come += 1;
-        let sum = &mut self.data[place.bucket][range.clone()];
-        if !finite::add(sum, gradient) && self.cause.is_none() {
-            self.cause = BadElement::first(name, sum).map(Cause::Gradient);
-        }
+        let bad = self.data.add(place.bucket, (place.part, part), fresh, gradient)?;
+        self.cause = self.cause.take().or(bad);
         self.missing[place.bucket] -= 1;
         self.send_full_ones();
         Ok(())
@@ -399,21 +433,21 @@ impl<R: Reducer> Exchange<R> {
         }
         let waited = Instant::now();
         let mut summary = Summary::default();
-        let mut failed = None;
+        let (mut failed, mut refused) = (None, None);
         // Every one is waited for, also after an error: the next step starts where all have ended.
         for (index, running) in std::mem::take(&mut self.running).into_iter().enumerate() {
             let bucket = &self.buckets[index];
             let (started, result, ended) = running.wait();
-            self.data[index] = match result {
-                Ok(mean) => mean,
+            match result {
+                Ok(mean) => self.data.put(index, mean),
                 Err(error) => {
                     match self.not_finite(&error) {
-                        Some(cause) => self.cause = self.cause.take().or(Some(cause)),
+                        Some(cause) => refused = refused.or(Some(cause)),
                         None => failed = failed.or(Some((index, error))),
                     }
-                    vec![f32::NAN; bucket.len()]
+                    self.data.refuse(index, bucket);
                 }
-            };
+            }
             let (start, end) = (started - self.begun, ended.saturating_duration_since(self.begun));
             summary.buckets.push(Span { name: bucket.name.clone(), start, end });
         }
@@ -421,11 +455,18 @@ impl<R: Reducer> Exchange<R> {
             self.roll_back();
             return Err(ExchangeError::Reduce { bucket: self.buckets[index].name.clone(), error });
         }
-        self.is_finite = self.data.iter().all(|mean| finite::is_finite(mean));
-        if !self.is_finite && self.cause.is_none() {
-            let first = self.gradients().find_map(|(name, mean)| BadElement::first(name, mean));
-            self.cause = first.map(Cause::Mean);
-        }
+        let looked = self.data.look(&self.buckets);
+        let (is_finite, found) = looked.map_err(|error| {
+            self.roll_back();
+            ExchangeError::Look(error)
+        })?;
+        self.is_finite = is_finite;
+        // What this rank has found in its own gradients comes first.
+        let own = self.cause.take();
+        self.cause = match (own, found) {
+            (None, Some(Cause::Mean(mean))) => refused.or(Some(Cause::Mean(mean))),
+            (own, found) => own.or(found).or(refused),
+        };
         (summary.handing_over, summary.waiting) = (self.handing_over, waited.elapsed());
         Ok(summary)
     }
@@ -476,10 +517,8 @@ impl<R: Reducer> Exchange<R> {
     }
 
     /// The gradients of the step that has finished.
-    pub fn gradients(&self) -> impl Iterator<Item = (&str, &[f32])> {
-        self.buckets.iter().zip(&self.data).flat_map(|(bucket, data)| {
-            bucket.parts.iter().map(|part| (&part.name[..], &data[part.range.clone()]))
-        })
+    pub fn gradients(&self) -> impl Iterator<Item = (&str, Mean<'_>)> {
+        self.data.means(&self.buckets)
     }
 
     /// The share of a parameter's elements that this step brought news of; 1 for one that is not in
@@ -496,9 +535,8 @@ impl<R: Reducer> Exchange<R> {
     fn send_full_ones(&mut self) {
         while let Some(0) = self.missing.get(self.running.len()) {
             let next = self.running.len();
-            let data = std::mem::take(&mut self.data[next]);
             let started = Instant::now();
-            let pending = self.reducer.start(&self.buckets[next], data);
+            let pending = self.data.start(&mut self.reducer, &self.buckets, next);
             self.running.push(Running::new(started, pending));
             self.handing_over += started.elapsed();
         }
@@ -537,9 +575,37 @@ fn lay_out(plan: &ParameterList, limit: usize, groups: &Rules<String>) -> Vec<Bu
 #[derive(Debug)]
 struct Running {
     started: Instant,
-    pending: Pending<Vec<f32>>,
-    ready: Option<Result<Vec<f32>, Error>>,
+    pending: Reducing,
+    ready: Option<Result<Option<Vec<f32>>, Error>>,
     stamp: Arc<Stamp>,
+}
+
+/// The mean of a bucket to come: none if it takes the bucket's place by itself.
+#[derive(Debug)]
+pub(crate) enum Reducing {
+    Host(Pending<Vec<f32>>),
+    #[cfg(feature = "cuda")]
+    Card(Pending<()>),
+}
+
+impl Reducing {
+    fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<Option<Vec<f32>>, Error>> {
+        match self {
+            Self::Host(pending) => Pin::new(pending).poll(context).map(|result| result.map(Some)),
+            #[cfg(feature = "cuda")]
+            Self::Card(pending) => {
+                Pin::new(pending).poll(context).map(|result| result.map(|()| None))
+            }
+        }
+    }
+
+    fn wait(self) -> Result<Option<Vec<f32>>, Error> {
+        match self {
+            Self::Host(pending) => pending.wait().map(Some),
+            #[cfg(feature = "cuda")]
+            Self::Card(pending) => pending.wait().map(|()| None),
+        }
+    }
 }
 
 #[derive(Debug, Default)]
@@ -552,10 +618,10 @@ impl Wake for Stamp {
 }
 
 impl Running {
-    fn new(started: Instant, mut pending: Pending<Vec<f32>>) -> Self {
+    fn new(started: Instant, mut pending: Reducing) -> Self {
         let stamp = Arc::new(Stamp::default());
         let waker = Waker::from(stamp.clone());
-        let ready = match Pin::new(&mut pending).poll(&mut Context::from_waker(&waker)) {
+        let ready = match pending.poll(&mut Context::from_waker(&waker)) {
             Poll::Ready(result) => {
                 waker.wake();
                 Some(result)
@@ -565,7 +631,7 @@ impl Running {
         Self { started, pending, ready, stamp }
     }
 
-    fn wait(self) -> (Instant, Result<Vec<f32>, Error>, Instant) {
+    fn wait(self) -> (Instant, Result<Option<Vec<f32>>, Error>, Instant) {
         let result = self.ready.unwrap_or_else(|| self.pending.wait());
         let ended = self.stamp.0.get().copied().unwrap_or_else(Instant::now);
         (self.started, result, ended)
@@ -620,6 +686,7 @@ mod tests {
                         let expected = (2 * 3 + 1 + 2 * step) as f32;
                         assert_eq!(gradients.len(), 3);
                         for ((name, gradient), entry) in gradients.into_iter().zip(plan.entries()) {
+                            let gradient = gradient.host().unwrap();
                             assert_eq!((name, gradient.len()), (&entry.name[..], entry.shape[0]));
                             assert!(gradient.iter().all(|x| *x == expected), "{gradient:?}");
                         }
@@ -670,7 +737,7 @@ mod tests {
         }
         exchange.finish()?;
         let wide = |mean: &[f32]| mean.iter().map(|x| f64::from(*x)).collect();
-        Ok(exchange.gradients().map(|(_, mean)| wide(mean)).collect())
+        Ok(exchange.gradients().map(|(_, mean)| wide(mean.host().unwrap())).collect())
     }
 
     fn owed(exchange: &Exchange<Compressed>) -> Vec<u8> {

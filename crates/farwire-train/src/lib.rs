@@ -1,7 +1,7 @@
 //! What training in parallel needs and no tensor library has to know of.
 //!
-//! Gradients enter here as plain vectors with a parameter's name, and leave as the mean over all
-//! replicas. Read it in this order:
+//! Gradients enter here as plain vectors with a parameter's name, in host memory or on a card
+//! ([`Memory`]), and leave as the mean over all replicas. Read it in this order:
 //!
 //! - [`Mesh`]: named axes over a communicator, such as `dp` × `tp` × `pp`.
 //! - [`ParameterList`]: which parameters there are, compared between ranks at the start.
@@ -37,6 +37,7 @@ mod finite;
 pub mod gpt;
 mod group;
 mod library;
+mod memory;
 mod mesh;
 mod norm;
 mod param;
@@ -66,6 +67,9 @@ pub use exchange::{Bucket, DENSE, Dense, Exchange, ExchangeError, Part, Reducer,
 pub use finite::{BadElement, Cause, NotFinite};
 pub use group::Group;
 pub use library::{Input, Library, LibraryError, LibraryResult, Sink, Stage, StageSpec};
+#[cfg(feature = "cuda")]
+pub use memory::CardMean;
+pub use memory::{Mean, Memory, Values};
 pub use mesh::{Mesh, MeshError};
 pub use norm::{Squares, global_norm};
 pub use param::{Array, Arrays, Cut, Init, Param, Start, read_safetensors, write_safetensors};

@@ -7,7 +7,8 @@
 //!
 //! Everything else is in this crate: data, schedules, the exchange, AdamW, checkpoints. What
 //! crosses this line is f32 and u32 in row-major order; where a library keeps its tensors is its
-//! own affair.
+//! own affair. One that has them on a card says so ([`Library::memory`]): then gradients and
+//! weights stay there, and only messages and what passes between stages come to the host.
 
 use std::fmt;
 use std::time::Instant;
@@ -15,6 +16,7 @@ use std::time::Instant;
 use crate::corpus::Batch;
 use crate::gpt::Config;
 use crate::group::Group;
+use crate::memory::{Memory, Values};
 use crate::param::{Param, Start};
 
 /// Whatever a library has to say when it fails.
@@ -24,12 +26,17 @@ pub type LibraryError = Box<dyn std::error::Error + Send + Sync>;
 pub type LibraryResult<T> = Result<T, LibraryError>;
 
 /// Takes a parameter's gradient, by name, as soon as it is there.
-pub type Sink<'a> = dyn FnMut(&str, &[f32]) -> LibraryResult<()> + 'a;
+pub type Sink<'a> = dyn FnMut(&str, Values<'_>) -> LibraryResult<()> + 'a;
 
 /// A tensor library.
 pub trait Library {
     /// Makes a stage of a GPT.
     fn stage(&self, spec: StageSpec<'_>) -> LibraryResult<Box<dyn Stage>>;
+
+    /// Where its stages have their gradients and weights.
+    fn memory(&self) -> Memory {
+        Memory::Host
+    }
 }
 
 /// Which stage of which model to make.
@@ -57,6 +64,13 @@ pub trait Stage: fmt::Debug + Send {
 
     /// Sets this rank's share of a parameter, which has as many elements as before.
     fn set_weights(&mut self, name: &str, weights: &[f32]) -> LibraryResult<()>;
+
+    /// This rank's share of a parameter where it is, on the card of [`Library::memory`], to be
+    /// updated in place.
+    #[cfg(feature = "cuda")]
+    fn weights_on_card(&mut self, name: &str) -> LibraryResult<farwire_cuda::DeviceTensor> {
+        Err(format!("`{name}` is not on a card").into())
+    }
 
     /// Runs a micro-batch through, and remembers what its backward needs. Gives the output; with
     /// `targets`, which only a model's last stage gets, the mean loss, as one element.

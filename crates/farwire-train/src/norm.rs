@@ -23,14 +23,13 @@ impl Squares {
         Self { sums: kinds.iter().map(|kind| (sorted(kind), 0.0)).collect() }
     }
 
-    /// Adds the elements of a parameter which is cut along `axes`.
+    /// Adds the squares of a parameter which is cut along `axes`.
     ///
     /// # Panics
     ///
     /// If that kind was not named at the start: other ranks would not take part in its sum.
-    pub fn add(&mut self, axes: &[&'static str], elements: &[f32]) {
-        let sum = self.sums.get_mut(&sorted(axes)).expect("kinds are named at the start");
-        *sum += elements.iter().map(|x| f64::from(*x) * f64::from(*x)).sum::<f64>();
+    pub fn add(&mut self, axes: &[&'static str], squares: f64) {
+        *self.sums.get_mut(&sorted(axes)).expect("kinds are named at the start") += squares;
     }
 }
 
@@ -68,11 +67,9 @@ mod tests {
                     let mut squares = Squares::new(&[&["tp", "pp"], &["pp"]]);
                     // Cut along both: 4 pieces of one element each; cut along pp only: 2 pieces,
                     // each on both tp ranks.
-                    squares.add(
-                        &["pp", "tp"],
-                        &[(1 + mesh.coordinate("tp") * 2 + mesh.coordinate("pp")) as f32],
-                    );
-                    squares.add(&["pp"], &[10.0 + mesh.coordinate("pp") as f32]);
+                    let cut = (1 + mesh.coordinate("tp") * 2 + mesh.coordinate("pp")) as f64;
+                    squares.add(&["pp", "tp"], cut.powi(2));
+                    squares.add(&["pp"], (10.0 + mesh.coordinate("pp") as f64).powi(2));
                     let norm = global_norm(&mesh, squares).unwrap();
                     let expected: f64 = 1.0 + 4.0 + 9.0 + 16.0 + 100.0 + 121.0;
                     assert!((norm - expected.sqrt()).abs() < 1e-12, "{norm}");

@@ -67,6 +67,7 @@ impl Replicas {
 
     /// The means of the last step, by name.
     pub fn means(&self) -> impl Iterator<Item = (&str, &[f32])> {
-        self.exchange.gradients()
+        let means = self.exchange.gradients();
+        means.map(|(name, mean)| (name, mean.host().expect("replicas exchange in host memory")))
     }
 }

@@ -24,6 +24,7 @@ use crate::exchange::{Bucket, Exchange, Reducer, Span, Summary};
 use crate::finite::{Cause, NotFinite};
 use crate::group::Group;
 use crate::library::{Library, StageSpec};
+use crate::memory::{Mean, Memory};
 use crate::mesh::Mesh;
 use crate::norm::{Squares, global_norm};
 use crate::param::{Array, Arrays, Param, Start};
@@ -103,6 +104,7 @@ pub struct Trainer {
     pub(crate) pipeline: Pipeline,
     pub(crate) plan: ParameterList,
     pub(crate) codec: CodecPolicy,
+    pub(crate) memory: Memory,
     pub(crate) exchange: Exchange<Compressed>,
     pub(crate) params: BTreeMap<String, Place>,
     /// Which replica updates a parameter, where the optimizer is sharded.
@@ -149,7 +151,8 @@ impl Trainer {
         let share = Share::new(library, &settings, &mesh)?;
         let codec = settings.codec.settle(mesh.of("dp"), world)?;
         let batches = Batches::new(text, settings.seed, settings.model.context, settings.batch)?;
-        let mut trainer = Self::with_share(settings, mesh, share, codec, batches);
+        let memory = library.memory();
+        let mut trainer = Self::with_share(settings, mesh, share, codec, batches, memory)?;
         trainer.even_out()?;
         Ok(trainer)
     }
@@ -161,15 +164,16 @@ impl Trainer {
         share: Share,
         codec: CodecPolicy,
         batches: Batches,
-    ) -> Self {
+        memory: Memory,
+    ) -> Result<Self, TrainError> {
         let Share { tensor, pipeline, plan, params } = share;
         let owners =
             if settings.shard_optimizer { owners(&plan, settings.dp) } else { BTreeMap::new() };
-        let exchange = exchange(&settings, &mesh, &plan, &codec);
+        let exchange = exchange(&settings, &mesh, &plan, &codec, &memory)?;
         let decay =
             Rules::new(settings.decay).on("*.bias", 0.0).on("*norm*", 0.0).on("embedding.*", 0.0);
         let (everyone, asked_batch) = (mesh.world().clone(), settings.batch);
-        Self {
+        Ok(Self {
             settings,
             everyone,
             mesh,
@@ -177,6 +181,7 @@ impl Trainer {
             pipeline,
             plan,
             codec,
+            memory,
             exchange,
             params,
             owners,
@@ -195,7 +200,7 @@ impl Trainer {
             uncounted: 0,
             trace: Vec::new(),
             damaged: Vec::new(),
-        }
+        })
     }
 
     /// Sees to it that replicas start from the same bits: shares over dp, what is not cut over tp,
@@ -439,13 +444,25 @@ impl Trainer {
         let scale = (self.settings.clip / (norm + 1e-6)).min(1.0);
         let rate = self.settings.rate(self.step);
         self.adam.begin();
-        for (name, data) in self.exchange.gradients() {
-            if owns(&self.owners, &self.mesh, name) {
-                let chunk = &mut self.pipeline.chunks_mut()[self.params[name].chunk];
-                let mut weights = chunk.weights(name)?;
-                let gradient = Gradient { data, scale, rate, density: self.exchange.density(name) };
-                self.adam.update(name, &mut weights, gradient);
-                chunk.set_weights(name, &weights)?;
+        for (name, mean) in self.exchange.gradients() {
+            if !owns(&self.owners, &self.mesh, name) {
+                continue;
+            }
+            let chunk = &mut self.pipeline.chunks_mut()[self.params[name].chunk];
+            let density = self.exchange.density(name);
+            match (mean, &self.memory) {
+                #[cfg(feature = "cuda")]
+                (Mean::Card(data), Memory::Card(training)) => {
+                    let weights = chunk.weights_on_card(name)?;
+                    let gradient = Gradient { data, scale, rate, density };
+                    self.adam.update_on_card(training, name, weights, gradient)?;
+                }
+                (mean, _) => {
+                    let mut weights = chunk.weights(name)?;
+                    let gradient = Gradient { data: &mean.to_host()?[..], scale, rate, density };
+                    self.adam.update(name, &mut weights, gradient);
+                    chunk.set_weights(name, &weights)?;
+                }
             }
         }
         self.share_updates()
@@ -561,13 +578,14 @@ impl Trainer {
         for (name, Place { param, .. }) in &self.params {
             let mine = || {
                 let zeros = || vec![0.0; param.elements()];
-                self.adam.moments(name).map_or_else(zeros, |moments| pick(moments).clone())
+                let moments = self.adam.moments(name)?;
+                Ok::<_, TrainError>(moments.map_or_else(zeros, |moments| pick(&moments).clone()))
             };
             let data = match (self.owners.get(name), replicas.rank()) {
-                (None | Some(0), _) => mine(),
+                (None | Some(0), _) => mine()?,
                 (Some(owner), 0) => replicas.recv(param.elements(), *owner, 0).wait()?,
                 (Some(owner), rank) if *owner == rank => {
-                    replicas.send(mine(), 0, 0).wait()?;
+                    replicas.send(mine()?, 0, 0).wait()?;
                     continue;
                 }
                 _ => continue,
@@ -580,8 +598,9 @@ impl Trainer {
     fn norm(&self) -> Result<f64, TrainError> {
         let (whole, cut): (&[&str], &[&str]) = (&["pp"], &["pp", "tp"]);
         let mut squares = Squares::new(&[whole, cut]);
-        for (name, gradient) in self.exchange.gradients() {
-            squares.add(if self.params[name].param.cut.is_some() { cut } else { whole }, gradient);
+        for (name, mean) in self.exchange.gradients() {
+            let axes = if self.params[name].param.cut.is_some() { cut } else { whole };
+            squares.add(axes, mean.squares());
         }
         Ok(global_norm(&self.mesh, squares)?)
     }
@@ -619,8 +638,8 @@ impl Trainer {
     /// The whole model's gradients of the last step by name, as
     /// [`gathered_weights`](Self::gathered_weights) gives weights.
     pub fn gathered_gradients(&self) -> Result<Option<Arrays>, TrainError> {
-        let gradients: BTreeMap<&str, &[f32]> = self.exchange.gradients().collect();
-        self.gather(|param| Ok(gradients[&param.name[..]].to_vec()))
+        let gradients: BTreeMap<&str, Mean<'_>> = self.exchange.gradients().collect();
+        self.gather(|param| Ok(gradients[&param.name[..]].to_host()?.into_owned()))
     }
 
     /// The optimizer's moments, as `first.NAME` and `second.NAME`.
@@ -652,11 +671,17 @@ impl Trainer {
 
     /// Goes on as the run did that this one goes on from: with the codecs it chose, if they are for
     /// this layout, and phasing them in as it would have.
-    pub(crate) fn restore_codec(&mut self, saved: &Settings, codec: Option<CodecPolicy>) {
+    pub(crate) fn restore_codec(
+        &mut self,
+        saved: &Settings,
+        codec: Option<CodecPolicy>,
+    ) -> Result<(), TrainError> {
         self.settings.dense_steps = saved.dense_steps;
         self.settings.falling_steps = saved.falling_steps;
         self.codec = codec.unwrap_or_else(|| self.codec.clone());
-        self.exchange = exchange(&self.settings, &self.mesh, &self.plan, &self.codec);
+        self.exchange =
+            exchange(&self.settings, &self.mesh, &self.plan, &self.codec, &self.memory)?;
+        Ok(())
     }
 
     /// Goes on with what was owed: this rank's of the files that rank 0 of the world has.
@@ -788,14 +813,16 @@ pub(crate) fn exchange(
     mesh: &Mesh,
     plan: &ParameterList,
     codec: &CodecPolicy,
-) -> Exchange<Compressed> {
+    memory: &Memory,
+) -> Result<Exchange<Compressed>, TrainError> {
     let replicas = mesh.of("dp");
-    let mut reducer = Compressed::new(replicas, codec.clone());
+    let mut reducer = Compressed::new(replicas, codec.clone()).on(memory);
     reducer.set_phase_in(PhaseIn {
         dense: settings.dense_steps as u64,
         falling: settings.falling_steps as u64,
     });
-    Exchange::new(reducer, plan, settings.bucket_bytes, &groups(plan, codec))
+    let exchange = Exchange::new(reducer, plan, settings.bucket_bytes, &groups(plan, codec));
+    Ok(exchange.on(memory)?)
 }
 
 /// Whether this replica updates a parameter.

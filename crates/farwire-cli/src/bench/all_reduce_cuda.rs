@@ -5,21 +5,19 @@ use std::time::{Duration, Instant};
 
 use bytemuck::cast_vec as same;
 use farwire::{Communicator, Compressor, DType, Element, Error, ReduceOp};
-use farwire_cuda::{Device, DeviceCommunicator, TensorElement, cards};
+use farwire_cuda::{Device, DeviceCommunicator, TensorElement};
 use half::{bf16, f16};
 
 use super::BenchError;
+use crate::device::card_of;
 
 /// A rank's card.
 #[derive(Debug)]
 pub(super) struct OnCard(DeviceCommunicator);
 
 impl OnCard {
-    /// The card of this rank among those of its host: ranks take them in turn.
     pub(super) fn new(comm: &Communicator) -> Result<Self, BenchError> {
-        let local = std::env::var("LOCAL_RANK").ok().and_then(|rank| rank.parse().ok());
-        let cards = cards()?.len().max(1);
-        let device = Device::new(local.unwrap_or(comm.rank()) % cards)?;
+        let device = Device::new(card_of(comm)?)?;
         Ok(Self(DeviceCommunicator::new(comm, &device)))
     }
 

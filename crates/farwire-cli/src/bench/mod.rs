@@ -28,6 +28,7 @@ use half::{bf16, f16};
 use rustix::time::ClockId;
 use serde::Serialize;
 
+use crate::device::Device;
 use crate::hosts::{HostsArg, WrongHosts};
 use crate::launch::{GRACE, Job, JobOutput, LaunchError, RankHost, hold_port, random_name};
 use crate::links::{LinkArg, Links};
@@ -132,34 +133,6 @@ impl std::str::FromStr for Op {
         if name == "codec" { Ok(Self::Codec) } else { name.parse().map(Self::Between) }
     }
 }
-
-/// Where a codec runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Device {
-    Cpu,
-    Cuda,
-}
-
-impl Device {
-    const NAMES: [&'static str; 2] = ["cpu", "cuda"];
-}
-
-impl std::str::FromStr for Device {
-    type Err = UnknownDevice;
-
-    fn from_str(name: &str) -> Result<Self, UnknownDevice> {
-        match name {
-            "cpu" => Ok(Self::Cpu),
-            "cuda" => Ok(Self::Cuda),
-            _ => Err(UnknownDevice(name.into())),
-        }
-    }
-}
-
-/// A name that is no device's.
-#[derive(Clone, Debug, thiserror::Error)]
-#[error("`{0}` is not a device; accepted: cpu, cuda")]
-struct UnknownDevice(String);
 
 /// Why there is nothing to show.
 #[derive(Debug, thiserror::Error)]

@@ -19,7 +19,7 @@ use tokio::signal::unix::{SignalKind, signal};
 use super::files::Held;
 use super::view::{Run, View};
 use super::{
-    Args, LIBRARY, SAMPLE, TrainCommandError, files, keep_checkpoints, report, save, tell, text,
+    Args, CPU, SAMPLE, TrainCommandError, files, keep_checkpoints, report, save, tell, text,
     watch_for_signals,
 };
 use crate::launch::{GIVEN_UP, LEFT, LaunchError, say_error};
@@ -57,7 +57,7 @@ fn train(args: &Args, comm: Communicator, joined: bool) -> Result<ExitCode, Trai
     let Some(text) = text else {
         return Ok(ExitCode::from(128 + stop.load(Ordering::Relaxed) as u8));
     };
-    let mut trainer = Trainer::elastic(LIBRARY, args.elastic_settings()?, &text)?;
+    let mut trainer = Trainer::elastic(CPU, args.elastic_settings()?, &text)?;
     let steps = trainer.settings().steps;
     let mut elastic = Elastic::new(comm);
     // Lays the model out over all ranks. (One that joins meets the others in the middle of a step.)
@@ -141,7 +141,7 @@ fn train(args: &Args, comm: Communicator, joined: bool) -> Result<ExitCode, Trai
         gathered => gathered?.map_or((None, None), |(agree, weights)| (Some(agree), weights)),
     };
     if let (Some(weights), false) = (weights, run.stopped) {
-        let mut writer = Writer::new(LIBRARY, weights, run.settings.model)?;
+        let mut writer = Writer::new(CPU, weights, run.settings.model)?;
         let sample = writer.write("The ", SAMPLE, 0.7, run.settings.seed)?;
         run.sample = sample.chars().filter(|c| !c.is_control() || *c == '\n').collect();
     }

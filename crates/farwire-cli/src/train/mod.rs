@@ -20,14 +20,33 @@ use farwire_train::{
     Library, OnNan, PhaseIn, Schedule, Settings, StepReport, TrainError, Trainer, embedded, tell,
 };
 
+use crate::device::Device;
 use crate::launch::{ElasticJob, Job, JobOutput, LaunchError, Wishes, hold_port, random_name};
-use crate::named::codec_help;
+use crate::named::{codec_help, named};
 use crate::units;
 use files::Held;
 use view::{Run, View};
 
-/// What the model is computed with: the one place that names a tensor library.
-const LIBRARY: &dyn Library = &farwire_candle::Candle;
+/// What the model is computed with, on the CPU. This and what follows name a tensor library, and
+/// nothing else does.
+const CPU: &dyn Library = &farwire_candle::Candle;
+
+/// The same, on the device that was asked for.
+fn library(args: &Args, comm: &Communicator) -> Result<Box<dyn Library>, TrainCommandError> {
+    match args.device {
+        Device::Cpu => Ok(Box::new(farwire_candle::Candle)),
+        #[cfg(feature = "train-cuda")]
+        Device::Cuda => {
+            let open = || farwire_candle::CandleCuda::new(crate::device::card_of(comm)?);
+            Ok(Box::new(open().map_err(TrainError::from)?))
+        }
+        #[cfg(not(feature = "train-cuda"))]
+        Device::Cuda => {
+            let _ = comm;
+            Err(TrainCommandError::NoCuda)
+        }
+    }
+}
 
 /// How long ranks have to write a checkpoint once they were asked to end.
 const GRACE: Duration = Duration::from_secs(60);
@@ -50,6 +69,7 @@ Examples:
   farwire train --compare none,int8,topk:0.01   what compression costs and saves
   farwire train --codec auto                    compressed where that is faster
   farwire train --ranks 8 --dp 2 --tp 2 --pp 2 --micro-batches 4
+  farwire train --ranks 2 --device cuda --width 1024 --heads 16 --codec topk:64/4096
   farwire train --data book.txt --steps 2000 --checkpoint runs/book
   farwire train --data book.txt --steps 2000 --checkpoint runs/book --resume
   farwire launch -n 4 -- farwire train --json   as ranks of a launcher's job
@@ -119,6 +139,11 @@ pub(crate) struct Args {
     /// Context length, in bytes.
     #[arg(long, default_value = "64", value_parser = clap::value_parser!(u32).range(1..))]
     context: u32,
+    /// Where the model is computed: on the CPU, or on NVIDIA cards, which the ranks of a host take in
+    /// turn. On cards gradients are compressed there. `cuda` needs a farwire that was built with the
+    /// feature train-cuda; docs/gpu.md says how.
+    #[arg(long, default_value = "cpu", value_parser = named::<Device, _>(Device::NAMES))]
+    device: Device,
     /// Size of a bucket of gradients that travel together, e.g. 1MiB.
     #[arg(long, default_value = "1MiB", value_parser = units::size)]
     bucket: usize,
@@ -215,6 +240,15 @@ pub(crate) enum TrainCommandError {
     ElasticCodec,
     #[error("{source}: {checkpoint}")]
     NoReplica { source: Box<TrainError>, checkpoint: String },
+    #[cfg(not(feature = "train-cuda"))]
+    #[error(
+        "this farwire cannot train on cards: it was built without the feature train-cuda; build it with \
+         `cargo build --release -p farwire-cli --features train-cuda`, which needs nvcc (of the CUDA \
+         toolkit, or put together by scripts/cuda_toolkit.sh), or leave --device out"
+    )]
+    NoCuda,
+    #[error("--elastic trains on the CPU so far; leave --device out, or --elastic")]
+    ElasticDevice,
     #[error("could not read {path}: {source}")]
     Data { path: PathBuf, source: std::io::Error },
     #[error("{path} is {what}, not a regular file; copy its content to a file first")]
@@ -252,12 +286,16 @@ pub(crate) enum TrainCommandError {
 
 /// Runs the command.
 pub(crate) fn run(args: &Args) -> Result<ExitCode, TrainCommandError> {
+    #[cfg(not(feature = "train-cuda"))]
+    if args.device == Device::Cuda {
+        return Err(TrainCommandError::NoCuda);
+    }
     let join = args.join.clone().or_else(|| std::env::var("FARWIRE_JOIN").ok());
     if args.elastic || join.is_some() {
         args.check_elastic()?;
     }
     if let Some(address) = join {
-        let lines = args.elastic_settings()?.lines();
+        let lines = args.lines(&args.elastic_settings()?);
         let comm = Communicator::builder().agree_on(lines).join_running(&address)?;
         return elastic::run(args, comm, true);
     }
@@ -270,12 +308,12 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, TrainCommandError> {
             let here = std::env::var("LOCAL_WORLD_SIZE").ok().and_then(|ranks| ranks.parse().ok());
             if args.elastic {
                 args.settings(world, args.codec.clone())?; // they must make whole replicas
-                let lines = args.elastic_settings()?.lines();
+                let lines = args.lines(&args.elastic_settings()?);
                 let comm = Communicator::builder().agree_on(lines).elastic(true).join()?;
                 return elastic::run(args, comm, false);
             }
             args.check(world, here.unwrap_or(1))?;
-            let lines = args.settings(world, args.codec.clone())?.lines();
+            let lines = args.lines(&args.settings(world, args.codec.clone())?);
             be_a_rank(args, &Communicator::builder().agree_on(lines).join()?)
         }
         Err(EnvError::Nothing) => start_ranks(args, args.ranks.unwrap_or(4)),
@@ -288,6 +326,9 @@ impl Args {
     fn check(&self, world: u32, here: u32) -> Result<(), TrainCommandError> {
         let settings = self.settings(world, self.codec.clone())?;
         settings.check()?;
+        if self.device != Device::Cpu {
+            return Ok(()); // most of it is the cards'
+        }
         let needed = settings.bytes_per_rank() * f64::from(here);
         match memory() {
             Some(memory) if needed > memory => Err(TrainCommandError::Memory {
@@ -309,12 +350,21 @@ impl Args {
         if !matches!(self.codec, CodecChoice::Given(_)) {
             return Err(TrainCommandError::ElasticCodec);
         }
+        if self.device != Device::Cpu {
+            return Err(TrainCommandError::ElasticDevice);
+        }
         Ok(())
     }
 
     /// The settings of one replica: how many there are is for those to say that come and go.
     fn elastic_settings(&self) -> Result<Settings, TrainCommandError> {
         self.settings(self.tp.saturating_mul(self.pp), self.codec.clone())
+    }
+
+    /// What all ranks have to have alike. The device, since replicas that compute in another way would
+    /// come to differ.
+    fn lines(&self, settings: &Settings) -> String {
+        format!("{}device {}\n", settings.lines(), self.device.name())
     }
 
     fn settings(&self, ranks: u32, codec: CodecChoice) -> Result<Settings, TrainCommandError> {
@@ -451,7 +501,8 @@ fn train(
     view: &mut View,
 ) -> Result<Run, TrainCommandError> {
     let steps = settings.steps;
-    let mut trainer = Trainer::new(LIBRARY, comm, settings, text)?;
+    let library = library(args, comm)?;
+    let mut trainer = Trainer::new(&*library, comm, settings, text)?;
     if let Some(path) = &args.init {
         trainer.load_weights(path)?;
     }
@@ -484,7 +535,7 @@ fn train(
     run.trace = trainer.trace().to_vec();
     view.end();
     if let (Some(weights), false) = (trainer.gathered_weights()?, run.stopped) {
-        let mut writer = Writer::new(LIBRARY, weights, run.settings.model)?;
+        let mut writer = Writer::new(&*library, weights, run.settings.model)?;
         let sample = writer.write("The ", SAMPLE, 0.7, run.settings.seed)?;
         // What it writes must not move the cursor.
         run.sample = sample.chars().filter(|c| !c.is_control() || *c == '\n').collect();

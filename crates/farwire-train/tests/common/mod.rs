@@ -171,7 +171,7 @@ impl Stage for ToyStage {
                     back[place + i] += g * head[token + i];
                 }
             }
-            sink("head.weight", &to_head)?;
+            sink("head.weight", (&to_head).into())?;
             gradient = back;
         }
         states.pop();
@@ -183,8 +183,8 @@ impl Stage for ToyStage {
                 to_bias[i % width] += *g;
                 *g *= factors[i % width];
             }
-            sink(&bias.name, &to_bias)?;
-            sink(&scale.name, &to_scale)?;
+            sink(&bias.name, (&to_bias).into())?;
+            sink(&scale.name, (&to_scale).into())?;
         }
         let Some(tokens) = tokens else { return Ok(Some(gradient)) };
         let mut to_table = vec![0.0; VOCABULARY / self.group.size() * width];
@@ -193,7 +193,7 @@ impl Stage for ToyStage {
                 to_table[row * width..].iter_mut().zip(g).for_each(|(sum, g)| *sum += g);
             }
         }
-        sink("embedding.weight", &to_table)?;
+        sink("embedding.weight", (&to_table).into())?;
         Ok(None)
     }
 }
