@@ -118,7 +118,7 @@ fn the_ring_works_in_place_and_gather_reduce_is_refused() {
         let refused =
             by(Algorithm::GatherReduce).in_place().all_reduce(mine(), ReduceOp::Sum).wait();
         let mut error = refused.unwrap_err();
-        assert!(error.to_string().contains("use two-phase or ring"), "{error}");
+        assert!(error.to_string().contains("use two-phase, two-level or ring"), "{error}");
         assert_eq!(error.take_input::<bf16>(), Some(mine()));
     });
 }
