@@ -54,8 +54,8 @@ use crate::shm::bell::Bell;
 // Beyond these numbers, operations that both sides have called, on several communicators and in
 // different orders, can wait for each other until their deadline.
 
-/// Streams of a peer that may be open.
-const STREAMS: VarInt = VarInt::from_u32(16 << 10);
+/// Streams of a peer that may be open. quinn keeps some 400 bytes for each, used or not.
+const STREAMS: VarInt = VarInt::from_u32(4096);
 /// Bytes of one stream that are unread. quinn ends a connection one of whose streams has more than
 /// 1,024 gaps. Packets carry 1,150 bytes or more, so this many have 228 gaps if every other one is
 /// lost.
@@ -446,13 +446,15 @@ impl QuicLink {
         Lane { from: self.shared.from, ..*lane }
     }
 
-    /// How many streams a lane should have, as far as is known of the path.
+    /// How many streams a lane should have, as far as is known of the path. All lanes together leave
+    /// half of those that may be open to lanes that are yet to come.
     fn lane_streams(&self) -> usize {
         let ways = &self.ways[..self.demand.ways];
         let windows: u64 = ways.iter().map(|(to, _)| to.stats().path.cwnd).sum();
         let streams = WINDOWS_PER_PATH * windows / STREAM_WINDOW.into_inner();
         let least = ways.len().max(2) as u64;
-        streams.clamp(least, self.reach.streams().max(least)) as usize
+        let fair = STREAMS.into_inner() / 2 / (1 + self.outgoing.len() as u64);
+        streams.clamp(least, self.reach.streams().min(fair).max(least)) as usize
     }
 
     /// Room for a lane's next frame, if one of its streams has any.
