@@ -108,8 +108,10 @@ const CRUISE: f64 = 0.99;
 const UP: f64 = 1.25;
 const DOWN: f64 = 0.75;
 const PROBE: f64 = 0.5;
-/// By how much Cruise is slower for each round trip that packets wait.
+/// By how much Cruise is slower for each round trip that packets wait; on a short path, for each such
+/// time: there, a few packets are a long queue.
 const YIELD: f64 = 0.6;
+const YIELD_TIME: Duration = Duration::from_millis(50);
 /// Packets that may be sent together, and what that takes at least.
 const BURST: u64 = 8;
 const LEAST_BURST: Duration = Duration::from_millis(2);
@@ -441,7 +443,8 @@ impl Model {
             }
             Phase::Cruise { .. } => {
                 let wait = self.queue.as_secs_f64() / self.least_rtt.as_secs_f64();
-                let pace = (CRUISE - YIELD * wait).clamp(DOWN, CRUISE);
+                let waits = self.queue.as_secs_f64() / self.least_rtt.max(YIELD_TIME).as_secs_f64();
+                let pace = (CRUISE - YIELD * waits).clamp(DOWN, CRUISE);
                 // What waits in others' queue does not count against the ceiling.
                 let room = content * (1.0 + wait);
                 (full.min((HEADROOM * ceiling).max(room)), self.lowered * pace)

@@ -4,7 +4,7 @@ use std::net::{SocketAddr, UdpSocket};
 use std::sync::Arc;
 use std::time::Duration;
 
-use quinn::{EndpointConfig, MtuDiscoveryConfig, TransportConfig, VarInt};
+use quinn::{AckFrequencyConfig, EndpointConfig, MtuDiscoveryConfig, TransportConfig, VarInt};
 use rustix::net::sockopt;
 
 use super::congestion::Congestion;
@@ -17,6 +17,12 @@ const LEAST_PAYLOAD: u16 = 1200;
 const LONGEST_PAYLOAD: u16 = 6500;
 /// Bytes of the headers of IPv6 and UDP.
 const HEADERS: u32 = 48;
+
+/// Packets that the peer need not acknowledge at once, and for how long. Acknowledgements take some of
+/// the line on which data goes the other way, and some of both sides' cores. With more packets, a
+/// window that holds few would wait for the time to pass.
+const UNACKNOWLEDGED: VarInt = VarInt::from_u32(4);
+const ACKNOWLEDGED_WITHIN: Duration = Duration::from_millis(5);
 
 /// After this time without a packet, one is sent. A peer that waits for others to join may have
 /// nothing to say for longer than the idle timeout.
@@ -46,6 +52,7 @@ impl Transport {
         let mut transport = TransportConfig::default();
         transport
             .congestion_controller_factory(self.congestion.factory())
+            .ack_frequency_config(Some(acknowledgements()))
             .mtu_discovery_config(Some(packets))
             .max_concurrent_uni_streams(0u32.into())
             .max_concurrent_bidi_streams(4u32.into())
@@ -59,6 +66,13 @@ impl Transport {
             .max_idle_timeout(Some(VarInt::from_u32(10_000).into()));
         Arc::new(transport)
     }
+}
+
+/// How often the peer is to acknowledge.
+pub(crate) fn acknowledgements() -> AckFrequencyConfig {
+    let mut config = AckFrequencyConfig::default();
+    config.ack_eliciting_threshold(UNACKNOWLEDGED).max_ack_delay(Some(ACKNOWLEDGED_WITHIN));
+    config
 }
 
 /// The longest payload that the first link of the route to `peer` carries. Whether the rest of the

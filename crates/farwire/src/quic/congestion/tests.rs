@@ -11,6 +11,7 @@ use tokio::time::{Instant, sleep};
 use super::by_distance::ByDistance;
 use super::*;
 use crate::join::identity::Identity;
+use crate::quic::transport::acknowledgements;
 use crate::token::Token;
 
 const MS: Duration = Duration::from_millis(1);
@@ -104,6 +105,7 @@ impl Scene {
                     Congestion::Model => Arc::new(ModelConfig::new(host as u64)),
                     Congestion::Cubic | Congestion::ByDistance => congestion.factory(),
                 })
+                .ack_frequency_config(Some(acknowledgements()))
                 .stream_receive_window(VarInt::from_u32(16 << 20))
                 .receive_window(VarInt::from_u32(64 << 20))
                 .send_window(8 << 20);
