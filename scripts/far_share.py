@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
 """How farwire shares a long line, with TCP or with another job of its own, in `farwire netlab`. Needs root on Linux.
 
-    python3 scripts/far_share.py [--farwire PATH] [--beside cubic|bbr|farwire] [--seconds 30]
-                                 [--rate 100mbit] [--delay 25ms] [--queue 50ms] [--loss 0]
+    python3 scripts/far_share.py [--farwire PATH] [--flow farwire|cubic|bbr] [--beside cubic|bbr|farwire]
+                                 [--seconds 30] [--rate 100mbit] [--delay 25ms] [--queue 50ms] [--loss 0]
 
 Two hosts. One job of farwire makes all-reduces of 8 MB without end; beside it, a TCP connection of the kernel sends
 from the first host to the second as fast as it can, or another such job runs. After ten seconds, what both have sent
-from the first host is counted. Prints the share of farwire's first job.
+from the first host is counted. Prints the share of the first. With `--flow`, that is a TCP connection, too: what TCP
+leaves to TCP is the measure for what it leaves to farwire.
 """
 
 import argparse
@@ -23,78 +24,87 @@ PORT = 29700
 WARM_UP = 10
 
 
-def job(farwire, number):
-    """Starts this rank of one of farwire's jobs."""
-    names = {
-        "MASTER_PORT": str(29500 + 100 * number),
-        "FARWIRE_JOB": f"share-{number}",
-        "FARWIRE_METRICS": f"127.0.0.1:{9464 + 100 * number}",
-        "FARWIRE_FLIGHT_DIR": "",
-    }
-    command = [farwire, "bench", "all_reduce", "--size=8MB", "--iters=100000"]
-    return subprocess.Popen(command, env={**os.environ, **names}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+class Job:
+    """This rank of a job of farwire that makes all-reduces without end."""
 
+    def __init__(self, number, farwire):
+        self.metrics = f"127.0.0.1:{9464 + 100 * number}"
+        names = {
+            "MASTER_PORT": str(29500 + 100 * number),
+            "FARWIRE_JOB": f"share-{number}",
+            "FARWIRE_METRICS": self.metrics,
+            "FARWIRE_FLIGHT_DIR": "",
+        }
+        command = [farwire, "bench", "all_reduce", "--size=8MB", "--iters=100000"]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(command, env={**os.environ, **names}, **quiet)
 
-def sent(number):
-    """Bytes that this rank of a job has sent."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{9464 + 100 * number}/metrics", timeout=5) as page:
-        lines = page.read().decode().splitlines()
-    return sum(int(line.split()[-1]) for line in lines if line.startswith("farwire_sent_bytes_total{"))
+    def sent(self):
+        with urllib.request.urlopen(f"http://{self.metrics}/metrics", timeout=5) as page:
+            lines = page.read().decode().splitlines()
+        return sum(int(line.split()[-1]) for line in lines if line.startswith("farwire_sent_bytes_total{"))
+
+    def end(self):
+        self.process.kill()
 
 
 class Tcp:
-    """A connection that sends as fast as it can; the kernel knows how much has arrived."""
+    """A connection from the first host to the second that carries as much as it can."""
 
-    def __init__(self, congestion):
+    def __init__(self, number, congestion):
+        address = ("10.77.0.2", PORT + number)
+        if os.environ["RANK"] == "1":
+            return threading.Thread(target=self.receive, args=[socket.create_server(address)], daemon=True).start()
         self.socket = socket.socket()
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, congestion.encode())
         for _ in range(50):
             try:
-                self.socket.connect(("10.77.0.2", PORT))
+                self.socket.connect(address)
                 break
             except OSError:
                 time.sleep(0.1)
         threading.Thread(target=self.send, daemon=True).start()
 
+    def receive(self, listener):
+        connection, _ = listener.accept()
+        while connection.recv(1 << 20):
+            pass
+
     def send(self):
         while True:
             self.socket.sendall(bytes(1 << 16))
 
-    def acknowledged(self):
-        # tcpi_bytes_acked, a u64 at offset 120 of struct tcp_info
+    def sent(self):
+        """What has arrived, by the kernel's word: tcpi_bytes_acked, a u64 at offset 120 of struct tcp_info."""
         info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
         return int.from_bytes(info[120:128], sys.byteorder)
 
+    def end(self):
+        pass
+
 
 def rank(options):
-    jobs = [job(options.farwire, 0)]
-    if options.beside == "farwire":
-        jobs.append(job(options.farwire, 1))
-        count = lambda: sent(1)
-    elif os.environ["RANK"] == "0":
-        count = Tcp(options.beside).acknowledged
-    else:
-        listener = socket.create_server(("10.77.0.2", PORT))
-        connection, _ = listener.accept()
-        threading.Thread(target=lambda: [None for _ in iter(lambda: connection.recv(1 << 20), b"")], daemon=True).start()
+    kinds = [options.flow, options.beside]
+    flows = [Job(number, options.farwire) if kind == "farwire" else Tcp(number, kind) for number, kind in enumerate(kinds)]
     try:
         time.sleep(WARM_UP)
         if os.environ["RANK"] == "0":
-            before = sent(0), count()
+            before = [flow.sent() for flow in flows]
             time.sleep(options.seconds)
-            first, second = sent(0) - before[0], count() - before[1]
-            print(json.dumps({"first": first, "second": second}), flush=True)
+            print(json.dumps({"sent": [flow.sent() - was for flow, was in zip(flows, before)]}), flush=True)
         else:
             time.sleep(options.seconds + 1)
     finally:
-        for running in jobs:
-            running.kill()
+        for flow in flows:
+            flow.end()
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--farwire", default="target/release/farwire", help="the program")
-    parser.add_argument("--beside", default="cubic", choices=["cubic", "bbr", "farwire"])
+    kinds = ["farwire", "cubic", "bbr"]
+    parser.add_argument("--flow", default="farwire", choices=kinds, help="the first of the two")
+    parser.add_argument("--beside", default="cubic", choices=kinds, help="the second")
     parser.add_argument("--seconds", type=int, default=30)
     for name, default in [("rate", "100mbit"), ("delay", "25ms"), ("queue", "50ms"), ("loss", "0")]:
         parser.add_argument(f"--{name}", default=default)
@@ -112,9 +122,12 @@ def main():
     start = done.stdout.find("{")
     if start < 0:
         sys.exit(f"nothing was measured: {done.stdout}{done.stderr}")
-    result = json.loads(done.stdout[start:].splitlines()[0])
-    first, second = (result[name] * 8e-6 / options.seconds for name in ("first", "second"))
-    print(f"farwire {first:.1f} Mbit/s, {options.beside} {second:.1f} Mbit/s: share {first / (first + second):.2f}")
+    first, second = json.loads(done.stdout[start:].splitlines()[0])["sent"]
+    mbit = 8e-6 / options.seconds
+    print(
+        f"{options.flow} {first * mbit:.1f} Mbit/s, {options.beside} {second * mbit:.1f} Mbit/s:"
+        f" share {first / (first + second):.2f}"
+    )
 
 
 if __name__ == "__main__":
