@@ -72,7 +72,7 @@ const CREDIT: NonZeroU32 = NonZeroU32::new(4).expect("it is not zero");
 /// | [`job`](Self::job) | `FARWIRE_JOB` | the launcher's name for the job, else none |
 /// | [`agree_on`](Self::agree_on) | | nothing |
 /// | [`token`](Self::token) | `FARWIRE_TOKEN`, else `FARWIRE_TOKEN_FILE` | on loopback, the user's key file |
-/// | [`link`](Self::link) | `FARWIRE_LINK` | `auto` |
+/// | [`link`](Self::link) | `FARWIRE_LINK` | `auto`: shared memory on one host, TCP within 5 ms, else QUIC |
 /// | | `FARWIRE_CONNECTIONS` | `auto`: one QUIC connection each way to a peer; on one host, as many as there are cores for |
 /// | | `FARWIRE_CONGESTION` | for QUIC, `auto`: CUBIC within 5 ms, else a model of the path |
 /// | | `FARWIRE_TCP_CONGESTION` | for TCP, the system's default (`bbr` or `cubic`, say) |

@@ -37,12 +37,13 @@ impl LinkChoice {
     /// What it is, in a sentence.
     pub fn about(self) -> &'static str {
         self.0.map_or(
-            "For each pair of processes, the first of these that serves it",
+            "For each pair of processes: shared memory on one host, TCP within 5 ms, else QUIC; or \
+             whichever gets through",
             LinkKind::about,
         )
     }
 
-    /// The kinds that may be used, the best first.
+    /// The kinds that may be used.
     pub(crate) fn kinds(self) -> impl Iterator<Item = &'static dyn LinkKind> {
         KINDS
             .iter()

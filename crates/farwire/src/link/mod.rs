@@ -20,6 +20,7 @@ use farwire_proto::{CommId, Header, Lane, OpSeq, Peer};
 
 use crate::doctor::Finding;
 use crate::join::again::Met;
+use crate::quic::congestion;
 use crate::quic::control::Health;
 use crate::quic::kind::{MOST, Quic};
 use crate::shm::bell::Bell;
@@ -28,8 +29,9 @@ use crate::tcp::kind::Tcp;
 pub use choice::{LinkChoice, UnknownLink, link_names};
 use negotiation::Negotiation;
 
-/// Every kind of link between processes. Where several can serve a pair, the first is used.
-static KINDS: &[&dyn LinkKind] = &[&SharedMemory, &Quic, &Tcp];
+/// Every kind of link between processes. Where several can serve a pair, the first that suits it is
+/// used: shared memory on one host, TCP between neighbours, QUIC over a distance.
+static KINDS: &[&dyn LinkKind] = &[&SharedMemory, &Tcp, &Quic];
 
 /// A way to link two processes.
 pub(crate) trait LinkKind: Send + Sync + std::fmt::Debug {
@@ -39,6 +41,10 @@ pub(crate) trait LinkKind: Send + Sync + std::fmt::Debug {
     fn about(&self) -> &'static str;
     /// Whether it can serve this pair, as far as this side can tell without trying; else why not.
     fn serves(&self, pair: &Pair) -> Result<(), String>;
+    /// Whether it is good for a pair that it serves, rather than only better than nothing.
+    fn suits(&self, _pair: &Pair) -> bool {
+        true
+    }
     /// Called once, before links to so many peers are set up. An error ends the joining, so it
     /// should say what to do.
     fn prepare(&self, _peers: usize) -> Result<(), String> {
@@ -84,6 +90,14 @@ pub(crate) struct Pair {
     pub(crate) connections: Wanted,
     /// How the two met, if it was over QUIC.
     pub(crate) met: Option<Met>,
+}
+
+impl Pair {
+    /// Whether the way between the two is short, and so most likely clean and fast.
+    pub(crate) fn is_near(&self) -> bool {
+        let near = |met: &Met| congestion::is_near(&met.connection);
+        self.same_host || self.met.as_ref().is_some_and(near)
+    }
 }
 
 /// How many connections a link to one peer may have for each direction: `FARWIRE_CONNECTIONS`.

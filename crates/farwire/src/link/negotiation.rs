@@ -1,6 +1,6 @@
 //! How two processes agree on a link.
 //!
-//! 1. Each tells the other which kinds of link it can use for this pair, the best first.
+//! 1. Each tells the other which kinds of link it can use for this pair, those that suit it first.
 //! 2. Both try the first kind on the lower rank's list that both can use. While they do, they may
 //!    exchange messages that only this kind understands.
 //! 3. Each tells the other whether it has succeeded. If both have, that link is used; otherwise
@@ -69,6 +69,7 @@ pub(crate) async fn agree(
             Err(why) => why_not.push(format!("not {}: {why}", kind.name())),
         }
     }
+    usable.sort_by_key(|kind| !kind.suits(pair));
     let names: Vec<_> = usable.iter().map(|kind| kind.name().to_owned()).collect();
     let mine = names.iter().chain(&why_not).map(String::as_str).collect::<Vec<_>>().join(", ");
     talk.tell(&Message::Kinds { names: names.clone(), words: mine.clone() }).await.map_err(lost)?;
@@ -201,11 +202,13 @@ mod tests {
     struct Test {
         name: &'static str,
         excluded: Option<u32>,
+        suits: bool,
         fails_at_once: Option<u32>,
         fails_later: Option<u32>,
     }
 
-    const WORKS: Test = Test { name: "b", excluded: None, fails_at_once: None, fails_later: None };
+    const WORKS: Test =
+        Test { name: "b", excluded: None, suits: true, fails_at_once: None, fails_later: None };
 
     impl LinkKind for Test {
         fn name(&self) -> &'static str {
@@ -218,6 +221,10 @@ mod tests {
 
         fn serves(&self, pair: &Pair) -> Result<(), String> {
             if self.excluded == Some(pair.me.0) { Err("out of luck".to_owned()) } else { Ok(()) }
+        }
+
+        fn suits(&self, _: &Pair) -> bool {
+            self.suits
         }
 
         fn connect<'a>(
@@ -284,6 +291,17 @@ mod tests {
         // Builds may list kinds in another order, or have others.
         assert_eq!(agreed([&[A, WORKS], &[WORKS, A]]), [Ok("a"), Ok("a")]);
         assert_eq!(agreed([&[WORKS, A], &[Test { name: "c", ..WORKS }, A]]), [Ok("a"), Ok("a")]);
+    }
+
+    #[test]
+    fn a_kind_that_does_not_suit_the_pair_is_used_if_no_other_serves_it() {
+        const LAST: Test = Test { name: "a", suits: false, ..WORKS };
+        assert_eq!(agreed([&[LAST, WORKS]; 2]), [Ok("b"), Ok("b")]);
+        assert_eq!(agreed([&[LAST, WORKS], &[LAST]]), [Ok("a"), Ok("a")]);
+        // The two may see it differently: the lower rank's view counts.
+        const FIRST: Test = Test { name: "a", ..WORKS };
+        assert_eq!(agreed([&[FIRST, WORKS], &[LAST, WORKS]]), [Ok("a"), Ok("a")]);
+        assert_eq!(agreed([&[LAST, WORKS], &[FIRST, WORKS]]), [Ok("b"), Ok("b")]);
     }
 
     #[test]

@@ -55,6 +55,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use quinn::Connection;
 use quinn::congestion::{Controller, ControllerFactory};
 use quinn_proto::RttEstimator;
 
@@ -94,7 +95,16 @@ impl Congestion {
 }
 
 /// Peers with a shorter round trip are neighbours.
-pub(crate) const NEAR: Duration = Duration::from_millis(5);
+const NEAR: Duration = Duration::from_millis(5);
+
+/// Whether the peer is a neighbour, by the shortest round trip so far: one alone may have waited for
+/// a core.
+pub(crate) fn is_near(connection: &Connection) -> bool {
+    let controller = connection.congestion_state().into_any().downcast::<by_distance::ByDistance>();
+    let least = controller.map_or(Duration::MAX, |controller| controller.least_rtt());
+    least.min(connection.rtt()) < NEAR
+}
+
 /// Packets that may be under way before anything is known; quinn paces them.
 const INITIAL_PACKETS: u64 = 32;
 const LEAST_PACKETS: u64 = 4;

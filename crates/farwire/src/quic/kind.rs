@@ -2,7 +2,6 @@
 
 use std::net::UdpSocket;
 use std::sync::Arc;
-use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Handle;
@@ -54,8 +53,8 @@ impl LinkKind for Quic {
             let met = pair.met.clone().ok_or(NOT_MET)?;
             let Met { connection: first, called, peer, again } = met.clone();
             // It takes a fast line to keep more than one busy; the farther the peer, the slower.
-            let near = pair.same_host || first.rtt() < NEAR;
-            let mine = if near || pair.connections.all { pair.connections.most } else { 1 };
+            let mine =
+                if pair.is_near() || pair.connections.all { pair.connections.most } else { 1 };
             let (lifeline, offer) = Lifeline::offer(&met)?;
             talk.say(&Wishes { connections: mine, lifeline: offer }).await?;
             let theirs: Wishes = talk.hear().await?;
@@ -123,9 +122,6 @@ struct Wishes {
     connections: usize,
     lifeline: Offer,
 }
-
-/// The longest round trip of a line that is likely to be fast.
-const NEAR: Duration = Duration::from_millis(5);
 
 /// What all of these result in, side by side and in order, unless one fails.
 async fn all<T: Send + 'static>(

@@ -140,8 +140,7 @@ struct Reach {
 
 impl Reach {
     /// By what was measured when the peers met, when there was nothing to wait for.
-    fn over(round_trip: Duration) -> Self {
-        let near = round_trip < congestion::NEAR;
+    fn new(near: bool) -> Self {
         let frames = AtomicU32::new(if near { FEW_FRAMES } else { MANY_FRAMES });
         Self { near, carried: Meter::new(), frames: Arc::new(frames) }
     }
@@ -381,7 +380,7 @@ impl QuicLink {
         health: Arc<Health>,
         runtime: Handle,
     ) -> Self {
-        let reach = Reach::over(to.first().map_or(Duration::MAX, Connection::rtt));
+        let reach = Reach::new(to.first().is_some_and(congestion::is_near));
         let shared = Arc::new(Shared {
             from: peer,
             longest,

@@ -39,6 +39,12 @@ impl LinkKind for Tcp {
         pair.met.as_ref().map(|_| ()).ok_or_else(|| NOT_MET.to_owned())
     }
 
+    /// Between neighbours, the kernel's TCP moves as much with half of the CPU. Over a distance every
+    /// lost packet holds up all that comes after it.
+    fn suits(&self, pair: &Pair) -> bool {
+        pair.is_near()
+    }
+
     fn uses_tcp(&self) -> bool {
         true
     }

@@ -7,7 +7,7 @@
 
 use std::any::Any;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use quinn::congestion::{Controller, ControllerFactory};
 use quinn_proto::RttEstimator;
@@ -34,7 +34,8 @@ impl ControllerFactory for ByDistanceConfig {
     fn build(self: Arc<Self>, now: Instant, mtu: u16) -> Box<dyn Controller> {
         let (near, far) = (self.near.clone().build(now, mtu), self.far.model(now, mtu));
         let pace = far.pace.clone();
-        Box::new(ByDistance { near: Some(near), far: Some(Box::new(far)), pace, acks: 0 })
+        let (near, far) = (Some(near), Some(Box::new(far) as Box<dyn Controller>));
+        Box::new(ByDistance { near, far, pace, acks: 0, least_rtt: Duration::MAX })
     }
 }
 
@@ -45,6 +46,7 @@ pub(super) struct ByDistance {
     /// The model's.
     pace: Arc<Pace>,
     acks: u32,
+    least_rtt: Duration,
 }
 
 impl ByDistance {
@@ -55,6 +57,11 @@ impl ByDistance {
     /// The pace of the path, which has none if the peer is a neighbour.
     pub(super) fn pace(&self) -> Arc<Pace> {
         self.pace.clone()
+    }
+
+    /// The shortest round trip so far.
+    pub(super) fn least_rtt(&self) -> Duration {
+        self.least_rtt
     }
 
     /// Whether the peer is a neighbour, once that is decided.
@@ -79,6 +86,7 @@ impl Controller for ByDistance {
     ) {
         self.both().for_each(|controller| controller.on_ack(now, sent, bytes, app_limited, rtt));
         self.acks = self.acks.saturating_add(1);
+        self.least_rtt = rtt.min();
         if self.acks == ENOUGH {
             if rtt.min() < NEAR {
                 self.far = None;
@@ -119,7 +127,7 @@ impl Controller for ByDistance {
             controller.as_ref().map(|controller| controller.clone_box())
         };
         let (near, far) = (clone(&self.near), clone(&self.far));
-        Box::new(Self { near, far, pace: self.pace.clone(), acks: self.acks })
+        Box::new(Self { near, far, pace: self.pace.clone(), ..*self })
     }
 
     fn initial_window(&self) -> u64 {
