@@ -197,11 +197,11 @@ struct Row {
     /// Hosts that the ranks are on, and what left the busiest of them for the others.
     hosts: usize,
     host_bytes: u64,
+    /// Of all ranks and all iterations.
     cpu_s: f64,
+    iters: u32,
     /// Absent unless asked for.
     wrong: Option<u64>,
-    #[serde(skip)]
-    iters: u32,
 }
 
 /// Runs the command.
