@@ -255,7 +255,7 @@ def on_one_host(ranks, quick):
 
 def on_shaped_hosts(rate, megabytes, quick):
     size = megabytes * 1_000_000 // (10 if quick else 1)
-    return Case(f"4 hosts, {rate[:-4]} {rate[-4]}bit/s", {size: 3}, 4, rate)
+    return Case(f"4 hosts, {rate[:-4]} {rate[-4].upper()}bit/s", {size: 3}, 4, rate)
 
 
 class Farwire:
@@ -394,7 +394,8 @@ def run(commands, environment):
     lines = [line[line.find("{"):] for output, _ in outputs for line in output.splitlines() if "{" in line]
     results = [json.loads(line) for line in lines if line.endswith("}")]
     if not results:
-        raise Missing((outputs[0][1].strip().splitlines() or ["no result"])[-1])
+        said = [line for _, errors in outputs for line in errors.splitlines() if line.strip()]
+        raise Missing(next((line for line in said if "failed" in line), said[-1] if said else "no result"))
     return results
 
 
@@ -417,7 +418,8 @@ class Table:
         return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})" if ratios and name != than else ""
 
     def rows(self):
-        for (case, size, name), cells in sorted(self.cells.items(), key=lambda item: item[0][:2]):
+        cases = list(dict.fromkeys(case for case, *_ in self.cells))
+        for (case, size, name), cells in sorted(self.cells.items(), key=lambda item: (cases.index(item[0][0]), item[0][1])):
             times = [cell["seconds"] for cell in cells.values()]
             cpu = statistics.median(cell["cpu"] for cell in cells.values())
             wrong = max(cell["wrong"] for cell in cells.values())
