@@ -1,11 +1,15 @@
 //! `farwire netlab`: a command on several hosts of a network that is as bad as asked for.
 
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use farwire::Token;
-use farwire_netlab::{DEVICE, Impairments, Lab, LabError, Loss, Outage, Partition, Queue};
+use farwire_netlab::{
+    DEVICE, Impairments, Lab, LabError, Loss, Outage, Partition, Queue, Relayed, Tally,
+};
+use serde::Serialize;
 
 use crate::launch::{GRACE, Job, JobOutput, LaunchError, Master, RankHost};
 use crate::units::{rate, share, size, time};
@@ -96,6 +100,10 @@ pub(crate) struct Args {
     /// Random seed for loss, jitter and the rest.
     #[arg(long, default_value = "1")]
     seed: u64,
+    /// Write what became of the packets here, as one JSON object, and what the relay used of a
+    /// core.
+    #[arg(long, value_name = "FILE")]
+    json: Option<PathBuf>,
     /// The command and its arguments.
     #[arg(last = true, required = true, value_name = "COMMAND")]
     command: Vec<OsString>,
@@ -110,6 +118,31 @@ pub(crate) enum NetlabError {
     Lab(#[from] LabError),
     #[error("{0}")]
     Launch(#[from] LaunchError),
+    #[error("could not write {}: {source}", path.display())]
+    Output { path: PathBuf, source: std::io::Error },
+}
+
+/// What `--json` writes.
+#[derive(Debug, Serialize)]
+struct Json {
+    relay_cpu_s: f64,
+    relay_bytes: u64,
+    relay_packets: u64,
+    lost: u64,
+    overflowed: u64,
+}
+
+impl Json {
+    fn new(done: &Relayed) -> Self {
+        let sum = |what: fn(&Tally) -> u64| done.hosts.iter().map(what).sum();
+        Self {
+            relay_cpu_s: done.cpu.as_secs_f64(),
+            relay_bytes: sum(|host| host.bytes),
+            relay_packets: sum(|host| host.passed),
+            lost: sum(|host| host.lost),
+            overflowed: sum(|host| host.overflowed),
+        }
+    }
 }
 
 /// In a namespace of its own, any port is free.
@@ -198,8 +231,14 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, NetlabError> {
         elastic: None,
     }
     .run()?;
-    for (host, tally) in lab.close().into_iter().enumerate() {
+    let done = lab.close();
+    for (host, tally) in done.hosts.iter().enumerate() {
         tracing::info!(host, ?tally, "what became of the packets that left it");
+    }
+    if let Some(path) = args.json.clone() {
+        let text = serde_json::to_string(&Json::new(&done)).expect("plain numbers serialise");
+        let written = std::fs::write(&path, text + "\n");
+        written.map_err(|source| NetlabError::Output { path, source })?;
     }
     Ok(code)
 }

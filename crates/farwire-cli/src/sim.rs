@@ -1,19 +1,24 @@
 //! `farwire sim`: one operation on a simulated network.
 
 mod chaos;
+mod speeds;
 
 use std::fmt::{self, Write as _};
 use std::io::{IsTerminal, Write as _};
 use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use farwire_codec::{CodecSpec, MessageCodec, Travel};
 use farwire_proto::{
     Algorithm, Call, CallError, CommId, Config, DType, Element, Kind, Options, Peer, Placement,
     Plan, Rank, ReduceOp, Time, Tuning, WorldSize, tune::Links, with_type,
 };
 use farwire_sim::kinds::Shape;
 use farwire_sim::{
-    Hang, JobEnd, JobId, Link, Network, Report, Sim, Submission, Trouble, lower_bound, oracle,
+    CodedModel, CodingSpeeds, Cores, Costs, Hang, JobEnd, JobId, Link, Network, Report, Sim,
+    Submission, Trouble, lower_bound, oracle,
 };
 use indicatif::{ProgressBar, ProgressStyle};
 use rand::{RngExt, SeedableRng};
@@ -23,6 +28,7 @@ use serde::Serialize;
 use crate::hosts::{HostsArg, WrongHosts};
 use crate::named::named;
 use crate::units::{self, show_bytes, show_rate, show_time};
+use speeds::{Speeds, SpeedsError};
 
 /// Runs of more than this many bytes, all ranks together, carry lengths only, and the result is
 /// checked on a short vector.
@@ -51,6 +57,8 @@ Examples:
   farwire sim broadcast --size 1GB --loss 0.1%  where packets get lost
   farwire sim all_reduce --crash 2@40           kill rank 2 at its step 40
   farwire sim all_reduce --ranks 64 --json      one object, for scripts
+  farwire sim all_reduce --codec topk:0.01 --speeds speeds.json --cores 2
+                                                what it would take on machines as fast as this one
   farwire sim chaos --schedules 100000          who is in a group, under faults")]
 pub(crate) struct Args {
     /// What to run.
@@ -84,6 +92,22 @@ pub(crate) struct Args {
     /// How to move the data; chosen from size, ranks and network if not given.
     #[arg(short, long, value_parser = named::<Algorithm, _>(Algorithm::ALL.map(Algorithm::name)))]
     algorithm: Option<Algorithm>,
+    /// How gradients are compressed on the wire, for all_reduce of f32: their lengths travel. Codecs
+    /// that send shards, as int8, topk:0.01 or randk:0.01.
+    #[arg(long, default_value = "none")]
+    codec: CodecSpec,
+    /// What work costs, so that the time is one that real machines would take: lines that `farwire
+    /// bench codec --json` has printed, `bench all_reduce --json` over a network, and `bench barrier
+    /// --json`, and that `netlab --json` has written. Without it, work takes no time.
+    #[arg(long, value_name = "FILE")]
+    speeds: Option<PathBuf>,
+    /// Cores that all ranks share, as the hosts of `farwire netlab` do. Without it, there are always
+    /// enough.
+    #[arg(long, requires = "speeds", conflicts_with = "host_cores")]
+    cores: Option<NonZeroUsize>,
+    /// Cores that each host has for its ranks; without --hosts, each rank.
+    #[arg(long, requires = "speeds")]
+    host_cores: Option<NonZeroUsize>,
     /// Element type.
     #[arg(long, default_value = "f32", value_parser = named::<DType, _>(DType::ALL.map(DType::name)))]
     dtype: DType,
@@ -124,6 +148,30 @@ impl Args {
     fn op(&self) -> Kind {
         self.op.expect("it is required where there is no subcommand")
     }
+
+    /// What the codec does, and how fast; none if vectors travel as they are.
+    fn coding(
+        &self,
+        speeds: Option<&Speeds>,
+        algorithm: Algorithm,
+    ) -> Result<Option<Coding>, SimError> {
+        let Self { codec, dtype, size, .. } = self;
+        if codec.is_none() {
+            return Ok(None);
+        }
+        let (Travel::Shards(messages), Kind::AllReduce, DType::F32) =
+            (codec.travels(), self.op(), dtype)
+        else {
+            return Err(SimError::NotCodable { codec: codec.clone() });
+        };
+        let sparse = codec.density(size / dtype.size()) < 1.0;
+        let speeds = speeds.map(|speeds| speeds.coding(&codec.to_string(), sparse)).transpose()?;
+        Ok(Some(Coding {
+            codec: messages,
+            speeds: speeds.unwrap_or_default(),
+            two_level: algorithm == Algorithm::TwoLevel,
+        }))
+    }
 }
 
 /// Why there is nothing to show.
@@ -137,8 +185,14 @@ pub(crate) enum SimError {
     EmptySegment,
     #[error("--ranks {0} is too few for {1}, which needs at least 2")]
     TooFew(u32, Kind),
+    #[error(
+        "--codec {codec} can be simulated for all_reduce of f32 alone, and only if it sends shards: int8, topk:0.01 or randk:0.01, say"
+    )]
+    NotCodable { codec: CodecSpec },
     #[error(transparent)]
     Hosts(#[from] WrongHosts),
+    #[error(transparent)]
+    Speeds(#[from] SpeedsError),
     #[error(transparent)]
     Call(#[from] CallError),
     #[error(
@@ -161,6 +215,7 @@ pub(crate) enum SimError {
 #[derive(Debug, Serialize)]
 struct Json {
     op: &'static str,
+    codec: String,
     ranks: u32,
     bytes: usize,
     algorithm: &'static str,
@@ -181,14 +236,15 @@ pub(crate) fn run(args: &Args) -> Result<(), SimError> {
     let started = Instant::now();
     let task = Task::new(args)?;
     let count = args.size / args.dtype.size();
-    let carry = args.size.saturating_mul(task.world.len()) <= CARRY_AT_MOST;
+    let carry =
+        task.coding.is_none() && args.size.saturating_mul(task.world.len()) <= CARRY_AT_MOST;
     let mut meter = Meter::new(task.frames(count)?);
     let run = task.simulate(count, carry, |frames| meter.show(frames))?;
     meter.finish();
     let checked = if carry {
         run.check(&task)?;
         Some(count)
-    } else if args.crash.is_empty() {
+    } else if args.crash.is_empty() && task.coding.is_none() {
         let (per_rank, besides) = SHORT_VECTOR;
         let short = task.world.len() * per_rank + besides;
         let task = Task {
@@ -265,6 +321,17 @@ struct Task<'a> {
     options: Options,
     /// The one asked for, or chosen.
     algorithm: Algorithm,
+    /// What travels through the codec, if one is given.
+    coding: Option<Coding>,
+}
+
+/// A codec that is simulated.
+#[derive(Clone, Debug)]
+struct Coding {
+    codec: Arc<dyn MessageCodec>,
+    speeds: CodingSpeeds,
+    /// Whether sums are made on each host first.
+    two_level: bool,
 }
 
 /// A finished run.
@@ -293,8 +360,18 @@ impl<'a> Task<'a> {
         let segment_bytes = NonZeroUsize::new(args.segment).ok_or(SimError::EmptySegment)?;
         let crashes =
             args.crash.iter().map(|(rank, step)| Trouble::Crash { peer: Peer(*rank), step: *step });
+        let speeds = args.speeds.as_deref().map(Speeds::read).transpose()?;
         let network = Network {
-            bandwidth,
+            bandwidth: bandwidth * speeds.as_ref().map_or(1.0, Speeds::line_share),
+            costs: match &speeds {
+                Some(speeds) => speeds.costs(args.cores.is_some())?,
+                None => Costs::default(),
+            },
+            cores: match (args.cores, args.host_cores) {
+                (Some(cores), _) => Cores::Shared(cores.get()),
+                (None, Some(cores)) => Cores::PerHost(cores.get()),
+                (None, None) => Cores::Unlimited,
+            },
             link: Link { latency, jitter: args.jitter, loss: args.loss, ..Link::IDEAL },
             window: args.window,
             detection: args.detection,
@@ -315,6 +392,7 @@ impl<'a> Task<'a> {
             config,
             options: Options { algorithm: args.algorithm, ..Options::default() },
             algorithm: Algorithm::Direct,
+            coding: None,
         };
         // The short run that checks the result must take the way that was chosen for the long one.
         task.algorithm = task
@@ -322,7 +400,13 @@ impl<'a> Task<'a> {
             .fingerprint()
             .algorithm;
         task.options.algorithm = Some(task.algorithm);
+        task.coding = args.coding(speeds.as_ref(), task.algorithm)?;
         Ok(task)
+    }
+
+    fn placement(&self) -> Placement {
+        let hosts = self.network.hosts.as_deref().unwrap_or_default();
+        Placement::new(hosts).unwrap_or_else(|| Placement::one_host(self.world))
     }
 
     /// What is called, for vectors of `count` elements.
@@ -337,15 +421,18 @@ impl<'a> Task<'a> {
     }
 
     fn plan(&self, rank: Rank, call: &Call) -> Result<Plan, CallError> {
-        let hosts = self.network.hosts.as_deref().unwrap_or_default();
-        let placement = Placement::new(hosts).unwrap_or_else(|| Placement::one_host(self.world));
         let tuning = &self.config.tuning;
-        Plan::placed(CommId::WORLD, rank, &placement, call, &self.options, tuning)
+        Plan::placed(CommId::WORLD, rank, &self.placement(), call, &self.options, tuning)
     }
 
     /// Frames of the whole run, all ranks together.
     fn frames(&self, count: usize) -> Result<u64, SimError> {
         let mut frames = 0;
+        if let Some(coding) = &self.coding {
+            let segment = self.config.tuning.segment_bytes.get();
+            let models = self.world.ranks().map(|rank| self.model(coding, rank, count));
+            return Ok(models.map(|model| model.frames(segment)).sum());
+        }
         for rank in self.world.ranks() {
             for call in self.calls(rank, count) {
                 let plan = self.plan(rank, &call)?;
@@ -372,6 +459,12 @@ impl<'a> Task<'a> {
         }
         let (mut jobs, mut inputs) = (Vec::new(), Vec::new());
         for rank in self.world.ranks() {
+            if let Some(coding) = &self.coding {
+                let submission = Submission::model(count, self.model(coding, rank, count));
+                jobs.push(vec![sim.submit(Peer(rank.0), submission)]);
+                inputs.push(Vec::new());
+                continue;
+            }
             let mine = self.calls(rank, count);
             let input_bytes = if carry { self.plan(rank, &mine[0])?.input_bytes() } else { 0 };
             let input = random_elements(self.args.dtype, input_bytes, &mut rng);
@@ -389,11 +482,17 @@ impl<'a> Task<'a> {
         Ok(Run { report, shape: self.shape(count), jobs, inputs })
     }
 
+    fn model(&self, coding: &Coding, rank: Rank, count: usize) -> CodedModel {
+        let Coding { codec, speeds, two_level } = coding;
+        CodedModel::all_reduce(&**codec, speeds, count, rank, &self.placement(), *two_level)
+    }
+
     fn json(&self, run: &Run) -> Json {
         let &Args { ranks, size, seed, .. } = self.args;
         let op = self.args.op();
         Json {
             op: op.name(),
+            codec: self.args.codec.to_string(),
             ranks,
             bytes: if op.has_elements() { size } else { 0 },
             algorithm: self.algorithm.name(),
@@ -401,7 +500,7 @@ impl<'a> Task<'a> {
             wire_bytes_max: run.report.wire_bytes_max(),
             wire_bytes_mean: run.report.wire_bytes_mean(),
             rounds: run.report.rounds,
-            bound_ms: lower_bound(op, size, &self.network).as_secs_f64() * 1e3,
+            bound_ms: self.bound().as_secs_f64() * 1e3,
             failed_ranks: run.failures().map(|(rank, _)| rank.0).collect(),
             seed,
         }
@@ -424,7 +523,11 @@ impl<'a> Task<'a> {
         };
         let chosen = if self.args.algorithm.is_some() { "" } else { ", chosen" };
         let plural = if ranks == 1 { "" } else { "s" };
-        writeln!(out, "{op}{what} over {ranks} rank{plural}, {}{chosen}", self.algorithm)?;
+        let codec = match &self.coding {
+            Some(_) => format!(", through {}", self.args.codec),
+            None => String::new(),
+        };
+        writeln!(out, "{op}{what} over {ranks} rank{plural}, {}{chosen}{codec}", self.algorithm)?;
         let each = match &self.network.hosts {
             Some(_) => "each host",
             None => "each",
@@ -437,10 +540,10 @@ impl<'a> Task<'a> {
         )?;
 
         let report = &run.report;
-        let (ended, bound) = (report.ended.0, lower_bound(op, size, &self.network));
+        let (ended, bound) = (report.ended.0, self.bound());
         writeln!(out)?;
         write!(out, "  virtual time   {}", show_time(ended))?;
-        if !bound.is_zero() && run.failures().next().is_none() {
+        if !bound.is_zero() && run.failures().next().is_none() && self.coding.is_none() {
             let ratio = ended.as_secs_f64() / bound.as_secs_f64();
             write!(out, "   ({ratio:.3} × the lower bound of {})", show_time(bound))?;
         }
@@ -478,10 +581,17 @@ impl<'a> Task<'a> {
                 writeln!(out, "  checked in a run of its own, on {count} random elements:")?;
                 writeln!(out, "           every {whose} is right, bit for bit")?;
             }
+            None if self.coding.is_some() => writeln!(out, "  not checked: only lengths travel")?,
             None => writeln!(out, "  not checked: too long to carry its elements")?,
         }
         writeln!(out, "  simulated in {} (seed {})", show_time(took), self.args.seed)?;
         Ok(out)
+    }
+
+    /// The least time of the dense vector on the whole line, headers not counted.
+    fn bound(&self) -> Duration {
+        let network = Network { bandwidth: self.args.bandwidth, ..self.network.clone() };
+        lower_bound(self.args.op(), self.args.size, &network)
     }
 
     /// When each rank was sending, as a picture.

@@ -206,3 +206,40 @@ fn help_teaches() {
         assert!(help.contains(says), "{help}");
     }
 }
+
+/// What a slow machine has measured: a codec at 1 GB/s, a network at 10 ns a byte, a relay at 2.
+const SPEEDS: &str = r#"{"codec":"int8","encode_gbs":1.0,"decode_gbs":2.0,"add_gbs":10.0}
+{"codec":"topk:0.01","encode_gbs":1.0,"decode_gbs":20.0,"add_gbs":10.0}
+{"op":"all_reduce","link":"quic","ranks":2,"wire_bytes":1000000,"cpu_s":0.02,"iters":1}
+{"relay_cpu_s":0.002,"relay_bytes":1000000}
+"#;
+
+#[test]
+fn work_takes_time_and_cores_are_shared() {
+    let speeds = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("speeds.json");
+    std::fs::write(&speeds, SPEEDS).unwrap();
+    let ms = |flags: &str| json(&format!("sim all_reduce -n 4 --latency 100us --json {flags}"));
+    let ms = |flags: &str| ms(flags)["virtual_ms"].as_f64().unwrap();
+    let real = |flags: &str| ms(&format!("--speeds {} {flags}", speeds.display()));
+    for codec in ["none", "int8", "topk:0.01"] {
+        let free = ms(&format!("--codec {codec}"));
+        let enough = real(&format!("--codec {codec}"));
+        let eight = real(&format!("--codec {codec} --cores 8"));
+        let two = real(&format!("--codec {codec} --cores 2"));
+        let one = real(&format!("--codec {codec} --cores 1"));
+        let all = format!("{codec}: {free} {enough} {eight} {two} {one}");
+        assert!(free < enough && enough <= eight && eight <= two && two < one, "{all}");
+        assert!(one > 1.6 * two, "two cores do nearly twice as much: {all}");
+    }
+    // Four ranks encode 100 MB and a quarter of that, and decode it twice, on one core.
+    let one = real("--codec topk:0.01 --cores 1 --bandwidth 100gbit");
+    assert!((500.0..650.0).contains(&one), "{one}");
+    let said = refusal(&format!("sim all_reduce --codec randk:0.01 --speeds {}", speeds.display()));
+    assert!(said.contains("bench codec --codec randk:0.01"), "{said}");
+    let said = refusal("sim all_reduce --codec powersgd:2");
+    assert!(said.contains("only if it sends shards"), "{said}");
+    let said = refusal("sim broadcast --codec int8");
+    assert!(said.contains("for all_reduce of f32 alone"), "{said}");
+    let said = refusal("sim all_reduce --cores 2");
+    assert!(said.contains("--speeds"), "{said}");
+}

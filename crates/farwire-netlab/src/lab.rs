@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+use rustix::time::ClockId;
 
 use crate::firewall::Firewall;
 use crate::impair::Impairments;
@@ -49,7 +50,17 @@ const MOST_HOSTS: usize = 254;
 pub struct Lab {
     namespaces: Vec<File>,
     stop: Arc<AtomicBool>,
-    relay: Option<JoinHandle<Vec<Tally>>>,
+    relay: Option<JoinHandle<Relayed>>,
+}
+
+/// What a laboratory's relay has done.
+#[derive(Clone, Debug, Default)]
+pub struct Relayed {
+    /// What became of each host's packets on their way out.
+    pub hosts: Vec<Tally>,
+    /// What the relay used of a core. Where that is near the time that has passed, the relay was
+    /// the limit, not the network it stands for.
+    pub cpu: Duration,
 }
 
 /// Why there is no laboratory.
@@ -124,12 +135,12 @@ impl Lab {
         format!("/proc/{}/fd/{}", std::process::id(), self.namespaces[host].as_raw_fd()).into()
     }
 
-    /// Ends the network, and says what became of each host's packets on their way out.
-    pub fn close(mut self) -> Vec<Tally> {
+    /// Ends the network, and says what it has done.
+    pub fn close(mut self) -> Relayed {
         self.end()
     }
 
-    fn end(&mut self) -> Vec<Tally> {
+    fn end(&mut self) -> Relayed {
         self.stop.store(true, Ordering::Relaxed);
         self.relay.take().and_then(|relay| relay.join().ok()).unwrap_or_default()
     }
@@ -148,7 +159,7 @@ struct Port {
     down: Shaper<Vec<u8>>,
 }
 
-fn run(mut ports: Vec<Port>, mut firewall: Firewall, stop: &AtomicBool) -> Vec<Tally> {
+fn run(mut ports: Vec<Port>, mut firewall: Firewall, stop: &AtomicBool) -> Relayed {
     let start = Instant::now();
     let mut buffer = vec![0; MTU as usize];
     // A host is where packets from its address have come from, so it may change it.
@@ -197,7 +208,9 @@ fn run(mut ports: Vec<Port>, mut firewall: Firewall, stop: &AtomicBool) -> Vec<T
         // If the wait is cut short, so much the better.
         let _ = poll(&mut waiting, Some(&sleep));
     }
-    ports.iter().map(|port| port.up.tally()).collect()
+    let cpu = rustix::time::clock_gettime(ClockId::ThreadCPUTime);
+    let cpu = Duration::new(cpu.tv_sec.unsigned_abs(), cpu.tv_nsec.unsigned_abs() as u32);
+    Relayed { hosts: ports.iter().map(|port| port.up.tally()).collect(), cpu }
 }
 
 /// Where an IPv4 packet comes from, and where it goes.

@@ -21,6 +21,6 @@ mod tun;
 pub mod units;
 
 pub use impair::{Impairments, Loss, Outage, Partition, Queue};
-pub use lab::{DEVICE, Lab, LabError};
+pub use lab::{DEVICE, Lab, LabError, Relayed};
 pub use memory::{MemoryNetwork, MemorySocket};
 pub use shaper::{Shaper, Tally};

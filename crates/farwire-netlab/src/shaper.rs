@@ -43,6 +43,8 @@ pub struct Shaper<T> {
 pub struct Tally {
     /// Packets that were let in.
     pub passed: u64,
+    /// Their bytes.
+    pub bytes: u64,
     /// Packets that were lost by chance.
     pub lost: u64,
     /// Packets that found the queue full.
@@ -137,6 +139,7 @@ impl<T: Clone> Shaper<T> {
         } else {
             self.line_free = now;
         }
+        self.tally.bytes += len as u64;
         let jitter = self.jitter.mul_f64(self.chance.random());
         let mut due = (self.line_free + self.delay + jitter).max(self.last_due);
         if self.chance.random_bool(self.reorder) {

@@ -25,13 +25,15 @@
 //! ```
 //!
 //! For large worlds the simulator can carry the lengths of payloads rather than their bytes: see
-//! [`Sim::carry_lengths`].
+//! [`Sim::carry_lengths`]. To foretell how long an operation takes on real machines, say what work
+//! costs ([`Costs`], [`CodingSpeeds`]) and which processes share [`Cores`].
 
 #![forbid(unsafe_code)]
 
 mod bound;
 pub mod chaos;
 pub mod kinds;
+mod model;
 mod network;
 mod node;
 pub mod oracle;
@@ -40,6 +42,7 @@ pub mod script;
 mod sim;
 
 pub use bound::lower_bound;
-pub use network::{Link, Network, Trouble};
+pub use model::{CodedModel, CodingSpeeds};
+pub use network::{Cores, Costs, Link, Network, Trouble};
 pub use report::{Hang, JobEnd, JobId, JobReport, RankStats, Report};
 pub use sim::{Coded, Progress, Sim, Start, Submission};

@@ -33,6 +33,10 @@ pub struct Network {
     pub detection: Duration,
     /// Coding a round of parcels takes up to this long, at random.
     pub coding: Duration,
+    /// What frames cost the processes.
+    pub costs: Costs,
+    /// Where they do that, and their coding.
+    pub cores: Cores,
     /// What goes wrong.
     pub troubles: Vec<Trouble>,
     /// Where all randomness comes from.
@@ -56,6 +60,8 @@ impl Network {
             window: 8 << 20,
             detection: Duration::from_secs(2),
             coding: Duration::ZERO,
+            costs: Costs::default(),
+            cores: Cores::Unlimited,
             troubles: Vec::new(),
             seed: 0,
         }
@@ -88,10 +94,56 @@ impl Network {
         }
     }
 
+    /// How long a core works on a frame of so many bytes, at the sender and at the receiver.
+    pub(crate) fn work(&self, from: Peer, to: Peer, bytes: usize) -> (Duration, Duration) {
+        let Costs { frame, send, receive, local, .. } = self.costs;
+        let (send, receive) =
+            if self.share_a_host(from, to) { (local, local) } else { (send, receive) };
+        let time = |per_byte: f64| Duration::from_secs_f64(frame + per_byte * bytes as f64);
+        (time(send), time(receive))
+    }
+
+    /// The cores that a process works on, and how many they are; none if there are always enough.
+    pub(crate) fn cores_of(&self, peer: Peer) -> Option<(u64, usize)> {
+        match self.cores {
+            Cores::Unlimited => None,
+            Cores::Shared(cores) => Some((0, cores)),
+            Cores::PerHost(cores) if self.hosts.is_some() => Some((self.host_of(peer), cores)),
+            Cores::PerHost(cores) => Some((peer.0.into(), cores)),
+        }
+    }
+
     /// Every process.
     pub fn peers(&self) -> impl Iterator<Item = Peer> + use<> {
         (0..self.world.get()).map(Peer)
     }
+}
+
+/// Seconds of one core that it takes to move frames. By default, none.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Costs {
+    /// For each frame, at each end.
+    pub frame: f64,
+    /// For each byte that is sent to another host.
+    pub send: f64,
+    /// For each byte that came from one; adding it up included.
+    pub receive: f64,
+    /// For each byte between processes of one host, at each end.
+    pub local: f64,
+    /// For each byte that a relay carries from host to host, on one thread: a laboratory's.
+    pub relay: f64,
+}
+
+/// Who shares cores with whom.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Cores {
+    /// There are always enough.
+    #[default]
+    Unlimited,
+    /// All processes share these, and the relay: hosts of a laboratory.
+    Shared(usize),
+    /// Each host has so many.
+    PerHost(usize),
 }
 
 /// What frames leave and arrive through, one after the other.

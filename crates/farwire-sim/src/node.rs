@@ -6,7 +6,7 @@ use std::ops::Range;
 use farwire_codec::collective::CodedCollective;
 use farwire_proto::{
     Action, Buffers, CallError, Config, DType, Effect, Engine, Frames, Gate, Lane, Level, Machine,
-    Outcome, Peer, Plan, Rank, Time,
+    OpId, Outcome, Peer, Plan, Rank, Time,
 };
 
 use crate::report::JobId;
@@ -63,6 +63,8 @@ impl Buffers for Vectors {
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) id: JobId,
+    /// Once it has begun.
+    pub(crate) op: Option<OpId>,
     /// Whether only lengths are carried.
     pub(crate) lengths: bool,
     outcome: Outcome,
@@ -80,6 +82,7 @@ impl Job {
     pub(crate) fn new(id: JobId, plan: &Plan, lengths: bool) -> Self {
         Self {
             id,
+            op: None,
             lengths,
             outcome: plan.outcome(),
             shared: output_in_place(plan),

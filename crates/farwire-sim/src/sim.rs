@@ -4,17 +4,19 @@ mod transit;
 
 use std::cmp::Ordering;
 use std::collections::{BinaryHeap, HashMap, HashSet, VecDeque};
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use bytes::Bytes;
 use farwire_codec::collective::CodedCollective;
 use farwire_proto::{
-    Call, Coding, CommId, Config, Input, Lane, MachineEvent, Nonsense, OpId, OpenError, Options,
-    Peer, Refusal, Refused, Time, Verdict,
+    Call, Coding, CommId, Config, DType, Input, Lane, MachineEvent, Nonsense, OpId, OpenError,
+    Options, Peer, ReduceOp, Refusal, Refused, Time, Verdict,
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
+use crate::model::{CodedModel, Coder, Task};
 use crate::network::{Interface, Network, Trouble};
 use crate::node::{FlightId, Job, Node, memory};
 use crate::report::{Hang, JobEnd, JobId, JobReport, RankStats, Report};
@@ -45,6 +47,8 @@ pub enum Coded {
     /// Only their lengths, by round and by the rank they go to: for vectors that would not fit in
     /// memory.
     Lengths(Vec<Vec<usize>>),
+    /// Their lengths, and what work they are.
+    Model(CodedModel),
 }
 
 impl Submission {
@@ -52,6 +56,14 @@ impl Submission {
     pub fn coded(exchange: CodedCollective) -> Self {
         let call = exchange.call().clone();
         Self { coded: Some(Coded::Collective(Box::new(exchange))), ..Self::new(call, Vec::new()) }
+    }
+
+    /// A modelled all-reduce of `count` elements of f32, on the world communicator, at the beginning.
+    pub fn model(count: usize, model: CodedModel) -> Self {
+        let call = Call::AllReduce { count, dtype: DType::F32, op: ReduceOp::Sum };
+        let (rounds, max) = (model.rounds(), model.longest());
+        let call = Call::Coded { call: Box::new(call), codec: NonZeroU32::MIN, rounds, max };
+        Self { coded: Some(Coded::Model(model)), ..Self::new(call, Vec::new()) }
     }
 
     /// A call on the world communicator, at the beginning.
@@ -72,6 +84,9 @@ pub struct Progress {
 
 /// Happenings between two reports of progress.
 const PROGRESS_EVERY: u64 = 1 << 16;
+
+/// How long a process works before others that share its cores have their turn.
+const SLICE: Duration = Duration::from_millis(1);
 
 /// When a call is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -102,8 +117,17 @@ pub struct Sim {
     sender_free: HashMap<Interface, Time>,
     receiver_free: HashMap<Interface, Time>,
     link_free: HashMap<(Peer, Peer), Time>,
+    /// When an interface would have sent all it was given, if cores had no work with it.
+    planned: HashMap<Interface, Time>,
+    relay_free: Time,
+    /// When each core of a pool has done what it was given.
+    cores: HashMap<u64, Vec<Time>>,
+    /// Processes at work on modelled calls.
+    coders: HashMap<(Peer, OpId), Coder>,
     /// The latest arrival on each lane, so that none overtakes another of its lane.
     last_arrival: HashMap<(Peer, Lane), Time>,
+    /// The same, when the work on it is done.
+    last_read: HashMap<(Peer, Lane), Time>,
     /// Pairs that have given each other up.
     severed: HashSet<(Peer, Peer)>,
     report: Report,
@@ -142,12 +166,20 @@ impl Eq for Scheduled {}
 enum Happening {
     /// A process makes a call.
     Submit(Peer, JobId),
+    /// A process begins to work on a frame that is to leave.
+    Prepare(Peer, FlightId),
     /// The last byte of a frame has left.
     Departed(Peer, FlightId),
     /// The first byte of a frame is at its destination's interface.
     Arriving(FlightId),
     /// The last byte of a frame is there.
     Delivered(Peer, FlightId),
+    /// The work on it is done.
+    Read(Peer, FlightId),
+    /// A process has more work to do before something happens.
+    Work(Peer, Duration, Box<Happening>),
+    /// A process has done some work on a modelled call.
+    Worked(Peer, OpId),
     /// A sender learns that `bytes` of a lane were read.
     Window(Peer, Peer, Lane, usize),
     /// A process takes another for lost.
@@ -167,8 +199,12 @@ impl Happening {
     fn actor(&self) -> Option<Peer> {
         match *self {
             Self::Submit(peer, _)
+            | Self::Prepare(peer, _)
             | Self::Departed(peer, _)
             | Self::Delivered(peer, _)
+            | Self::Read(peer, _)
+            | Self::Work(peer, ..)
+            | Self::Worked(peer, _)
             | Self::Window(peer, ..)
             | Self::Lost(peer, _)
             | Self::Timer(peer)
@@ -225,7 +261,12 @@ impl Sim {
             sender_free: HashMap::new(),
             receiver_free: HashMap::new(),
             link_free: HashMap::new(),
+            planned: HashMap::new(),
+            relay_free: Time::ZERO,
+            cores: HashMap::new(),
+            coders: HashMap::new(),
             last_arrival: HashMap::new(),
+            last_read: HashMap::new(),
             severed: HashSet::new(),
             report,
         }
@@ -333,9 +374,13 @@ impl Sim {
         }
         match happening {
             Happening::Submit(peer, job) => self.submit_now(peer, job),
+            Happening::Prepare(peer, flight) => self.prepare(peer, flight),
             Happening::Departed(peer, flight) => self.departed(peer, flight),
             Happening::Arriving(flight) => self.arriving(flight),
             Happening::Delivered(peer, flight) => self.delivered(peer, flight),
+            Happening::Read(peer, flight) => self.read(peer, flight),
+            Happening::Work(peer, rest, then) => self.work(peer, rest, *then),
+            Happening::Worked(peer, op) => self.worked(peer, op),
             Happening::Window(peer, to, lane, bytes) => self.window(peer, to, lane, bytes),
             Happening::Lost(peer, lost) => {
                 self.severed.insert((peer, lost));
@@ -403,7 +448,13 @@ impl Sim {
             Ok(plan) => plan,
             Err(error) => return self.end(id, JobEnd::Refused(error)),
         };
+        let mut coder = None;
         let input = match (coded, &call) {
+            (Some(Coded::Model(model)), _) => {
+                let lengths = model.lengths();
+                coder = Some(Coder::new(model));
+                Input::Lengths(lengths)
+            }
             (Some(Coded::Collective(exchange)), _) => Input::Rounds(exchange),
             (Some(Coded::Lengths(lengths)), _) => Input::Lengths(lengths.into()),
             (None, Call::Coded { .. }) => panic!("a coded call comes with what makes its parcels"),
@@ -415,14 +466,66 @@ impl Sim {
                 Err(error) => return self.end(id, JobEnd::Refused(error)),
             },
         };
-        let job = Job::new(id, &plan, matches!(input, Input::Lengths(_)));
-        match node.machine.submit(self.now, plan, input, |_, _| job) {
-            Ok(_) => self.settle(peer),
+        let mut job = Job::new(id, &plan, matches!(input, Input::Lengths(_)));
+        let tag = |op, _| {
+            job.op = Some(op);
+            job
+        };
+        match node.machine.submit(self.now, plan, input, tag) {
+            Ok(op) => {
+                self.coders.extend(coder.map(|coder| ((peer, op), coder)));
+                self.settle(peer);
+            }
             Err(Refused { why: Refusal::Call(error), .. }) => self.end(id, JobEnd::Refused(error)),
             Err(Refused { why: Refusal::Failed(error), input }) => {
                 self.end(id, JobEnd::Failed { error, input: given_back(input) });
             }
         }
+    }
+
+    /// When work that a process begins now is done: those that share cores take turns.
+    fn occupy(&mut self, peer: Peer, work: Duration) -> Time {
+        let Some((pool, cores)) = self.network.cores_of(peer) else { return self.now + work };
+        let cores = self.cores.entry(pool).or_insert_with(|| vec![Time::ZERO; cores]);
+        let core = cores.iter_mut().min().expect("a pool has cores");
+        *core = self.now.max(*core) + work;
+        *core
+    }
+
+    /// A process works for a while, and then something happens. Long work lets others have the core
+    /// now and then.
+    fn work(&mut self, peer: Peer, work: Duration, then: Happening) {
+        let now = work.min(SLICE);
+        let end = self.occupy(peer, now);
+        match work.saturating_sub(now) {
+            Duration::ZERO => self.push(end, then),
+            rest => self.push(end, Happening::Work(peer, rest, Box::new(then))),
+        }
+    }
+
+    /// A process goes on with a modelled call, if there is something to do.
+    fn model(&mut self, peer: Peer, op: OpId) {
+        let Some(coder) = self.coders.get_mut(&(peer, op)) else { return };
+        if let Some(work) = coder.begin() {
+            return self.work(peer, work, Happening::Worked(peer, op));
+        }
+        if coder.is_done()
+            && let Some((id, end)) = coder.ended.take()
+        {
+            self.coders.remove(&(peer, op));
+            self.end(id, end);
+        }
+    }
+
+    fn worked(&mut self, peer: Peer, op: OpId) {
+        let done = self.coders.get_mut(&(peer, op)).and_then(Coder::finish);
+        if done == Some(Task::Make) {
+            // It has lengths only, so this supplies the next round.
+            let nothing = self.nodes[peer.index()].machine.take_coding(op);
+            debug_assert!(nothing.is_none(), "a modelled call has nothing to code");
+        }
+        self.model(peer, op);
+        self.settle(peer);
     }
 
     /// How long some coding takes.
@@ -527,19 +630,33 @@ impl Sim {
     fn happened(&mut self, peer: Peer, event: MachineEvent<Vec<u8>, CodedCollective, Job>) {
         match event {
             MachineEvent::CommFailed { .. } => {}
+            MachineEvent::WantsCoding(op) if self.coders.contains_key(&(peer, op)) => {
+                self.coders.entry((peer, op)).and_modify(Coder::wanted);
+                self.model(peer, op);
+            }
             MachineEvent::WantsCoding(op) => {
                 let at = self.now + self.coding_time();
                 self.push(at, Happening::Code(peer, op));
             }
             MachineEvent::Ended { tag: job, end } => {
-                let id = job.id;
+                let (id, op) = (job.id, job.op);
                 let end = match end {
                     Ok(memory) => JobEnd::Done(job.result(memory)),
                     Err((failure, input)) => {
                         JobEnd::Failed { error: failure.error, input: given_back(input) }
                     }
                 };
-                self.end(id, end);
+                let done = matches!(end, JobEnd::Done(_));
+                match op.filter(|op| done && self.coders.contains_key(&(peer, *op))) {
+                    // Its frames are there, and the last of them are still to be decoded.
+                    Some(op) => {
+                        self.coders
+                            .entry((peer, op))
+                            .and_modify(|coder| coder.ended = Some((id, end)));
+                        self.model(peer, op);
+                    }
+                    None => self.end(id, end),
+                }
             }
         }
     }

@@ -197,11 +197,11 @@ struct Row {
     /// Hosts that the ranks are on, and what left the busiest of them for the others.
     hosts: usize,
     host_bytes: u64,
+    /// Of all ranks and all iterations.
     cpu_s: f64,
+    iters: u32,
     /// Absent unless asked for.
     wrong: Option<u64>,
-    #[serde(skip)]
-    iters: u32,
 }
 
 /// Runs the command.
@@ -376,6 +376,8 @@ struct Trial<'a, T> {
     compressor: Option<Compressor>,
     /// What that does at this size.
     codec: CodecSpec,
+    /// CPU time between iterations.
+    apart: Duration,
     /// Where vectors are, if not in host memory.
     #[cfg(feature = "cuda")]
     card: Option<all_reduce_cuda::OnCard>,
@@ -422,6 +424,7 @@ fn measure<T: Element>(
         data: Vec::new(),
         compressor: compressor.as_ref().map(|compressor| compressor.at_step(0)),
         codec,
+        apart: Duration::ZERO,
         #[cfg(feature = "cuda")]
         card: match args.device {
             Device::Cuda => Some(all_reduce_cuda::OnCard::new(&tuned)?),
@@ -450,12 +453,14 @@ fn measure<T: Element>(
     comm.barrier().wait()?;
     let placement = comm.placement()?;
     let off_host = || off_host(comm, &placement);
+    trial.apart = Duration::ZERO;
     let (traffic, off_host_before, cpu) = (comm.traffic(), off_host(), cpu_time());
     let mut times = Vec::with_capacity(iters as usize);
     for _ in 0..iters {
         times.push(trial.turn()?.as_nanos() as u64);
     }
-    let (cpu, sent) = (cpu_time().saturating_sub(cpu), comm.traffic().bytes - traffic.bytes);
+    let cpu = cpu_time().saturating_sub(cpu).saturating_sub(trial.apart);
+    let sent = comm.traffic().bytes - traffic.bytes;
     let left = (off_host() - off_host_before) / u64::from(iters);
     let left = comm.all_gather(vec![left]).wait()?;
     let left_host = |host| placement.ranks(host).iter().map(|rank| left[rank.index()]).sum();
@@ -495,7 +500,10 @@ impl<T: Element> Trial<'_, T> {
         let length = self.data.len();
         // A codec's work depends on the data, and sums of sums would overflow: it gets the same
         // gradient each time.
-        let same = (!self.codec.is_none()).then(|| self.data.clone());
+        let same = match self.codec.is_none() {
+            true => None,
+            false => Some(self.copy()?),
+        };
         let (result, took) = self.call()?;
         self.data = match same {
             Some(same) => same,
@@ -503,6 +511,16 @@ impl<T: Element> Trial<'_, T> {
             None => vec![T::default(); length],
         };
         Ok(took)
+    }
+
+    /// A copy of the data. All ranks go on when all have one, since those that share cores with
+    /// others would slow them down; nor does it count as work.
+    fn copy(&mut self) -> Result<Vec<T>, Error> {
+        let cpu = cpu_time();
+        let copy = self.data.clone();
+        self.comm.with_options(Options::default()).barrier().wait()?;
+        self.apart += cpu_time().saturating_sub(cpu);
+        Ok(copy)
     }
 
     /// [`call`](Self::call) through a codec.

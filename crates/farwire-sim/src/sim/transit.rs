@@ -1,10 +1,15 @@
 //! A frame's way: from a machine through its window, its interface and a link, to another machine.
 
+use std::time::Duration;
+
 use farwire_proto::{HEADER_LEN, Header, Lane, Payload, Peer, Time, Transmit};
 
 use super::{Happening, Sim};
 use crate::network::{Interface, transfer_time};
 use crate::node::FlightId;
+
+/// How long before its interface is free a process works on a frame.
+const AHEAD: Duration = Duration::from_millis(1);
 
 /// A frame on its way.
 #[derive(Debug)]
@@ -64,8 +69,32 @@ impl Sim {
             depth,
         };
         let id = self.take_off(flight);
-        self.depart(id);
+        self.queue_up(id);
         false
+    }
+
+    /// A frame waits until its process works on it: shortly before the interface is free for it.
+    fn queue_up(&mut self, id: FlightId) {
+        let flight = &self.flights[id.0];
+        let (from, to, bytes) = (flight.from, flight.to, flight.wire_bytes());
+        let (work, _) = self.network.work(from, to, bytes);
+        if work.is_zero() || flight.header.frame.is_notice() {
+            return self.depart(id, self.now);
+        }
+        let (interface, rate) = self.network.interface(from, to);
+        let free = self.sender_free.get(&interface).copied().unwrap_or_default();
+        let planned = self.planned.entry(interface).or_default();
+        let start = self.now.max(*planned).max(free);
+        *planned = start + transfer_time(bytes, rate);
+        let due = Time(start.0.saturating_sub(AHEAD)).max(self.now);
+        self.push(due, Happening::Prepare(from, id));
+    }
+
+    pub(super) fn prepare(&mut self, peer: Peer, id: FlightId) {
+        let flight = &self.flights[id.0];
+        let (work, _) = self.network.work(flight.from, flight.to, flight.wire_bytes());
+        let ready = self.occupy(peer, work);
+        self.depart(id, ready);
     }
 
     /// A sender learns that bytes of a lane were read.
@@ -84,8 +113,8 @@ impl Sim {
         }
     }
 
-    /// A frame takes its turn on the sender's interface and on the link.
-    fn depart(&mut self, id: FlightId) {
+    /// A frame that is ready takes its turn on the sender's interface and on the link.
+    fn depart(&mut self, id: FlightId, ready: Time) {
         let flight = &self.flights[id.0];
         let (from, to, bytes, lane) = (flight.from, flight.to, flight.wire_bytes(), flight.lane());
         let control = flight.header.frame.is_notice();
@@ -94,7 +123,7 @@ impl Sim {
 
         let (interface, rate) = self.network.interface(from, to);
         let free = self.sender_free.entry(interface).or_default();
-        let start = self.now.max(*free);
+        let start = ready.max(*free);
         let end = start + transfer_time(bytes + resent, rate);
         *free = end;
         self.flights[id.0].leaves = end;
@@ -156,10 +185,36 @@ impl Sim {
         // and travelled.
         let through = self.now + transfer_time(bytes, link.bandwidth);
         let delivered = (*free).max(through).max(leaves + link.latency);
+        let delivered = delivered.max(self.relayed(to, interface, bytes));
         self.push(delivered, Happening::Delivered(to, id));
     }
 
+    /// When a frame that arrives now has passed the relay, if there is one.
+    fn relayed(&mut self, to: Peer, interface: Interface, bytes: usize) -> Time {
+        let work = Duration::from_secs_f64(self.network.costs.relay * bytes as f64);
+        if work.is_zero() || matches!(interface, Interface::Memory(_)) {
+            return self.now;
+        }
+        self.relay_free = self.occupy(to, work).max(self.relay_free + work);
+        self.relay_free
+    }
+
+    /// A frame is there; its process works on it.
     pub(super) fn delivered(&mut self, peer: Peer, id: FlightId) {
+        let flight = &self.flights[id.0];
+        let (_, work) = self.network.work(flight.from, flight.to, flight.wire_bytes());
+        if work.is_zero() || flight.header.frame.is_notice() {
+            return self.read(peer, id);
+        }
+        let lane = flight.lane();
+        let done = self.occupy(peer, work);
+        let last = self.last_read.entry((peer, lane)).or_default();
+        *last = done.max(*last);
+        let done = *last;
+        self.push(done, Happening::Read(peer, id));
+    }
+
+    pub(super) fn read(&mut self, peer: Peer, id: FlightId) {
         let flight = &mut self.flights[id.0];
         let from = flight.from;
         if !flight.departed || self.severed.contains(&(from, peer)) {

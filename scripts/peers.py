@@ -1,0 +1,494 @@
+#!/usr/bin/env python3
+"""All-reduce beside its peers: farwire, Gloo (through torch), Open MPI and nexar 0.2.0, on one host and on shaped hosts.
+
+    python3 scripts/peers.py [--farwire PATH] [--rounds 5] [--quick] [--only WORD] [--no-install] [--json FILE]
+
+Needs Linux; shaped hosts need root, for `farwire netlab`. What a peer lacks is installed: Open MPI by apt, torch by
+pip and nexar by cargo, both into `--folder`; a peer that cannot be is left out, and the reason told. All peers have
+the same sizes, the same numbers of iterations and f32 sums. Each round runs all of them, one after the other.
+
+A time is the median over rounds of a run's median over iterations, each of them that of the slowest rank. `than Gloo`
+and `than Open MPI` say how many times as fast, as the median over rounds of ratios within a round, where both ran at
+the same place; through a codec, against dense. `CPU s` is what all ranks together used for one operation (shaped hosts
+also share their cores with the relay between them). `wrong` counts elements, over all ranks, in one checked operation.
+
+A round takes about two and a half minutes on two cores.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import time
+
+LIMIT = 300  # seconds for one run
+WARMUP = 3
+
+MPI_SOURCE = r"""
+#include <mpi.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+
+static double cpu(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+    return t.tv_sec + 1e-9 * t.tv_nsec;
+}
+
+static int ascending(const void *a, const void *b) {
+    double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static void measure(long bytes, int iterations, int warmup, int rank, int ranks) {
+    int n = bytes / sizeof(float);
+    float *in = malloc(bytes), *out = malloc(bytes);
+    double *times = malloc(iterations * sizeof(double)), *slowest = malloc(iterations * sizeof(double));
+    for (int i = 0; i < n; i++) in[i] = (i % 251) * (rank + 1);
+    for (int i = 0; i < warmup; i++) MPI_Allreduce(in, out, n, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
+    long mine = 0, wrong;
+    for (int i = 0; i < n; i++) mine += out[i] != (i % 251) * (ranks * (ranks + 1) / 2);
+    MPI_Allreduce(&mine, &wrong, 1, MPI_LONG, MPI_SUM, MPI_COMM_WORLD);
+    double began = cpu(), used, all;
+    for (int i = 0; i < iterations; i++) {
+        double start = MPI_Wtime();
+        MPI_Allreduce(in, out, n, MPI_FLOAT, MPI_SUM, MPI_COMM_WORLD);
+        times[i] = MPI_Wtime() - start;
+    }
+    used = (cpu() - began) / iterations;
+    MPI_Reduce(times, slowest, iterations, MPI_DOUBLE, MPI_MAX, 0, MPI_COMM_WORLD);
+    MPI_Reduce(&used, &all, 1, MPI_DOUBLE, MPI_SUM, 0, MPI_COMM_WORLD);
+    if (rank == 0) {
+        qsort(slowest, iterations, sizeof(double), ascending);
+        printf("{\"bytes\": %ld, \"seconds\": %.9f, \"cpu\": %.9f, \"wrong\": %ld}\n",
+               bytes, slowest[iterations / 2], all, wrong);
+        fflush(stdout);
+    }
+    free(in), free(out), free(times), free(slowest);
+}
+
+/* WARMUP BYTES:ITERATIONS... */
+int main(int count, char **arguments) {
+    MPI_Init(&count, &arguments);
+    int rank, ranks;
+    MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &ranks);
+    for (int i = 2; i < count; i++)
+        measure(atol(arguments[i]), atoi(strchr(arguments[i], ':') + 1), atoi(arguments[1]), rank, ranks);
+    MPI_Finalize();
+}
+"""
+
+NEXAR_MANIFEST = """
+[package]
+name = "nexar-peer"
+version = "0.0.0"
+edition = "2024"
+
+[dependencies]
+nexar = "=0.2.0"
+tokio = { version = "1", features = ["full"] }
+
+[workspace]
+"""
+
+NEXAR_SOURCE = r"""
+//! WARMUP BYTES:ITERATIONS... on `RANKS` threads, or as one rank of a job that netlab started.
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nexar::{ClusterConfig, CpuAdapter, DataType, NexarClient, ReduceOp};
+
+type Ranks = Vec<(u32, Arc<NexarClient>)>;
+
+fn number(name: &str) -> Option<u32> {
+    std::env::var(name).ok()?.parse().ok()
+}
+
+async fn join(rank: u32, ranks: u32) -> Ranks {
+    let seed = "10.77.0.1:7000".parse().unwrap();
+    let here = format!("10.77.0.{}:7001", rank + 1).parse().unwrap();
+    let config = ClusterConfig::new(ranks)
+        .with_bind_addr(here)
+        .with_advertise_addr(here)
+        .with_cluster_token("00112233445566778899aabbccddeeff".to_string())
+        .with_requested_rank(rank);
+    let adapter = Arc::new(CpuAdapter::new());
+    let client = if rank == 0 {
+        NexarClient::bootstrap_seed(seed, &config, adapter).await
+    } else {
+        tokio::time::sleep(Duration::from_secs(1)).await;
+        NexarClient::bootstrap_join(seed, &config, adapter).await
+    };
+    vec![(rank, Arc::new(client.expect("a cluster")))]
+}
+
+fn input(rank: u32, elements: usize) -> Vec<f32> {
+    (0..elements).map(|i| (i % 251) as f32 * (rank + 1) as f32).collect()
+}
+
+async fn all_reduce(ranks: &Ranks, vectors: Vec<Vec<f32>>) -> Vec<Vec<f32>> {
+    let mut tasks = Vec::new();
+    for ((_, client), mut vector) in ranks.iter().cloned().zip(vectors) {
+        tasks.push(tokio::spawn(async move {
+            let (at, count) = (vector.as_mut_ptr() as u64, vector.len());
+            // SAFETY: the vector lives in this task until the call has ended.
+            unsafe { client.all_reduce(at, count, DataType::F32, ReduceOp::Sum).await.expect("a sum") };
+            vector
+        }));
+    }
+    let mut results = Vec::new();
+    for task in tasks {
+        results.push(task.await.unwrap());
+    }
+    results
+}
+
+fn cpu() -> f64 {
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
+    let fields: Vec<_> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
+    (fields[11].parse::<f64>().unwrap() + fields[12].parse::<f64>().unwrap()) / 100.0
+}
+
+#[tokio::main]
+async fn main() {
+    let (ranks, size) = match (number("RANKS"), number("RANK"), number("WORLD_SIZE")) {
+        (Some(ranks), ..) => {
+            let all = NexarClient::bootstrap_local(ranks, Arc::new(CpuAdapter::new())).await.unwrap();
+            ((0..).zip(all.into_iter().map(Arc::new)).collect::<Ranks>(), ranks)
+        }
+        (None, Some(rank), Some(world)) => (join(rank, world).await, world),
+        _ => panic!("say RANKS, or RANK and WORLD_SIZE"),
+    };
+    let mut arguments = std::env::args().skip(1);
+    let warmup: usize = arguments.next().unwrap().parse().unwrap();
+    for case in arguments {
+        let (bytes, iterations) = case.split_once(':').unwrap();
+        let (bytes, iterations): (usize, usize) = (bytes.parse().unwrap(), iterations.parse().unwrap());
+        let fresh = || ranks.iter().map(|(rank, _)| input(*rank, bytes / 4)).collect::<Vec<_>>();
+        let mut vectors = all_reduce(&ranks, fresh()).await;
+        let sum = (size * (size + 1) / 2) as f32;
+        let right = |(i, value): &(usize, &f32)| **value != (i % 251) as f32 * sum;
+        let wrong: usize = vectors.iter().map(|v| v.iter().enumerate().filter(right).count()).sum();
+        for _ in 1..warmup {
+            vectors = all_reduce(&ranks, vectors).await;
+        }
+        let (began, mut times) = (cpu(), Vec::new());
+        for _ in 0..iterations {
+            let start = Instant::now();
+            vectors = all_reduce(&ranks, vectors).await;
+            times.push(start.elapsed().as_secs_f64());
+        }
+        let used = (cpu() - began) / iterations as f64;
+        times.sort_by(f64::total_cmp);
+        println!(
+            "{{\"bytes\": {bytes}, \"seconds\": {}, \"cpu\": {used}, \"wrong\": {wrong}}}",
+            times[iterations / 2]
+        );
+    }
+    for (_, client) in &ranks {
+        client.barrier().await.unwrap();
+    }
+}
+"""
+
+
+def gloo_rank(warmup, cases):
+    """One rank of Gloo."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for case in cases:
+        size, iterations = map(int, case.split(":"))
+        pattern = torch.arange(size // 4) % 251
+        vector = (pattern * (rank + 1)).float()
+        dist.all_reduce(vector)
+        wrong = (vector != pattern * (ranks * (ranks + 1) // 2)).sum()
+        dist.all_reduce(wrong)
+        vector.zero_()  # else sums of sums would overflow
+        for _ in range(1, int(warmup)):
+            dist.all_reduce(vector)
+        times, began = [], time.process_time()
+        for _ in range(iterations):
+            start = time.perf_counter()
+            dist.all_reduce(vector)
+            times.append(time.perf_counter() - start)
+        cpu, times = torch.tensor((time.process_time() - began) / iterations), torch.tensor(times)
+        dist.all_reduce(cpu)
+        dist.all_reduce(times, op=dist.ReduceOp.MAX)
+        if rank == 0:
+            result = {"bytes": size, "seconds": statistics.median(times.tolist()), "cpu": cpu.item(), "wrong": wrong.item()}
+            print(json.dumps(result), flush=True)
+    dist.barrier()
+
+
+class Case:
+    """Where it runs, and on what: sizes in bytes, with iterations."""
+
+    def __init__(self, name, sizes, ranks, rate=None):
+        self.name, self.sizes, self.ranks, self.rate = name, sizes, ranks, rate
+
+    def arguments(self):
+        return [str(WARMUP), *(f"{size}:{iterations}" for size, iterations in self.sizes.items())]
+
+    def lab(self, options):
+        """What puts a command on every host."""
+        hosts = ["--hosts", str(self.ranks), "--rate", self.rate, "--queue", "20ms", "--delay", "0.1ms"]
+        return [options.farwire, "netlab", *hosts, "--"]
+
+
+def on_one_host(ranks, quick):
+    sizes = {4 << 10: 1000, 1 << 20: 200, 64 << 20: 10}
+    return Case(f"one host, {ranks} ranks", {1 << 20: 50} if quick else sizes, ranks)
+
+
+def on_shaped_hosts(rate, megabytes, quick):
+    size = megabytes * 1_000_000 // (10 if quick else 1)
+    return Case(f"4 hosts, {rate[:-4]} {rate[-4].upper()}bit/s", {size: 3}, 4, rate)
+
+
+class Farwire:
+    def __init__(self, link, codec="none"):
+        self.link, self.codec = link, codec
+        self.name = f"farwire, {link}" + ("" if codec == "none" else f", {codec}")
+
+    def run(self, case, options):
+        # A short operation is repeated more often; a sparse one is shorter.
+        more = {"none": 1, "int8": 2}.get(self.codec, 10)
+        results, environment = [], {**os.environ, "FARWIRE_LINK": self.link}
+        for size, iterations in case.sizes.items():
+            bench = [options.farwire, "bench", "all_reduce", f"--size={size}", f"--codec={self.codec}", f"--link={self.link}"]
+            bench += [f"--iters={iterations * more}", f"--warmup={WARMUP}", "--json", *["--check"] * options.check]
+            command = case.lab(options) + bench if case.rate else [*bench, f"--ranks={case.ranks}"]
+            for row in run([command], environment):
+                cpu = row["cpu_s"] / row["iters"]
+                results.append({"bytes": size, "seconds": row["p50_us"] / 1e6, "cpu": cpu, "wrong": row["wrong"] or 0})
+        return results
+
+
+class Gloo:
+    name = "Gloo"
+
+    def __init__(self, options):
+        self.python = sys.executable
+        if succeeds([self.python, "-c", "import torch"]):
+            return
+        venv = os.path.join(options.folder, "python")
+        self.python = os.path.join(venv, "bin", "python")
+        if not succeeds([self.python, "-c", "import torch"]):
+            install([sys.executable, "-m", "venv", venv], options)
+            install([self.python, "-m", "pip", "install", "torch", "numpy"], options)
+
+    def run(self, case, options):
+        rank = [self.python, os.path.abspath(__file__), "--gloo-rank", *case.arguments()]
+        if case.rate:
+            return run([[*case.lab(options), *rank]], os.environ)
+        job = {**os.environ, "WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        job["GLOO_SOCKET_IFNAME"] = "lo"
+        return run([rank] * case.ranks, job)
+
+
+class OpenMpi:
+    name = "Open MPI"
+
+    def __init__(self, options):
+        if not shutil.which("mpicc"):
+            install(["apt-get", "install", "-y", "openmpi-bin", "libopenmpi-dev"], options)
+        self.program = os.path.join(options.folder, "mpi_peer")
+        write(self.program + ".c", MPI_SOURCE)
+        subprocess.run(["mpicc", "-O3", "-o", self.program, self.program + ".c"], check=True)
+
+    def run(self, case, options):
+        if case.rate:
+            return None
+        command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", str(case.ranks), self.program]
+        return run([command + case.arguments()], os.environ)
+
+
+class Nexar:
+    name = "nexar 0.2.0"
+
+    def __init__(self, options):
+        project = os.path.join(options.folder, "nexar-peer")
+        self.program = os.path.join(project, "target", "release", "nexar-peer")
+        if not os.path.exists(self.program):
+            write(os.path.join(project, "Cargo.toml"), NEXAR_MANIFEST)
+            write(os.path.join(project, "src", "main.rs"), NEXAR_SOURCE)
+            build = ["cargo", "build", "--release", "--manifest-path", os.path.join(project, "Cargo.toml")]
+            install([*build, "--target-dir", os.path.join(project, "target")], options)
+
+    def run(self, case, options):
+        command = [self.program, *case.arguments()]
+        if not case.rate:
+            return run([command], {**os.environ, "RANKS": str(case.ranks)})
+        # Each rank prints what it saw: the slowest counts, and the CPU of all.
+        seen, results = run([[*case.lab(options), *command]], os.environ), []
+        for size in case.sizes:
+            ranks = [rank for rank in seen if rank["bytes"] == size]
+            if len(ranks) < case.ranks:
+                raise Missing("not all ranks came to the end")
+            total = {what: sum(rank[what] for rank in ranks) for what in ("cpu", "wrong")}
+            results.append({"bytes": size, "seconds": max(rank["seconds"] for rank in ranks), **total})
+        return results
+
+
+class Missing(Exception):
+    """Why a peer, or a result, is not there."""
+
+
+def succeeds(command):
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+def install(command, options):
+    if options.no_install:
+        raise Missing(f"not installed; this would do it: {' '.join(command)}")
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise Missing(str(error))
+    if done.returncode != 0:
+        raise Missing((done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1])
+
+
+def write(path, text):
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with open(path, "w") as file:
+        file.write(text.lstrip())
+
+
+def free_port():
+    with socket.socket() as it:
+        it.bind(("127.0.0.1", 0))
+        return str(it.getsockname()[1])
+
+
+def run(commands, environment):
+    """Runs commands at once, as ranks 0, 1, … The results that the first printed; netlab puts `[rank] ` in front."""
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    ranks = [subprocess.Popen(command, env={**environment, "RANK": str(rank)} if len(commands) > 1 else environment, **pipes)
+             for rank, command in enumerate(commands)]
+    try:
+        outputs = [rank.communicate(timeout=LIMIT) for rank in ranks]
+    except subprocess.TimeoutExpired:
+        raise Missing(f"did not end in {LIMIT} s")
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill()
+                rank.wait()
+    lines = [line[line.find("{"):] for output, _ in outputs for line in output.splitlines() if "{" in line]
+    results = [json.loads(line) for line in lines if line.endswith("}")]
+    if not results:
+        said = [line for _, errors in outputs for line in errors.splitlines() if line.strip()]
+        raise Missing(next((line for line in said if "failed" in line), said[-1] if said else "no result"))
+    return results
+
+
+class Table:
+    """All results of a contestant at a size of a case, by round."""
+
+    def __init__(self):
+        self.cells = {}
+
+    def add(self, case, name, round, results):
+        for result in results:
+            self.cells.setdefault((case.name, result["bytes"], name), {})[round] = result
+
+    def times(self, case, size, name):
+        return {round: cell["seconds"] for round, cell in self.cells.get((case, size, name), {}).items()}
+
+    def faster(self, case, size, name, than):
+        mine, theirs = self.times(case, size, name), self.times(case, size, than)
+        ratios = [theirs[round] / mine[round] for round in mine if round in theirs]
+        return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}–{max(ratios):.2f})" if ratios and name != than else ""
+
+    def rows(self):
+        cases = list(dict.fromkeys(case for case, *_ in self.cells))
+        for (case, size, name), cells in sorted(self.cells.items(), key=lambda item: (cases.index(item[0][0]), item[0][1])):
+            times = [cell["seconds"] for cell in cells.values()]
+            cpu = statistics.median(cell["cpu"] for cell in cells.values())
+            wrong = max(cell["wrong"] for cell in cells.values())
+            ratios = [self.faster(case, size, name, peer) for peer in ("Gloo", "Open MPI")]
+            spread = f"{milliseconds(min(times))}–{milliseconds(max(times))}"
+            yield [case, megabytes(size), name, milliseconds(statistics.median(times)), spread, *ratios, f"{cpu:.2g}", wrong]
+
+
+def milliseconds(seconds):
+    return f"{seconds * 1e3:.3g}" if seconds < 1 else f"{seconds * 1e3:,.0f}"
+
+
+def megabytes(size):
+    for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size % unit == 0:
+            return f"{size // unit} {name}"
+    return f"{size / 1e6:g} MB"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--farwire", default="target/release/farwire", help="the program")
+    parser.add_argument("--rounds", type=int, default=5, help="times that everything runs")
+    parser.add_argument("--quick", action="store_true", help="one short size of each kind, to see that all works")
+    parser.add_argument("--only", default="", help="cases whose name holds this: `one host`, `4 hosts`, `2 ranks`")
+    parser.add_argument("--no-install", action="store_true", help="leave out what is not there")
+    parser.add_argument("--folder", default="target/peers", help="where peers are built and installed")
+    parser.add_argument("--json", help="write all results here")
+    parser.add_argument("--gloo-rank", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.gloo_rank:
+        return gloo_rank(options.gloo_rank[0], options.gloo_rank[1:])
+    options.farwire, options.folder = os.path.abspath(options.farwire), os.path.abspath(options.folder)
+    os.makedirs(options.folder, exist_ok=True)
+
+    peers = []
+    for peer in (Gloo, OpenMpi, Nexar):
+        try:
+            peers.append(peer(options))
+        except (Missing, OSError, subprocess.SubprocessError) as why:
+            print(f"without {peer.name}: {why}", file=sys.stderr)
+    shaped = [Farwire("quic"), Farwire("tcp")] + [Farwire("quic", codec) for codec in ("int8", "topk:0.01", "randk:0.01")]
+    plan = [(on_one_host(ranks, options.quick), [Farwire("shm"), *peers]) for ranks in (2, 4)]
+    if os.geteuid() == 0:
+        plan += [(on_shaped_hosts(rate, size, options.quick), shaped + peers) for rate, size in (("1gbit", 100), ("100mbit", 20))]
+    else:
+        print("without shaped hosts: they need root", file=sys.stderr)
+
+    table = Table()
+    for round in range(options.rounds):
+        options.check = round == 0  # with a codec, that takes longer than the rest
+        for case, contestants in plan:
+            for contestant in contestants if options.only in case.name else []:
+                try:
+                    table.add(case, contestant.name, round, contestant.run(case, options) or [])
+                except Missing as why:
+                    print(f"round {round}, {case.name}, {contestant.name}: {why}", file=sys.stderr)
+        print(f"round {round + 1} of {options.rounds} done", file=sys.stderr)
+
+    print(f"{datetime.date.today()}, {os.cpu_count()} cores ({platform.machine()}), {options.rounds} rounds:\n")
+    print("| where | size | what | ms, median | least–most | × faster than Gloo | than Open MPI | CPU s | wrong |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for row in table.rows():
+        print("| " + " | ".join(map(str, row)) + " |")
+    if options.json:
+        cells = [{"case": case, "bytes": size, "what": name, "rounds": cells} for (case, size, name), cells in table.cells.items()]
+        with open(options.json, "w") as file:
+            json.dump({"date": str(datetime.date.today()), "cores": os.cpu_count(), "cells": cells}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
