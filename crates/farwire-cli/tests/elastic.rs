@@ -241,6 +241,48 @@ fn with_folder(name: &str, test: impl FnOnce(&Path)) {
     std::fs::remove_dir_all(&folder).unwrap();
 }
 
+/// Rank 0 is killed, and then two others, and each time another joins: all steps are made, the loss is
+/// that of a run without any of it, the bits are the same after every step, and the report has all six
+/// changes.
+#[test]
+fn three_kills_and_three_joins_end_with_the_loss_of_an_undisturbed_run() {
+    let short = TRAIN.replace("--steps 1000000", "--steps 400 --audit");
+    with_folder("six", |folder| {
+        for codec in ["int8", "topk:0.01"] {
+            let train = short.replace("int8", codec);
+            let train: Vec<_> = train.split_whitespace().collect();
+            let run = |kills: usize| {
+                let restarts = kills.to_string();
+                let launch = ["-n", "4", "--restarts", &restarts];
+                let mut job = Job::launch(folder, "shm", &launch, &train);
+                let mut seen = 0;
+                // The oldest, which is rank 0, and then those that took the places of others.
+                for victim in [0, 4, 5].into_iter().take(kills) {
+                    (0..50).for_each(|_| seen = job.next("step")["step"].as_u64().unwrap());
+                    job.kill(victim);
+                    job.changed_to(3);
+                    job.changed_to(4);
+                }
+                let summary = job.next("summary");
+                assert!(seen < 400, "the kills come before the end");
+                let changes = summary["changes"].as_array().unwrap();
+                assert_eq!(changes.len(), 2 * kills + 1, "{summary}");
+                assert_eq!(changes[2 * kills], "at the end, all replicas have the same bits");
+                let report = std::fs::read_to_string(folder.join("report.html")).unwrap();
+                for change in changes {
+                    assert!(report.contains(change.as_str().unwrap()), "{change}");
+                }
+                assert_eq!(summary["steps"].as_u64(), Some(400), "{summary}");
+                assert!(job.launcher.wait().unwrap().success());
+                summary["final_loss"].as_f64().unwrap()
+            };
+            let (whole, disturbed) = (run(0), run(3));
+            println!("{codec}: loss {disturbed:.4}, undisturbed {whole:.4}");
+            assert!((disturbed / whole - 1.0).abs() < 0.02, "{codec}: {disturbed} and {whole}");
+        }
+    });
+}
+
 /// Two replicas of two ranks each: with layers in common, and with stages.
 const LAYOUTS: [&[&str]; 2] = [&["--tp", "2"], &["--pp", "2", "--micro-batches", "2"]];
 

@@ -63,7 +63,9 @@ pub use checkpoint::{Checkpoint, checkpoint_of};
 pub use compressed::{Compressed, DENSE_BELOW};
 pub use corpus::{Batch, Batches, embedded};
 pub use error::{SAID, TrainError};
-pub use exchange::{Bucket, DENSE, Dense, Exchange, ExchangeError, Part, Reducer, Span, Summary};
+pub use exchange::{
+    Bucket, DENSE, Dense, Exchange, ExchangeError, Ledger, Part, Reducer, Span, Summary,
+};
 pub use finite::{BadElement, Cause, NotFinite};
 pub use group::Group;
 pub use library::{Input, Library, LibraryError, LibraryResult, Sink, Stage, StageSpec};

@@ -41,6 +41,10 @@ pub(super) fn run(
             say_error(&TrainCommandError::NoReplica { source: Box::new(source), checkpoint });
             Ok(ExitCode::from(GIVEN_UP))
         }
+        Err(TrainCommandError::Train(error @ TrainError::Audit { .. })) => {
+            say_error(&error);
+            Ok(ExitCode::from(GIVEN_UP))
+        }
         ended => ended,
     }
 }
@@ -58,6 +62,8 @@ fn train(args: &Args, comm: Communicator, joined: bool) -> Result<ExitCode, Trai
         return Ok(ExitCode::from(128 + stop.load(Ordering::Relaxed) as u8));
     };
     let mut trainer = Trainer::elastic(CPU, args.elastic_settings()?, &text)?;
+    trainer.set_audited(args.audit);
+    trainer.set_asking(joined);
     let steps = trainer.settings().steps;
     let mut elastic = Elastic::new(comm);
     // Lays the model out over all ranks. (One that joins meets the others in the middle of a step.)
@@ -105,17 +111,35 @@ fn train(args: &Args, comm: Communicator, joined: bool) -> Result<ExitCode, Trai
             }
             (false, Some(_)) => {}
         }
-        let (ranks, leaving) = (elastic.comm().size(), report.leaving);
+        let (ranks, leaving, asking) = (elastic.comm().size(), report.leaving, report.asking);
         run.stopped = report.stop || leaving == ranks;
         run.seconds += report.times.total;
         run.skipped = trainer.steps_skipped();
+        run.done = trainer.steps_done();
         view.step(&run, &report)?;
         run.steps.push(report);
+        if args.audit && trainer.has_place() {
+            // The next step finds out who is left.
+            trainer
+                .audit()
+                .or_else(|error| if error.is_group_fault() { Ok(()) } else { Err(error) })?;
+        }
         let last = run.stopped || trainer.steps_done() == steps;
         let keeper = keeper.as_mut().filter(|_| trainer.has_place());
         if let Some(why) = keeper.and_then(|keeper| keeper.keep(&mut trainer, &run, last)) {
             eprintln!("{why}");
             run.changes.push(why);
+        }
+        if asking > 0 {
+            match changes_of_rank_0(elastic.comm(), &run.changes) {
+                Ok(changes) => {
+                    run.changes = changes;
+                    trainer.set_asking(false);
+                }
+                // It asks again in the next step.
+                Err(error) if error.is_group_fault() => {}
+                Err(error) => return Err(error.into()),
+            }
         }
         // Not the flag as it is by now: all have to part after the same step.
         let leaves = trainer.is_leaving();
@@ -171,6 +195,20 @@ fn train(args: &Args, comm: Communicator, joined: bool) -> Result<ExitCode, Trai
         (true, 0) => ExitCode::from(LEFT), // all have been told to leave
         (true, signal) => ExitCode::from(128 + signal as u8),
     })
+}
+
+/// The changes that rank 0 knows of, which has been there longest. One that has joined may have to
+/// write the report.
+fn changes_of_rank_0(
+    comm: &Communicator,
+    changes: &[String],
+) -> Result<Vec<String>, farwire::Error> {
+    const BETWEEN: &str = "\n";
+    let mine = (comm.rank() == 0).then(|| changes.join(BETWEEN).into_bytes());
+    let length = mine.as_ref().map(|bytes| vec![bytes.len() as u64]);
+    let length = comm.broadcast(length, 1, 0).wait()?[0] as usize;
+    let bytes = comm.broadcast(mine, length, 0).wait()?;
+    Ok(String::from_utf8_lossy(&bytes).split_terminator(BETWEEN).map(str::to_owned).collect())
 }
 
 /// Checkpoints of a run whose rank 0 may change: whoever is rank 0 writes them.

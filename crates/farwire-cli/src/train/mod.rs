@@ -183,6 +183,10 @@ pub(crate) struct Args {
     /// as FARWIRE_JOIN counts the same.
     #[arg(long, value_name = "HOST:PORT", conflicts_with_all = ["compare", "init", "ranks", "resume"])]
     join: Option<String>,
+    /// End the job if, after any step, replicas differ in a bit, or a gradient was lost or made up.
+    /// For tests: finding out takes as long as a small step.
+    #[arg(long)]
+    audit: bool,
     /// Where the report goes.
     #[arg(long, value_name = "FILE", default_value = "report.html")]
     report: PathBuf,
@@ -364,7 +368,8 @@ impl Args {
     /// What all ranks have to have alike. The device, since replicas that compute in another way would
     /// come to differ.
     fn lines(&self, settings: &Settings) -> String {
-        format!("{}device {}\n", settings.lines(), self.device.name())
+        let audit = if self.audit { "audit every step\n" } else { "" };
+        format!("{}device {}\n{audit}", settings.lines(), self.device.name())
     }
 
     fn settings(&self, ranks: u32, codec: CodecChoice) -> Result<Settings, TrainCommandError> {
@@ -503,6 +508,7 @@ fn train(
     let steps = settings.steps;
     let library = library(args, comm)?;
     let mut trainer = Trainer::new(&*library, comm, settings, text)?;
+    trainer.set_audited(args.audit);
     if let Some(path) = &args.init {
         trainer.load_weights(path)?;
     }
@@ -519,8 +525,12 @@ fn train(
         run.stopped = report.stop;
         run.seconds += report.times.total;
         run.skipped = trainer.steps_skipped();
+        run.done = trainer.steps_done();
         view.step(&run, &report)?;
         run.steps.push(report);
+        if args.audit {
+            trainer.audit()?;
+        }
         let done = trainer.steps_done();
         let last = done == steps || run.stopped;
         if let Some(dir) = &args.checkpoint
