@@ -59,7 +59,7 @@ pub use farwire;
 
 pub use adamw::{AdamW, Gradient, Moments};
 pub use carry::tell;
-pub use checkpoint::{Checkpoint, checkpoint_of};
+pub use checkpoint::{Checkpoint, checkpoint_of, sha256};
 pub use compressed::{Compressed, DENSE_BELOW};
 pub use corpus::{Batch, Batches, embedded};
 pub use error::{SAID, TrainError};

@@ -7,13 +7,13 @@
 
 use std::path::Path;
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use farwire::{Change, Communicator, Elastic, GroupFault, ReduceOp};
 use farwire_train::gpt::Writer;
-use farwire_train::{Settings, TrainError, Trainer, embedded};
+use farwire_train::{Settings, TrainError, Trainer, embedded, sha256};
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::files::Held;
@@ -25,13 +25,50 @@ use super::{
 use crate::launch::{GIVEN_UP, LEFT, LaunchError, say_error};
 use crate::units;
 
-/// Trains as one rank of many, from the start or as one that has joined.
-pub(super) fn run(
+/// Trains as one of the ranks that a job starts with.
+pub(super) fn start(args: &Args, lines: String) -> Result<ExitCode, TrainCommandError> {
+    let data = Arc::new(OnceLock::new());
+    let builder = Communicator::builder().agree_on(lines).agree_later(data.clone());
+    let comm = builder.elastic(true).join()?;
+    let stop = watch_for_signals()?;
+    files::check_report(&args.report)?;
+    let text = text(args, &comm, &stop)?;
+    end(args, train(args, comm, text, &data, stop, false))
+}
+
+/// Trains as one that joins. It has to have the data before; whether they are those of the others,
+/// these say before it costs them anything.
+pub(super) fn join(
     args: &Args,
-    comm: Communicator,
-    joined: bool,
+    address: &str,
+    lines: String,
 ) -> Result<ExitCode, TrainCommandError> {
-    match train(args, comm, joined) {
+    let stop = watch_for_signals()?;
+    files::check_report(&args.report)?;
+    let text = match &args.data {
+        Some(path) => files::read_data(path, &stop)?,
+        None => Some(embedded()),
+    };
+    let data = Arc::new(OnceLock::new());
+    if let Some(text) = &text {
+        data.get_or_init(|| data_line(text));
+    }
+    let builder = Communicator::builder().agree_on(lines).agree_later(data.clone());
+    let comm = builder.join_running(address)?;
+    end(args, train(args, comm, text, &data, stop, true))
+}
+
+/// What all have to learn from.
+fn data_line(text: &[u8]) -> String {
+    format!("data of {} bytes, SHA-256 {}", text.len(), sha256(text))
+}
+
+/// How a rank ends that has trained.
+fn end(
+    args: &Args,
+    ended: Result<ExitCode, TrainCommandError>,
+) -> Result<ExitCode, TrainCommandError> {
+    match ended {
         Err(TrainCommandError::Train(source @ TrainError::NoReplica { .. })) => {
             let checkpoint = match &args.checkpoint {
                 Some(dir) => format!("--checkpoint {} --resume", dir.display()),
@@ -49,18 +86,19 @@ pub(super) fn run(
     }
 }
 
-fn train(args: &Args, comm: Communicator, joined: bool) -> Result<ExitCode, TrainCommandError> {
-    let (stop, leave) = (watch_for_signals()?, watch_for_leave()?);
-    files::check_report(&args.report)?;
-    let text = match (&args.data, joined) {
-        // One that joins has to have the data; whether they are the same is found out.
-        (Some(path), true) => files::read_data(path, &stop)?,
-        (None, true) => Some(embedded()),
-        (_, false) => text(args, &comm, &stop)?,
-    };
+fn train(
+    args: &Args,
+    comm: Communicator,
+    text: Option<Vec<u8>>,
+    data: &OnceLock<String>,
+    stop: Arc<AtomicI32>,
+    joined: bool,
+) -> Result<ExitCode, TrainCommandError> {
+    let leave = watch_for_leave()?;
     let Some(text) = text else {
         return Ok(ExitCode::from(128 + stop.load(Ordering::Relaxed) as u8));
     };
+    data.get_or_init(|| data_line(&text));
     let mut trainer = Trainer::elastic(CPU, args.elastic_settings()?, &text)?;
     trainer.set_audited(args.audit);
     trainer.set_asking(joined);

@@ -300,8 +300,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, TrainCommandError> {
     }
     if let Some(address) = join {
         let lines = args.lines(&args.elastic_settings()?);
-        let comm = Communicator::builder().agree_on(lines).join_running(&address)?;
-        return elastic::run(args, comm, true);
+        return elastic::join(args, &address, lines);
     }
     match Place::from_env() {
         Ok(place) => {
@@ -313,8 +312,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, TrainCommandError> {
             if args.elastic {
                 args.settings(world, args.codec.clone())?; // they must make whole replicas
                 let lines = args.lines(&args.elastic_settings()?);
-                let comm = Communicator::builder().agree_on(lines).elastic(true).join()?;
-                return elastic::run(args, comm, false);
+                return elastic::start(args, lines);
             }
             args.check(world, here.unwrap_or(1))?;
             let lines = args.lines(&args.settings(world, args.codec.clone())?);
