@@ -22,7 +22,7 @@ use super::{
     Args, CPU, SAMPLE, TrainCommandError, files, keep_checkpoints, report, save, tell, text,
     watch_for_signals,
 };
-use crate::launch::{GIVEN_UP, LEFT, LaunchError, say_error};
+use crate::launch::{GIVEN_UP, LEFT, LaunchError, NOT_LET_IN, say_error};
 use crate::units;
 
 /// Trains as one of the ranks that a job starts with.
@@ -43,10 +43,10 @@ pub(super) fn join(
     address: &str,
     lines: String,
 ) -> Result<ExitCode, TrainCommandError> {
-    let stop = watch_for_signals()?;
     files::check_report(&args.report)?;
     let text = match &args.data {
-        Some(path) => files::read_data(path, &stop)?,
+        // Until it has joined, a signal ends it at once.
+        Some(path) => files::read_data(path, &AtomicI32::new(0))?,
         None => Some(embedded()),
     };
     let data = Arc::new(OnceLock::new());
@@ -54,7 +54,14 @@ pub(super) fn join(
         data.get_or_init(|| data_line(text));
     }
     let builder = Communicator::builder().agree_on(lines).agree_later(data.clone());
-    let comm = builder.join_running(address)?;
+    let comm = match builder.join_running(address) {
+        Ok(comm) => comm,
+        Err(error) => {
+            say_error(&error);
+            return Ok(ExitCode::from(NOT_LET_IN));
+        }
+    };
+    let stop = watch_for_signals()?;
     end(args, train(args, comm, text, &data, stop, true))
 }
 
