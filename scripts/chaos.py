@@ -94,8 +94,14 @@ class Job:
         self.noticed = []  # when ranks found that another is lost
         self.groups = []  # when ranks had a new group, its epoch, and how many they are
         self.wrong = None  # what a rank said that none should
-        threading.Thread(target=self.listen, args=[self.launcher.stdout], daemon=True).start()
-        threading.Thread(target=self.overhear, args=[self.launcher.stderr], daemon=True).start()
+        self.ears = []
+        self.hear(self.launcher)
+
+    def hear(self, process):
+        """Reads what a process says, to its end."""
+        for target, output in ((self.listen, process.stdout), (self.overhear, process.stderr)):
+            self.ears.append(threading.Thread(target=target, args=[output], daemon=True))
+            self.ears[-1].start()
 
     def overhear(self, output):
         """What ranks say of their trouble, which also goes to the log."""
@@ -137,6 +143,10 @@ class Job:
             ended = lambda: self.wrong or self.launcher.poll() is not None
             if not self.changed.wait_for(lambda: condition() or ended(), PATIENCE):
                 raise Violation(f"{what}: not within {PATIENCE} s")
+        if self.launcher.poll() is not None:
+            for ear in self.ears:  # what was said last may not have been read yet
+                ear.join(5)
+        with self.changed:
             if self.wrong:
                 raise Violation(self.wrong)
             if not condition():
@@ -201,8 +211,7 @@ class Job:
         command = [self.options.farwire, *self.train.replace("--elastic", f"--join {addresses}").split()]
         pipe = subprocess.PIPE
         guest = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=pipe, stderr=pipe, text=True)
-        threading.Thread(target=self.listen, args=[guest.stdout], daemon=True).start()
-        threading.Thread(target=self.overhear, args=[guest.stderr], daemon=True).start()
+        self.hear(guest)
         self.guests.append(guest)
         return guest
 
@@ -485,13 +494,16 @@ def main():
     parser.add_argument("--minutes", type=float, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=5)
-    parser.add_argument("--links", default="shm,quic", help="which links take turns")
+    parser.add_argument("--links", default="shm,quic", help="which links take turns; net:2 for twice as long")
     parser.add_argument("--layout", default="", help="more flags for `farwire train`, say --tp 2")
     parser.add_argument("--json", help="write all faults here")
     parser.add_argument("--log", type=argparse.FileType("w"), default=os.devnull, help="write what all say here")
     options = parser.parse_args()
     options.farwire = os.path.abspath(options.farwire)
-    chaos, links = Chaos(options), options.links.split(",")
+    chaos, links = Chaos(options), {}
+    for link in options.links.split(","):
+        name, _, share = link.partition(":")
+        links[name] = float(share or 1)
     begun, verdict = time.monotonic(), None
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if os.geteuid() == 0:
@@ -502,9 +514,10 @@ def main():
                 print("without a full disk: a small one could not be mounted", file=sys.stderr)
             else:
                 stack.callback(subprocess.run, ["umount", "--lazy", chaos.disk])
-        for turn, link in enumerate(links):
+        until = begun
+        for link, share in links.items():
             try:
-                until = begun + 60 * options.minutes * (turn + 1) / len(links)
+                until += 60 * options.minutes * share / sum(links.values())
                 steps = chaos.run(link, until, folder)
                 print(f"\n{link}: {steps} steps", file=sys.stderr)
             except Violation as violation:

@@ -785,6 +785,42 @@ mod tests {
         exchange.reducer().feedback().unwrap().to_bytes()
     }
 
+    /// And when what is owed is lost, the ledger shows that.
+    #[test]
+    fn what_goes_into_a_step_comes_out_or_is_owed() {
+        for codec in ["none", "int8", "topk:0.1", "randk:0.1", "sign", "powersgd:2"] {
+            std::thread::scope(|scope| {
+                for comm in farwire::local(3).unwrap() {
+                    scope.spawn(move || {
+                        let mut exchange = five(&comm, codec);
+                        let mut difference = |exchange: &mut Exchange<Compressed>| {
+                            let Ledger { inputs, outputs, magnitude } = exchange.ledger().unwrap();
+                            let all = vec![inputs, outputs, magnitude];
+                            let all = comm.all_reduce(all, ReduceOp::Sum).wait().unwrap();
+                            (all[0] - all[1]).abs() / all[2]
+                        };
+                        for step in 0..4 {
+                            exchange.begin(1);
+                            exchange.keep_ledger();
+                            for (number, name) in NAMES.into_iter().enumerate() {
+                                let seed = 31 * number + 7 * step + comm.rank();
+                                let value = |index: usize| ((index * 7919 + seed) % 1000) as f32;
+                                let gradient: Vec<_> = (0..LENGTH).map(value).collect();
+                                exchange.add(name, &gradient).unwrap();
+                            }
+                            exchange.finish().unwrap();
+                            let difference = difference(&mut exchange);
+                            assert!(difference < 1e-6, "{codec}, step {step}: {difference:e}");
+                        }
+                        exchange.reducer_mut().restore(ErrorFeedback::new());
+                        let difference = difference(&mut exchange);
+                        assert_eq!(difference > 1e-5, codec != "none", "{codec}: {difference:e}");
+                    });
+                }
+            });
+        }
+    }
+
     /// Every other bucket had committed what it left out of a mean that nobody got.
     #[test]
     fn one_failed_bucket_loses_no_gradient_of_the_others() {

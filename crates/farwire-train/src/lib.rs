@@ -57,6 +57,14 @@ mod trainer;
 // What signatures here name.
 pub use farwire;
 
+/// Reads any bytes as what another rank says in training. For fuzzing.
+#[doc(hidden)]
+pub fn read_anything(bytes: &[u8]) {
+    carry::read_anything(bytes);
+    finite::read_anything(bytes);
+    elastic::read_anything(bytes);
+}
+
 pub use adamw::{AdamW, Gradient, Moments};
 pub use carry::tell;
 pub use checkpoint::{Checkpoint, checkpoint_of, sha256};
