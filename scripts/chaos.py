@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Kills, stops, slows and cuts off the ranks of a training job at random, and checks that it goes on. Linux.
 
-    python3 scripts/chaos.py [--minutes 2] [--seed 1] [--ranks 5] [--links shm,quic,net] [--farwire PATH] [--json FILE]
+    python3 scripts/chaos.py [--minutes 2] [--seed 1] [--ranks 5] [--links shm,quic,net] [--layout "--tp 2"] [--json FILE]
 
 With shm and quic the job is `farwire launch --elastic -- farwire train --elastic`: the launcher starts a rank for every one
 that is lost. With net, which needs root, it is `farwire netlab`: a host for each rank, 2 ms apart, that loses 0.5 % of all
@@ -9,19 +9,24 @@ packets in bursts; on each host a shell starts the program again when it ends. F
 ranks are there again, and the links take turns. They are:
 
     kill       a rank, with SIGKILL
-    speaker    the oldest process, which as a rule shows how it goes: rank 0 at first
+    speaker    the oldest process, which as a rule shows how it goes: rank 0
     two        two ranks at once
     newcomer   a rank that has just been started, before or while it joins
     stop       a rank is stopped for 6 s, longer than it may be silent, and then goes on
     pause      a rank is stopped for 0.3 s, which nobody should mind
     slow       a rank runs half of the time for 2 s, which nobody should mind either
     leave      a rank is told to leave (SIGUSR1), and another process joins
+    join       one more process joins than the job had, and is then told to leave
     full       the disk with the job's checkpoints is full for a while (as root, who can make a small disk)
-    cut        with net: one host or two hear nothing from the others for 5 s, and nobody hears them
+    cut        with net: some hosts, fewer than half, hear nothing from the others for 5 s, and nobody hears them
+    mute       with net: all that one host sends vanishes for 5 s, while it still hears the others
+    burst      with net: all packets are lost for 0.5 s, which nobody should mind
 
-Checked: the group changes after each fault that takes a rank, and grows to its size again, within a minute; nothing
-changes after one that does not; no rank that got the state had drifted; files and memory of each rank stay flat; at the
-end all replicas have the same bits, and no process, and no file in /dev/shm, stays behind. The first violation ends it.
+Checked: after every step, that all replicas have the same bits, and that no gradient was lost or made up (`train --audit`);
+the group changes after each fault that takes a rank, and grows to its size again, within a minute; nothing changes after
+one that does not; one that leaves takes nothing with it that it owed; files and memory of each rank stay flat; at the end
+all replicas have the same bits, and no process, and no file, stays behind. The first violation ends it. The seed decides
+which faults come in which order; when exactly, the machine does.
 """
 
 import argparse
@@ -39,12 +44,18 @@ import tempfile
 import threading
 import time
 
-TRAIN = "train --layers 2 --heads 2 --width 16 --context 16 --batch 60 --codec int8 --steps 100000000 --json --elastic"
+TRAIN = "train --layers 2 --heads 2 --width 16 --context 16 --batch 60 --codec int8 --steps 100000000 --json --audit --elastic"
 PATIENCE = 60  # seconds, for anything
 CHECKPOINT_EVERY = 10
-TAKES_A_RANK = {"kill": 1, "speaker": 1, "two": 2, "newcomer": 1, "stop": 1, "pause": 0, "slow": 0, "leave": 1, "full": 0, "cut": 1}
-# With net: seconds from one cut to the next, how long it lasts, and how long before it nothing else is begun.
-CUT_EVERY, CUT, CUT_REST = 16, 5, 5
+TAKES_A_RANK = {
+    "kill": 1, "speaker": 1, "two": 2, "newcomer": 1, "stop": 1, "pause": 0, "slow": 0, "leave": 1, "join": 0, "full": 0,
+    "cut": 1, "mute": 1, "burst": 0,
+}
+# How often a fault comes in a round of all that a link has.
+WEIGHTS = {"speaker": 3, "kill": 3, "stop": 1}
+ONLY = {"newcomer": "shm quic", "join": "shm quic", "cut": "net", "mute": "net", "burst": "net"}
+# What no rank should ever say.
+WRONG = ("audit after step", "panicked at")
 # What a host of the laboratory does: takes part, and joins again whenever that ends and nobody had said to stop.
 HOST = """
 export FARWIRE_PORT=29500 FARWIRE_FLIGHT_DIR= FARWIRE_JOIN_TIMEOUT=10s
@@ -53,6 +64,10 @@ while [ $code != 0 ] && [ $code != 143 ] && [ -e running ]; do
   env -u RANK -u WORLD_SIZE -u MASTER_ADDR -u MASTER_PORT "$@" --join $ADDRESSES --report $RANK.html; code=$?
 done
 """
+
+
+# Ranks say when they have a new group.
+SAY = {"FARWIRE_LOG": "warn,farwire::elastic=info", "NO_COLOR": "1"}
 
 
 class Violation(Exception):
@@ -64,7 +79,7 @@ class Job:
 
     def __init__(self, options, link, folder, train):
         self.size, self.options, self.folder, self.train = options.ranks, options, folder, train
-        environment = {**os.environ, "FARWIRE_LINK": link, "FARWIRE_FLIGHT_DIR": ""}
+        environment = {**os.environ, **SAY, "FARWIRE_LINK": link, "FARWIRE_FLIGHT_DIR": ""}
         command = [options.farwire, "launch", "--elastic", f"-n{self.size}", "--restarts=1000000", "--", options.farwire]
         self.launcher = subprocess.Popen(
             command + train.split(), cwd=folder, env=environment,
@@ -77,14 +92,29 @@ class Job:
         self.changed = threading.Condition()
         self.epoch, self.now, self.steps, self.changes, self.summary = 0, self.size, 0, [], None
         self.noticed = []  # when ranks found that another is lost
-        threading.Thread(target=self.listen, args=[self.launcher.stdout], daemon=True).start()
-        threading.Thread(target=self.overhear, args=[self.launcher.stderr], daemon=True).start()
+        self.groups = []  # when ranks had a new group, its epoch, and how many they are
+        self.wrong = None  # what a rank said that none should
+        self.ears = []
+        self.hear(self.launcher)
+
+    def hear(self, process):
+        """Reads what a process says, to its end."""
+        for target, output in ((self.listen, process.stdout), (self.overhear, process.stderr)):
+            self.ears.append(threading.Thread(target=target, args=[output], daemon=True))
+            self.ears[-1].start()
 
     def overhear(self, output):
         """What ranks say of their trouble, which also goes to the log."""
         for line in output:
+            now = time.monotonic()
             if "a rank is lost" in line:
-                self.noticed.append(time.monotonic())
+                self.noticed.append(now)
+            elif group := re.search(r"a new group epoch=(\d+) rank=\d+ ranks=(\d+)", line):
+                self.groups.append((now, int(group[1]), int(group[2])))
+            elif any(text in line for text in WRONG):
+                with self.changed:
+                    self.wrong = line.strip()
+                    self.changed.notify_all()
             self.options.log.write(line)
             self.options.log.flush()
 
@@ -110,17 +140,30 @@ class Job:
     def wait(self, condition, what):
         """Until something is so, which must not take long."""
         with self.changed:
-            if not self.changed.wait_for(lambda: condition() or self.launcher.poll() is not None, PATIENCE):
+            ended = lambda: self.wrong or self.launcher.poll() is not None
+            if not self.changed.wait_for(lambda: condition() or ended(), PATIENCE):
                 raise Violation(f"{what}: not within {PATIENCE} s")
+        if self.launcher.poll() is not None:
+            for ear in self.ears:  # what was said last may not have been read yet
+                ear.join(5)
+        with self.changed:
+            if self.wrong:
+                raise Violation(self.wrong)
             if not condition():
                 raise Violation(f"{what}: the launcher has ended with {self.launcher.returncode}")
 
     def is_whole(self):
+        self.is_there(self.size)
+
+    def is_there(self, size):
+        """Until so many make steps."""
         steps, until = self.steps, time.monotonic() + PATIENCE
-        while not (self.now == self.size and self.steps > steps + 1):
+        while not (self.now == size and self.steps > steps + 1):
             self.replace_guests()
+            if self.wrong:
+                raise Violation(self.wrong)
             if time.monotonic() > until or self.launcher.poll() is not None:
-                raise Violation(f"a group of {self.size}: not within {PATIENCE} s, or the launcher has ended")
+                raise Violation(f"a group of {size}: not within {PATIENCE} s, or the launcher has ended")
             time.sleep(0.02)
 
     def replace_guests(self):
@@ -166,38 +209,45 @@ class Job:
             environment.pop(name, None)
         addresses = ",".join(f"127.0.0.1:{port}" for port in ports if port)
         command = [self.options.farwire, *self.train.replace("--elastic", f"--join {addresses}").split()]
-        guest = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=subprocess.PIPE, stderr=self.options.log, text=True)
-        threading.Thread(target=self.listen, args=[guest.stdout], daemon=True).start()
+        pipe = subprocess.PIPE
+        guest = subprocess.Popen(command, cwd=self.folder, env=environment, stdout=pipe, stderr=pipe, text=True)
+        self.hear(guest)
         self.guests.append(guest)
+        return guest
 
     def end(self):
         self.launcher.send_signal(signal.SIGTERM)
-
-    def next_cut(self):
-        """When the network is cut next; never, here."""
-        return float("inf")
 
 
 class Laboratory(Job):
     """Hosts and the network between them."""
 
-    def __init__(self, options, folder, train, chance, seconds):
+    def __init__(self, options, folder, train):
         self.size, self.options, self.folder, self.train = options.ranks, options, folder, train
         self.name = f"chaos-{os.getpid()}"
         addresses = ",".join(f"10.77.0.{host + 1}:29500" for host in range(self.size))
-        environment = {**os.environ, "FARWIRE_LINK": "quic", "FARWIRE_JOB": self.name, "ADDRESSES": addresses}
+        environment = {**os.environ, **SAY, "FARWIRE_LINK": "quic", "FARWIRE_JOB": self.name, "ADDRESSES": addresses}
         open(os.path.join(folder, "running"), "w").close()
-        cuts = []
-        for at in range(CUT_EVERY, int(seconds) + CUT_EVERY, CUT_EVERY):
-            hosts = chance.sample(range(self.size), chance.randint(1, (self.size - 1) // 2))
-            cuts += ["--partition", f"{','.join(map(str, hosts))}@{at}s..{at + CUT}s"]
-        command = [options.farwire, "netlab", f"--hosts={self.size}", "--delay=2ms", "--loss=0.5%", "--burst=4", *cuts]
+        fifo = os.path.join(folder, "control")
+        os.mkfifo(fifo)
+        self.control = os.fdopen(os.open(fifo, os.O_RDWR), "w")
+        command = [options.farwire, "netlab", f"--hosts={self.size}", "--delay=2ms", "--loss=0.5%", "--burst=4", "--control", fifo]
         command += ["--", "sh", "-c", HOST, "sh", options.farwire, *train.replace(" --elastic", "").split()]
-        self.began = time.monotonic()
         self.launcher = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         self.watch()
+
+    def cut(self, kind, chance):
+        """Cuts the network."""
+        count = {"cut": chance.randint(1, (self.size - 1) // 2), "mute": 1, "burst": self.size}[kind]
+        hosts = chance.sample(range(self.size), count)
+        lines = [f"cut {host} 0.5s" for host in hosts]  # each from all others
+        if kind != "burst":
+            lines = [f"{kind} {','.join(map(str, hosts))} 5s"]
+        self.control.write("".join(line + "\n" for line in lines))
+        self.control.flush()
+        return hosts
 
     def is_rank(self, pid, parent):
         with open(f"/proc/{pid}/cmdline") as file:
@@ -211,11 +261,8 @@ class Laboratory(Job):
 
     def end(self):
         os.remove(os.path.join(self.folder, "running"))
+        os.remove(os.path.join(self.folder, "control"))
         send(self.ranks()[0], signal.SIGTERM)  # which tells the others
-
-    def next_cut(self):
-        since = time.monotonic() - self.began
-        return max(1, -(-since // CUT_EVERY)) * CUT_EVERY - since
 
 
 def is_there(pid):
@@ -249,12 +296,13 @@ class Chaos:
 
     def train(self, link):
         """What a rank is started with."""
+        train = f"{TRAIN} {self.options.layout}"
         if not self.disk:
-            return TRAIN
+            return train
         folder = os.path.join(self.disk, link)
         os.makedirs(folder, exist_ok=True)
         self.disk_now = folder
-        return f"{TRAIN} --checkpoint {folder} --checkpoint-every {CHECKPOINT_EVERY}"
+        return f"{train} --checkpoint {folder} --checkpoint-every {CHECKPOINT_EVERY}"
 
     def strike(self, job, kind, link):
         epoch, ranks = job.epoch, job.ranks()
@@ -281,9 +329,13 @@ class Chaos:
             send(victims[0], signal.SIGUSR1)
         elif kind == "full":
             self.fill(job)
-        elif kind == "cut":
-            time.sleep(max(0, job.next_cut()))
-            began = time.monotonic()
+        elif kind == "join":
+            self.one_more(job, link, began)
+            return
+        elif kind in ("cut", "mute", "burst"):
+            victims = job.cut(kind, self.random)
+            if kind == "burst":
+                time.sleep(0.5)
         elif kind in ("stop", "pause"):
             send(victims[0], signal.SIGSTOP)
             time.sleep(6 if kind == "stop" else 0.3)
@@ -308,20 +360,55 @@ class Chaos:
         # One that was stopped and goes on ends only when it finds out that it was given up.
         job.is_whole()
         fault = {"kind": kind, "link": link, "change": at - began, "whole": time.monotonic() - began}
-        detected = [when for when in job.noticed if when >= began]
-        if detected and TAKES_A_RANK[kind]:
-            fault["detect"] = detected[0] - began
+        noticed = [when for when in job.noticed if when >= began]
+        if noticed and kind not in ("leave", "pause", "slow", "full", "burst"):
+            fault["detect"] = noticed[0] - began
+        self.see_groups(job, kind, len(victims), began, at, fault)
+        self.take_changes(job, kind, fault)
+
+    def one_more(self, job, link, began):
+        """One joins that nobody had waited for, and leaves again."""
+        size, guest = job.size, job.invite()
+        print(f"chaos: {guest.pid} joins", file=self.options.log, flush=True)
+        job.wait(lambda: job.now == size + 1, "one more")
+        with job.changed:
+            at = next(at for at, change in job.changes if change["ranks"] == size + 1)
+        fault = {"kind": "join", "link": link, "change": at - began}
+        job.is_there(size + 1)
+        send(guest.pid, signal.SIGUSR1)
+        job.wait(lambda: job.now == size, "one less")
+        job.guests.remove(guest)
+        if guest.wait(PATIENCE) != 128 + signal.SIGUSR1:
+            raise Violation(f"one that was told to leave has ended with {guest.returncode}")
+        job.is_whole()
+        fault["whole"] = time.monotonic() - began
+        self.take_changes(job, "leave", fault)
+
+    def see_groups(self, job, kind, taken, began, at, fault):
+        """When all that are left had the group without those that are lost, and how long the step took that was lost."""
+        left = job.size - taken
+        if kind not in ("kill", "speaker", "two", "stop", "cut", "mute"):
+            return
+        those = [(when, epoch) for when, epoch, ranks in job.groups if when >= began and ranks == left]
+        first = [when for when, epoch in those if epoch == those[0][1]]
+        if len(first) == left:
+            fault["group"] = max(first) - began
+            if at >= max(first):
+                fault["again"] = at - max(first)
+
+    def take_changes(self, job, kind, fault):
         with job.changed:
             joins = [change["synchronizing"] for _, change in job.changes if change["ranks"] > change["before"]]
             if joins:
                 fault["join"] = max(joins)
-        self.faults.append(fault)
-        del job.noticed[:]
-        with job.changed:
             for _, change in job.changes:
                 if "drifted" in change["text"]:
                     raise Violation(f"replicas have drifted: {change}")
+                if kind == "leave" and "are lost" in change["text"]:
+                    raise Violation(f"one that left has not handed over what it owed: {change}")
             del job.changes[:]
+        del job.noticed[:], job.groups[:]
+        self.faults.append(fault)
 
     def fill(self, job):
         """Fills the disk, and sees that steps go on, no checkpoint is written, and one is when there is room again."""
@@ -357,19 +444,18 @@ class Chaos:
     def run(self, link, until, folder):
         before = set(os.listdir("/dev/shm"))
         if link == "net":
-            job = Laboratory(self.options, folder, self.train(link), self.random, until - time.monotonic())
+            job = Laboratory(self.options, folder, self.train(link))
         else:
             job = Job(self.options, link, folder, self.train(link))
         try:
             job.wait(lambda: job.steps > 2, "the first steps")
-            weights = {"speaker": 3, "kill": 3, "stop": 1, "cut": 0}
-            kinds = [kind for kind in TAKES_A_RANK for _ in range(weights.get(kind, 2))]
-            if not self.disk:
-                kinds.remove("full"), kinds.remove("full")
-            if link == "net":
-                kinds = [kind for kind in kinds if kind not in ("stop", "newcomer")]  # they take too long between two cuts
+            kinds = [kind for kind in TAKES_A_RANK if link in ONLY.get(kind, link) and (self.disk or kind != "full")]
+            deck = []
             while time.monotonic() < until:
-                self.strike(job, "cut" if job.next_cut() < CUT_REST else self.random.choice(kinds), link)
+                if not deck:
+                    deck = [kind for kind in kinds for _ in range(WEIGHTS.get(kind, 2))]
+                    self.random.shuffle(deck)
+                self.strike(job, deck.pop(), link)
                 self.look(job)
                 print(f"\r{len(self.faults)} faults; {link}, epoch {job.epoch}, {job.steps} steps ", end="", file=sys.stderr, flush=True)
             ranks, steps = job.ranks(), job.steps
@@ -388,8 +474,12 @@ class Chaos:
                 send(pid, signal.SIGKILL)
         left = [pid for pid in ranks if is_there(pid)]
         files = {name for name in os.listdir("/dev/shm") if "farwire" in name} - before
-        if left or files:
-            raise Violation(f"left behind: processes {left}, files in /dev/shm {files}")
+        strange = [name for name in os.listdir(folder) if not name.endswith(".html") and name != "disk"]
+        if self.disk_now:
+            names = os.listdir(self.disk_now)
+            strange += [name for name in names if not name.startswith("step-") and not name.endswith("lock")]
+        if left or files or strange:
+            raise Violation(f"left behind: processes {left}, files in /dev/shm {files}, and {strange}")
         return steps
 
 
@@ -404,12 +494,16 @@ def main():
     parser.add_argument("--minutes", type=float, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=5)
-    parser.add_argument("--links", default="shm,quic", help="which links take turns")
+    parser.add_argument("--links", default="shm,quic", help="which links take turns; net:2 for twice as long")
+    parser.add_argument("--layout", default="", help="more flags for `farwire train`, say --tp 2")
     parser.add_argument("--json", help="write all faults here")
     parser.add_argument("--log", type=argparse.FileType("w"), default=os.devnull, help="write what all say here")
     options = parser.parse_args()
     options.farwire = os.path.abspath(options.farwire)
-    chaos, links = Chaos(options), options.links.split(",")
+    chaos, links = Chaos(options), {}
+    for link in options.links.split(","):
+        name, _, share = link.partition(":")
+        links[name] = float(share or 1)
     begun, verdict = time.monotonic(), None
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         if os.geteuid() == 0:
@@ -420,30 +514,35 @@ def main():
                 print("without a full disk: a small one could not be mounted", file=sys.stderr)
             else:
                 stack.callback(subprocess.run, ["umount", "--lazy", chaos.disk])
-        for turn, link in enumerate(links):
+        until = begun
+        for link, share in links.items():
             try:
-                until = begun + 60 * options.minutes * (turn + 1) / len(links)
+                until += 60 * options.minutes * share / sum(links.values())
                 steps = chaos.run(link, until, folder)
                 print(f"\n{link}: {steps} steps", file=sys.stderr)
             except Violation as violation:
                 verdict = f"seed {options.seed}, {link}, after {len(chaos.faults)} faults: {violation}"
                 break
     print(f"{len(chaos.faults)} faults in {(time.monotonic() - begun) / 60:.1f} minutes, seed {options.seed}")
-    print("| link | fault | count | until a rank notices: p50, p99, max | until the group has changed | until it is whole again | of that, giving one that joined the state |")
-    print("|---|---|---|---|---|---|---|")
+    counts = {kind: sum(fault["kind"] == kind for fault in chaos.faults) for kind in TAKES_A_RANK}
+    print(", ".join(f"{kind} {count}" for kind, count in counts.items()))
+    print("p50, p99, max in seconds, from the fault, of:")
+    print("| link | fault | count | a rank notices | all that are left have the new group | after that: state and a step | a step of the changed group | all are there again | of that, giving one that joined the state |")
+    print("|---|---|---|---|---|---|---|---|---|")
     for link in links:
         for kind in TAKES_A_RANK:
             those = [fault for fault in chaos.faults if (fault["link"], fault["kind"]) == (link, kind)]
             if those:
                 columns = []
-                for name in ("detect", "change", "whole", "join"):
-                    times = [fault[name] for fault in those if name in fault]
+                for name in ("detect", "group", "again", "change", "whole", "join"):
+                    times = [fault[name] for fault in those if name in fault and (name != "change" or fault[name])]
                     shown = (statistics.median(times), quantile(times, 0.99), max(times)) if times else ()
                     columns.append(", ".join(f"{x:.3f}" for x in shown) or "-")
                 print(f"| {link} | {kind} | {len(those)} | {' | '.join(columns)} |")
     if options.json:
         with open(options.json, "w") as file:
-            json.dump({"seed": options.seed, "faults": chaos.faults, "violation": verdict}, file, indent=1)
+            about = {"seed": options.seed, "minutes": (time.monotonic() - begun) / 60, "ranks": options.ranks, "layout": options.layout}
+            json.dump({**about, "faults": chaos.faults, "violation": verdict}, file, indent=1)
     if verdict:
         sys.exit(f"violation: {verdict}")
     print("no violation")

@@ -33,6 +33,8 @@ const TOLD_BY_INT: i32 = 128 + 2;
 const TOLD_BY_TERM: i32 = 128 + 15;
 /// How one ends that was told to leave, and has, while the others go on.
 pub(crate) const LEFT: u8 = 128 + 10;
+/// How one ends that found nobody to join, or was not let in.
+pub(crate) const NOT_LET_IN: u8 = 69;
 /// How one ends whose job cannot go on, whoever joins: too much of it is lost.
 pub(crate) const GIVEN_UP: u8 = 75;
 /// How long they have to end once they were asked to.
@@ -382,6 +384,7 @@ impl Job {
             said.sockets.extend(error.map(|error| (rank, error)));
             running.spawn(end);
         }
+        let mut births = vec![Instant::now(); pids.len()];
         let mut alive: BTreeSet<u32> = (self.first_rank..self.first_rank + self.ranks).collect();
         let mut restarts = self.restarts();
         // In the order in which they failed, with their last lines.
@@ -442,7 +445,16 @@ impl Job {
                     |signal| format!("signal {signal}"),
                 );
                 eprintln!("farwire: rank {rank} has ended ({how}); {} on", go(alive.len()));
-                if restarts > 0 {
+                // One that was not let in tried for so long; others that are not much older may not
+                // be in the job either, and then there is none.
+                let was_kept_out = status.exit_status() == Some(NOT_LET_IN.into());
+                let age = |rank: &u32| Some(births[self.index_of(*rank)?].elapsed());
+                let is_in = |other: &u32| {
+                    self.index_of(*other) < Some(self.ranks as usize)
+                        || age(other) > age(&rank).map(|age| age * 3 / 2)
+                };
+                let is_job = self.is_on_several() || alive.iter().any(is_in);
+                if restarts > 0 && (is_job || !was_kept_out) {
                     restarts -= 1;
                     let new = self.number_at(pids.len());
                     // Some of these may be dead as well, which is not known yet.
@@ -453,6 +465,7 @@ impl Job {
                     match started {
                         Ok(((pid, child, error, end), port)) => {
                             pids.push(pid);
+                            births.push(Instant::now());
                             children.push(child);
                             ports.push(port);
                             said.sockets.extend(error.map(|error| (new, error)));

@@ -1,13 +1,16 @@
 //! `farwire netlab`: a command on several hosts of a network that is as bad as asked for.
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::fs::File;
+use std::io::{self, BufRead, BufReader};
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::sync::mpsc::Sender;
 use std::time::Duration;
 
 use farwire::Token;
 use farwire_netlab::{
-    DEVICE, Impairments, Lab, LabError, Loss, Outage, Partition, Queue, Relayed, Tally,
+    Cut, DEVICE, Impairments, Lab, LabError, Loss, Outage, Partition, Queue, Relayed, Tally,
 };
 use serde::Serialize;
 
@@ -93,6 +96,14 @@ pub(crate) struct Args {
     /// times.
     #[arg(long, value_parser = partition)]
     partition: Vec<Partition>,
+    /// A time in which nothing arrives that some hosts send, while they still hear the others:
+    /// 2@5s..20s. May be given several times.
+    #[arg(long, value_name = "HOSTS@TIME", value_parser = partition)]
+    mute: Vec<Partition>,
+    /// A FIFO or file from which lines are read that cut the network at once: `cut 3,4 5s`, or `mute 2
+    /// 5s`.
+    #[arg(long, value_name = "FILE")]
+    control: Option<PathBuf>,
     /// A host that can call others but not be called, as behind NAT or a firewall: its number. May
     /// be given several times.
     #[arg(long, value_name = "HOST")]
@@ -168,10 +179,40 @@ fn partition(text: &str) -> Result<Partition, String> {
     let wrong = || format!("`{text}` is not a partition; write hosts and a time: 0,1@5s..20s");
     let (hosts, time) = text.split_once('@').ok_or_else(wrong)?;
     let side: Result<_, _> = hosts.split(',').map(|host| host.trim().parse()).collect();
-    Ok(Partition { side: side.map_err(|_| wrong())?, time: outage(time).map_err(|_| wrong())? })
+    let time = outage(time).map_err(|_| wrong())?;
+    Ok(Partition { side: side.map_err(|_| wrong())?, time, one_way: false })
+}
+
+/// Cuts the network as the lines of a file say.
+fn follow(path: &Path, hosts: usize, cuts: &Sender<Cut>) -> io::Result<()> {
+    for line in BufReader::new(File::open(path)?).lines() {
+        match cut(&line?).filter(|cut| cut.side.iter().all(|host| *host < hosts)) {
+            Some(cut) => drop(cuts.send(cut)), // the network may have ended
+            None => eprintln!("farwire: --control: write `cut 3,4 5s` or `mute 2 5s`"),
+        }
+    }
+    Ok(())
+}
+
+/// A line of the control file.
+fn cut(line: &str) -> Option<Cut> {
+    let mut words = line.split_whitespace();
+    let one_way = match words.next()? {
+        "cut" => false,
+        "mute" => true,
+        _ => return None,
+    };
+    let side = words.next()?.split(',').map(|host| host.parse().ok()).collect::<Option<_>>()?;
+    let lasts = time(words.next()?).ok()?;
+    words.next().is_none().then_some(Cut { side, one_way, lasts })
 }
 
 impl Args {
+    fn partitions(&self) -> impl Iterator<Item = Partition> {
+        let mute = self.mute.iter().map(|mute| Partition { one_way: true, ..mute.clone() });
+        self.partition.iter().cloned().chain(mute)
+    }
+
     fn impairments(&self) -> Impairments {
         Impairments {
             rate: self.rate,
@@ -188,7 +229,7 @@ impl Args {
             duplicate: self.duplicate,
             mtu: self.mtu.map(|mtu| mtu as usize),
             outages: self.outage.clone(),
-            partitions: self.partition.clone(),
+            partitions: self.partitions().collect(),
             hidden: self.hidden.clone(),
         }
     }
@@ -196,11 +237,21 @@ impl Args {
 
 /// Runs the command.
 pub(crate) fn run(args: &Args) -> Result<ExitCode, NetlabError> {
-    let named = args.partition.iter().flat_map(|partition| &partition.side).chain(&args.hidden);
-    if let Some(&host) = named.max().filter(|host| **host >= args.hosts as usize) {
+    let named = args.partitions().flat_map(|partition| partition.side);
+    let named = named.chain(args.hidden.iter().copied());
+    if let Some(host) = named.max().filter(|host| *host >= args.hosts as usize) {
         return Err(NetlabError::NoSuchHost { host, last: args.hosts - 1 });
     }
     let lab = Lab::new(args.hosts as usize, &args.impairments(), args.seed)?;
+    if let Some(path) = args.control.clone() {
+        let (cuts, hosts) = (lab.cuts(), args.hosts as usize);
+        // It may wait for somebody to write for as long as this process lives.
+        std::thread::spawn(move || {
+            if let Err(error) = follow(&path, hosts, &cuts) {
+                eprintln!("farwire: --control {}: {error}", path.display());
+            }
+        });
+    }
     let unset = |name: &str| std::env::var_os(name).is_none();
     let has_token = !unset("FARWIRE_TOKEN") || !unset("FARWIRE_TOKEN_FILE");
     let mut variables = vec![("GLOO_SOCKET_IFNAME", DEVICE.to_owned())];
@@ -257,9 +308,20 @@ mod tests {
     #[test]
     fn partitions_are_hosts_and_a_time() {
         let time = outage("5s..8s").unwrap();
-        assert_eq!(partition("0,2@5s..8s"), Ok(Partition { side: vec![0, 2], time }));
+        let parsed = Partition { side: vec![0, 2], time, one_way: false };
+        assert_eq!(partition("0,2@5s..8s"), Ok(parsed));
         for wrong in ["", "0", "@5s..", "0,@5s..", "a@5s..", "0@8s..5s", "0@"] {
             assert!(partition(wrong).unwrap_err().contains("0,1@5s..20s"), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn cuts_have_hosts_and_a_time() {
+        let lasts = Duration::from_secs(5);
+        assert_eq!(cut("cut 3,4 5s"), Some(Cut { side: vec![3, 4], one_way: false, lasts }));
+        assert_eq!(cut("mute 2 5s"), Some(Cut { side: vec![2], one_way: true, lasts }));
+        for wrong in ["", "cut", "cut 1", "cut 1 long", "cut a 5s", "cut 1 5s 6s", "heal 1 5s"] {
+            assert_eq!(cut(wrong), None, "{wrong}");
         }
     }
 

@@ -4,7 +4,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
 use std::collections::HashMap;
-use std::io::{BufRead, BufReader, Lines};
+use std::io::{BufRead, BufReader, Lines, Read};
 use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
@@ -59,8 +59,18 @@ impl Job {
         launch: &[&str],
         train: &[&str],
     ) -> Self {
+        Self::of(&mut Self::command(folder, variables, launch, train))
+    }
+
+    fn command(
+        folder: &Path,
+        variables: &[(&str, &str)],
+        launch: &[&str],
+        train: &[&str],
+    ) -> Command {
         let farwire = env!("CARGO_BIN_EXE_farwire");
-        let mut launcher = Command::new(farwire)
+        let mut command = Command::new(farwire);
+        command
             .args(["launch", "--elastic"])
             .args(launch)
             .args(["--", farwire])
@@ -68,10 +78,12 @@ impl Job {
             .arg("--elastic")
             .current_dir(folder)
             .envs(variables.iter().copied())
-            .env("FARWIRE_FLIGHT_DIR", "")
-            .stdout(Stdio::piped())
-            .spawn()
-            .unwrap();
+            .env("FARWIRE_FLIGHT_DIR", "");
+        command
+    }
+
+    fn of(command: &mut Command) -> Self {
+        let mut launcher = command.stdout(Stdio::piped()).spawn().unwrap();
         let _limit = limit(&launcher);
         let lines = BufReader::new(launcher.stdout.take().unwrap()).lines();
         Self { launcher, lines, epoch: 0, _limit }
@@ -241,6 +253,48 @@ fn with_folder(name: &str, test: impl FnOnce(&Path)) {
     std::fs::remove_dir_all(&folder).unwrap();
 }
 
+/// Rank 0 is killed, and then two others, and each time another joins: all steps are made, the loss is
+/// that of a run without any of it, the bits are the same after every step, and the report has all six
+/// changes.
+#[test]
+fn three_kills_and_three_joins_end_with_the_loss_of_an_undisturbed_run() {
+    let short = TRAIN.replace("--steps 1000000", "--steps 400 --audit");
+    with_folder("six", |folder| {
+        for codec in ["int8", "topk:0.01"] {
+            let train = short.replace("int8", codec);
+            let train: Vec<_> = train.split_whitespace().collect();
+            let run = |kills: usize| {
+                let restarts = kills.to_string();
+                let launch = ["-n", "4", "--restarts", &restarts];
+                let mut job = Job::launch(folder, "shm", &launch, &train);
+                let mut seen = 0;
+                // The oldest, which is rank 0, and then those that took the places of others.
+                for victim in [0, 4, 5].into_iter().take(kills) {
+                    (0..50).for_each(|_| seen = job.next("step")["step"].as_u64().unwrap());
+                    job.kill(victim);
+                    job.changed_to(3);
+                    job.changed_to(4);
+                }
+                let summary = job.next("summary");
+                assert!(seen < 400, "the kills come before the end");
+                let changes = summary["changes"].as_array().unwrap();
+                assert_eq!(changes.len(), 2 * kills + 1, "{summary}");
+                assert_eq!(changes[2 * kills], "at the end, all replicas have the same bits");
+                let report = std::fs::read_to_string(folder.join("report.html")).unwrap();
+                for change in changes {
+                    assert!(report.contains(change.as_str().unwrap()), "{change}");
+                }
+                assert_eq!(summary["steps"].as_u64(), Some(400), "{summary}");
+                assert!(job.launcher.wait().unwrap().success());
+                summary["final_loss"].as_f64().unwrap()
+            };
+            let (whole, disturbed) = (run(0), run(3));
+            println!("{codec}: loss {disturbed:.4}, undisturbed {whole:.4}");
+            assert!((disturbed / whole - 1.0).abs() < 0.02, "{codec}: {disturbed} and {whole}");
+        }
+    });
+}
+
 /// Two replicas of two ranks each: with layers in common, and with stages.
 const LAYOUTS: [&[&str]; 2] = [&["--tp", "2"], &["--pp", "2", "--micro-batches", "2"]];
 
@@ -350,7 +404,9 @@ fn a_run_without_a_whole_replica_ends_and_names_its_checkpoint() {
         let keep = ["--checkpoint", "kept", "--checkpoint-every", "2"];
         let train = [&train[..], LAYOUTS[0], &keep].concat();
         // Stopped first, so that neither can be missed before the other.
-        let mut job = Job::launch(folder, "shm", &["-n", "4", "--restarts", "9"], &train);
+        let launch = ["-n", "4", "--restarts", "9"];
+        let mut command = Job::command(folder, &[("FARWIRE_LINK", "shm")], &launch, &train);
+        let mut job = Job::of(command.stderr(Stdio::piped()));
         (0..3).for_each(|_| drop(job.next("step")));
         for signal in [Signal::STOP, Signal::KILL] {
             for rank in [0, 2] {
@@ -358,10 +414,40 @@ fn a_run_without_a_whole_replica_ends_and_names_its_checkpoint() {
             }
         }
         assert_eq!(job.launcher.wait().unwrap().code(), Some(75));
+        let mut said = String::new();
+        job.launcher.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        assert!(
+            !said.contains("killing"),
+            "those that wait to join end when they are told: {said}"
+        );
         let again = [&train[..], &["--resume"]].concat();
         let mut job = Job::launch(folder, "shm", &["-n", "4", "--restarts", "0"], &again);
         assert!(job.next("step")["step"].as_u64() >= Some(2));
         job.end_alike();
+    });
+}
+
+/// All ranks are killed at once. Those that are started in their place find nobody to join, and no
+/// others are started for them: the job is over.
+#[test]
+fn a_job_that_has_lost_all_its_ranks_ends() {
+    let train: Vec<_> = TRAIN.split_whitespace().collect();
+    with_folder("lost", |folder| {
+        let variables = [("FARWIRE_LINK", "shm"), ("FARWIRE_JOIN_TIMEOUT", "1s")];
+        let launch = ["-n", "2", "--restarts", "9"];
+        let mut command = Job::command(folder, &variables, &launch, &train);
+        let mut job = Job::of(command.stderr(Stdio::piped()));
+        job.next("step");
+        for signal in [Signal::STOP, Signal::KILL] {
+            for rank in [0, 1] {
+                kill(job.rank(rank).0, signal);
+            }
+        }
+        let mut said = String::new();
+        job.launcher.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        assert_eq!(job.launcher.wait().unwrap().code(), Some(69), "{said}");
+        assert!(said.contains("farwire: was not let in"), "{said}");
+        assert!(!said.contains("[4]"), "one for each rank that was lost, and no more: {said}");
     });
 }
 

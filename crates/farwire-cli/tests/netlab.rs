@@ -146,6 +146,7 @@ fn what_cannot_be_parsed_shows_what_can() {
         ("--outage", "8s..5s", "5s..8s"),
         ("--loss", "200%", "0.1%"),
         ("--partition", "3@5s..8s", "counted from 0, so the last is 1"),
+        ("--mute", "2@5s..8s", "counted from 0, so the last is 1"),
         ("--hidden", "2", "counted from 0, so the last is 1"),
     ] {
         let output =

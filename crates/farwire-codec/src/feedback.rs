@@ -185,6 +185,18 @@ impl ErrorFeedback {
         (state.worker.norm().powi(2) + state.owner.norm().powi(2) + 2.0 * shared).max(0.0).sqrt()
     }
 
+    /// The sum, over all that is owed for all tensors as last committed, of `value` of each element.
+    /// Results and what all ranks owe add up to the inputs, so this is how to check that.
+    pub fn sum_of(&self, value: impl Fn(f64) -> f64) -> f64 {
+        let tensors = lock(&self.tensors);
+        let states = tensors.values().map(|entry| &entry.state);
+        let pieces = states.flat_map(|state| state.worker.0.values().chain(state.owner.0.values()));
+        let sum = |piece: &Piece| -> f64 {
+            piece.values().iter().map(|owed| value(f64::from(*owed))).sum()
+        };
+        pieces.map(sum).sum()
+    }
+
     /// Moves every owner residual into the worker residual of the same elements. Call it on every
     /// rank when the set of ranks changes.
     ///

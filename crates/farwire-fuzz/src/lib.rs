@@ -30,6 +30,7 @@ pub const TARGETS: &[Target] = &[
     Target { name: "joining", run: process::joining },
     Target { name: "flight", run: process::flight },
     Target { name: "checkpoint", run: process::checkpoint },
+    Target { name: "training", run: process::training },
     Target { name: "units", run: process::units },
 ];
 

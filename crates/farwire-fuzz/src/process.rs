@@ -48,6 +48,12 @@ pub(crate) fn checkpoint(bytes: &[u8]) {
     }
 }
 
+/// Any bytes as what ranks tell each other in training: tensors to come, what is not finite, what
+/// each has when the group has changed.
+pub(crate) fn training(bytes: &[u8]) {
+    farwire_train::read_anything(bytes);
+}
+
 /// Any text as a size, a rate, a time or a share.
 pub(crate) fn units(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else { return };

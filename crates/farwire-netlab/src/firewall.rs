@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 use std::time::Duration;
 
-use crate::impair::{Impairments, Partition};
+use crate::impair::{Cut, Impairments, Outage, Partition};
 
 /// Lets a packet through to a hidden host only if that host has sent one the other way before.
 #[derive(Debug)]
@@ -46,6 +46,14 @@ impl Firewall {
         Self { partitions, hidden, open: HashSet::new() }
     }
 
+    /// Cuts the network from now on.
+    pub(crate) fn cut(&mut self, now: Duration, cut: Cut) {
+        let Cut { side, one_way, lasts } = cut;
+        self.partitions.retain(|old| old.time.to.is_none_or(|to| to > now));
+        let time = Outage { from: now, to: Some(now + lasts) };
+        self.partitions.push(Partition { side, time, one_way });
+    }
+
     /// Whether a packet between two hosts gets through.
     pub(crate) fn passes(&mut self, now: Duration, from: usize, to: usize, packet: &[u8]) -> bool {
         if self.partitions.iter().any(|partition| partition.separates(from, to, now)) {
@@ -65,7 +73,6 @@ impl Firewall {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::impair::Outage;
 
     /// A UDP packet between two ports of two hosts.
     fn packet(from: (u8, u8), to: (u8, u8)) -> Vec<u8> {
@@ -95,12 +102,21 @@ mod tests {
     fn a_network_is_cut_in_two_for_a_while() {
         let second = Duration::from_secs(1);
         let time = Outage { from: second, to: Some(3 * second) };
-        let partitions = vec![Partition { side: vec![0, 1], time }];
-        let mut firewall = Firewall::new(&Impairments { partitions, ..Impairments::default() });
+        let firewall = |one_way| {
+            let partitions = vec![Partition { side: vec![0, 1], time, one_way }];
+            Firewall::new(&Impairments { partitions, ..Impairments::default() })
+        };
+        let mut mute = firewall(true);
+        assert!(!mute.passes(second, 0, 2, &[]) && mute.passes(second, 2, 0, &[]), "it hears");
+        let mut firewall = firewall(false);
         let mut passes = |now, from, to| firewall.passes(now, from, to, &[]);
         assert!(passes(second / 2, 0, 2), "not yet");
         assert!(!passes(second, 0, 2) && !passes(2 * second, 3, 1), "from one side to the other");
         assert!(passes(second, 0, 1) && passes(second, 2, 3), "within a side");
         assert!(passes(3 * second, 0, 2), "no longer");
+        firewall.cut(4 * second, Cut { side: vec![2], one_way: false, lasts: second });
+        let mut passes = |now, from, to| firewall.passes(now, from, to, &[]);
+        assert!(!passes(4 * second, 0, 2) && passes(4 * second, 0, 3), "by hand");
+        assert!(passes(5 * second, 0, 2), "and for so long");
     }
 }

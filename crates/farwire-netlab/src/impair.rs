@@ -81,11 +81,26 @@ pub struct Partition {
     pub side: Vec<usize>,
     /// When.
     pub time: Outage,
+    /// Whether that side still hears the others: only what it sends them vanishes.
+    pub one_way: bool,
+}
+
+/// A partition that begins now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Cut {
+    /// One of the sides.
+    pub side: Vec<usize>,
+    /// Whether that side still hears the others: only what it sends them vanishes.
+    pub one_way: bool,
+    /// How long it lasts.
+    pub lasts: Duration,
 }
 
 impl Partition {
-    pub(crate) fn separates(&self, one: usize, other: usize, now: Duration) -> bool {
-        self.time.covers(now) && self.side.contains(&one) != self.side.contains(&other)
+    /// Whether what one host sends another is lost.
+    pub(crate) fn separates(&self, from: usize, to: usize, now: Duration) -> bool {
+        let [is_from, is_to] = [from, to].map(|host| self.side.contains(&host));
+        self.time.covers(now) && is_from != is_to && (is_from || !self.one_way)
     }
 }
 

@@ -11,6 +11,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver, Sender};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -19,7 +20,7 @@ use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
 use rustix::time::ClockId;
 
 use crate::firewall::Firewall;
-use crate::impair::Impairments;
+use crate::impair::{Cut, Impairments};
 use crate::shaper::{Shaper, Tally};
 use crate::tun;
 
@@ -50,6 +51,7 @@ const MOST_HOSTS: usize = 254;
 pub struct Lab {
     namespaces: Vec<File>,
     stop: Arc<AtomicBool>,
+    cuts: Sender<Cut>,
     relay: Option<JoinHandle<Relayed>>,
 }
 
@@ -110,10 +112,11 @@ impl Lab {
         let stopped = stop.clone();
         let relay = std::thread::Builder::new().name("netlab".to_owned());
         let firewall = Firewall::new(what);
+        let (cuts, cut) = mpsc::channel();
         let relay = relay
-            .spawn(move || run(ports, firewall, &stopped))
+            .spawn(move || run(ports, firewall, &cut, &stopped))
             .map_err(failed("start the relay"))?;
-        Ok(Self { namespaces, stop, relay: Some(relay) })
+        Ok(Self { namespaces, stop, cuts, relay: Some(relay) })
     }
 
     /// A host's address.
@@ -133,6 +136,11 @@ impl Lab {
     /// lives.
     pub fn namespace_path(&self, host: usize) -> PathBuf {
         format!("/proc/{}/fd/{}", std::process::id(), self.namespaces[host].as_raw_fd()).into()
+    }
+
+    /// By which the network is cut while it runs.
+    pub fn cuts(&self) -> Sender<Cut> {
+        self.cuts.clone()
     }
 
     /// Ends the network, and says what it has done.
@@ -159,7 +167,12 @@ struct Port {
     down: Shaper<Vec<u8>>,
 }
 
-fn run(mut ports: Vec<Port>, mut firewall: Firewall, stop: &AtomicBool) -> Relayed {
+fn run(
+    mut ports: Vec<Port>,
+    mut firewall: Firewall,
+    cuts: &Receiver<Cut>,
+    stop: &AtomicBool,
+) -> Relayed {
     let start = Instant::now();
     let mut buffer = vec![0; MTU as usize];
     // A host is where packets from its address have come from, so it may change it.
@@ -167,6 +180,7 @@ fn run(mut ports: Vec<Port>, mut firewall: Firewall, stop: &AtomicBool) -> Relay
         (0..ports.len()).map(|host| (Lab::address(host).octets(), host)).collect();
     while !stop.load(Ordering::Relaxed) {
         let now = start.elapsed();
+        cuts.try_iter().for_each(|cut| firewall.cut(now, cut));
         let mut more = false;
         for from in 0..ports.len() {
             let mut taken = 0;

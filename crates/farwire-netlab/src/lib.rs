@@ -20,7 +20,7 @@ mod shaper;
 mod tun;
 pub mod units;
 
-pub use impair::{Impairments, Loss, Outage, Partition, Queue};
+pub use impair::{Cut, Impairments, Loss, Outage, Partition, Queue};
 pub use lab::{DEVICE, Lab, LabError, Relayed};
 pub use memory::{MemoryNetwork, MemorySocket};
 pub use shaper::{Shaper, Tally};

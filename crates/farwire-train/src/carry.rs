@@ -27,6 +27,19 @@ impl Header {
     }
 }
 
+/// How many elements a tensor has that a peer has announced.
+fn elements(name: &str, shape: &[usize]) -> Result<usize, TrainError> {
+    let elements = shape.iter().try_fold(1usize, |product, size| product.checked_mul(*size));
+    elements.ok_or_else(|| TrainError::Settings(format!("`{name}` is too large: {shape:?}")))
+}
+
+/// Reads any bytes as a header. For fuzzing.
+pub(crate) fn read_anything(bytes: &[u8]) {
+    if let Ok(Header(header)) = Header::parse(bytes) {
+        header.iter().for_each(|(name, shape)| drop(elements(name, shape)));
+    }
+}
+
 /// Rank 0's result: if it is an error, all ranks get it. What the others have come to does not
 /// matter.
 pub fn tell<T, E>(comm: &Communicator, mine: Result<T, E>) -> Result<T, E>
@@ -53,9 +66,7 @@ pub(crate) fn send(comm: &Communicator, to: usize, arrays: Arrays) -> Result<(),
 pub(crate) fn receive(comm: &Communicator, from: usize) -> Result<Arrays, TrainError> {
     let Header(header) = Header::parse(&receive_bytes(comm, from)?)?;
     let arrays = header.into_iter().map(|(name, shape)| {
-        let elements = shape.iter().try_fold(1usize, |product, size| product.checked_mul(*size));
-        let too_large = || TrainError::Settings(format!("`{name}` is too large: {shape:?}"));
-        let data = comm.recv::<f32>(elements.ok_or_else(too_large)?, from, TAG).wait()?;
+        let data = comm.recv::<f32>(elements(&name, &shape)?, from, TAG).wait()?;
         Ok((name, Array { shape, data }))
     });
     arrays.collect()
@@ -72,7 +83,7 @@ pub(crate) fn broadcast(
     let Header(header) = Header::parse(&broadcast_bytes(comm, header)?)?;
     for (name, shape) in header {
         let mine = arrays.remove(&name).map(|array| array.data);
-        let data = comm.broadcast(mine, shape.iter().product(), 0).wait()?;
+        let data = comm.broadcast(mine, elements(&name, &shape)?, 0).wait()?;
         take(&name, Array { shape, data })?;
     }
     Ok(())

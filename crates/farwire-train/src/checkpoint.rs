@@ -480,8 +480,8 @@ fn sync_and_hash(path: &Path) -> io::Result<String> {
     }
 }
 
-/// The hash of some bytes.
-pub(crate) fn sha256(bytes: &[u8]) -> String {
+/// The SHA-256 of some bytes, in hex.
+pub fn sha256(bytes: &[u8]) -> String {
     hex(digest::digest(&SHA256, bytes))
 }
 

@@ -82,6 +82,27 @@ impl Standing {
     }
 }
 
+/// Reads any bytes as what ranks say of themselves, and gives them their places. For fuzzing.
+///
+/// # Panics
+///
+/// If two ranks get the same place, or fewer than could.
+pub(crate) fn read_anything(bytes: &[u8]) {
+    let [shares, start, rest @ ..] = bytes else { return };
+    let (shares, is_start) = (1 + usize::from(shares % 4), start % 2 == 1);
+    // A byte for each number, so that ranks often have the same.
+    let words: Vec<u64> = rest.iter().map(|byte| u64::from(*byte)).collect();
+    let said: Vec<_> = words.as_chunks().0.iter().map(|words| Standing::of(*words)).collect();
+    let revision = said.iter().map(|one| one.revision).max().unwrap_or(0);
+    let held: Vec<_> = said.iter().map(|one| one.held_at(revision)).collect();
+    if let Ok(seats) = seats::assign(shares, &held, is_start) {
+        let mut taken: Vec<_> = seats.iter().flatten().collect();
+        taken.sort();
+        taken.dedup();
+        assert_eq!(taken.len(), held.len() / shares * shares, "{held:?}: {seats:?}");
+    }
+}
+
 impl Trainer {
     /// A trainer of a job whose ranks come and go, whether this process is there from the start or
     /// joins later: the state of an [`Elastic`](farwire::Elastic), whose first step gives it a

@@ -53,6 +53,14 @@ pub enum TrainError {
         /// What was not finite in that one, and where.
         found: NotFinite,
     },
+    /// An audit has found something wrong, which is a bug.
+    #[error("audit after step {step}: {what}; this is a bug in farwire, or broken memory")]
+    Audit {
+        /// Steps done.
+        step: usize,
+        /// What is wrong.
+        what: String,
+    },
     /// An elastic job has lost every rank that had some share of the model.
     #[error(
         "no replica is whole any more, after step {step}: of the {shares} shares of the model \

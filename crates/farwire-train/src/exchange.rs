@@ -181,6 +181,20 @@ pub struct Exchange<R> {
     /// Spent in starting reductions, in this step.
     handing_over: Duration,
     begun: Instant,
+    /// What went into this step, if that is asked for.
+    ledger: Option<Ledger>,
+}
+
+/// Whether a step has lost or made up anything. What goes in and what comes out are the same, over
+/// all replicas and but for rounding.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct Ledger {
+    /// The sum of this rank's gradients and of what it owed before.
+    pub inputs: f64,
+    /// The sum of the means, and of what this rank owes now.
+    pub outputs: f64,
+    /// The sum of the magnitudes that went in, by which rounding is to be judged.
+    pub magnitude: f64,
 }
 
 #[derive(Debug)]
@@ -336,6 +350,7 @@ impl<R: Reducer> Exchange<R> {
             cause: None,
             handing_over: Duration::ZERO,
             begun,
+            ledger: None,
         }
     }
 
@@ -365,6 +380,7 @@ impl<R: Reducer> Exchange<R> {
         self.roll_back();
         self.before = self.reducer.feedback().map(ErrorFeedback::savepoint);
         (self.is_finite, self.cause) = (true, None);
+        self.ledger = None;
         self.rounds = rounds;
         self.handing_over = Duration::ZERO;
         self.places.values_mut().for_each(|place| place.come = 0);
@@ -373,6 +389,24 @@ impl<R: Reducer> Exchange<R> {
             *missing = rounds * bucket.parts.len();
         }
         self.begun = Instant::now();
+    }
+
+    /// Has this step, which has just begun, keep a [`Ledger`]. (In host memory only.)
+    pub fn keep_ledger(&mut self) {
+        let owed = |value: fn(f64) -> f64| {
+            self.reducer.feedback().map_or(0.0, |feedback| feedback.sum_of(value))
+        };
+        let (inputs, magnitude) = (owed(|owed| owed), owed(f64::abs));
+        self.ledger = Some(Ledger { inputs, outputs: 0.0, magnitude });
+    }
+
+    /// The ledger of the last step, if it kept one and counts.
+    pub fn ledger(&self) -> Option<Ledger> {
+        let ledger = self.ledger?;
+        let owed = self.reducer.feedback().map_or(0.0, |feedback| feedback.sum_of(|owed| owed));
+        let means = self.gradients().filter_map(|(_, mean)| mean.host());
+        let means: f64 = means.flatten().map(|mean| f64::from(*mean)).sum();
+        Some(Ledger { outputs: owed + means, ..ledger })
     }
 
     /// Adds a gradient. The last one of a bucket sends it off.
@@ -491,6 +525,7 @@ impl<R: Reducer> Exchange<R> {
         // What ends later would still change what is owed.
         std::mem::take(&mut self.running).into_iter().for_each(|running| drop(running.wait()));
         drop(self.before.take());
+        self.ledger = None;
     }
 
     /// What a codec refused because it is not finite; none if it failed for another reason.
@@ -536,6 +571,12 @@ impl<R: Reducer> Exchange<R> {
         while let Some(0) = self.missing.get(self.running.len()) {
             let next = self.running.len();
             let started = Instant::now();
+            if let Some(ledger) = &mut self.ledger {
+                for gradient in self.data.sums(next) {
+                    ledger.inputs += f64::from(*gradient);
+                    ledger.magnitude += f64::from(*gradient).abs();
+                }
+            }
             let pending = self.data.start(&mut self.reducer, &self.buckets, next);
             self.running.push(Running::new(started, pending));
             self.handing_over += started.elapsed();
@@ -742,6 +783,42 @@ mod tests {
 
     fn owed(exchange: &Exchange<Compressed>) -> Vec<u8> {
         exchange.reducer().feedback().unwrap().to_bytes()
+    }
+
+    /// And when what is owed is lost, the ledger shows that.
+    #[test]
+    fn what_goes_into_a_step_comes_out_or_is_owed() {
+        for codec in ["none", "int8", "topk:0.1", "randk:0.1", "sign", "powersgd:2"] {
+            std::thread::scope(|scope| {
+                for comm in farwire::local(3).unwrap() {
+                    scope.spawn(move || {
+                        let mut exchange = five(&comm, codec);
+                        let mut difference = |exchange: &mut Exchange<Compressed>| {
+                            let Ledger { inputs, outputs, magnitude } = exchange.ledger().unwrap();
+                            let all = vec![inputs, outputs, magnitude];
+                            let all = comm.all_reduce(all, ReduceOp::Sum).wait().unwrap();
+                            (all[0] - all[1]).abs() / all[2]
+                        };
+                        for step in 0..4 {
+                            exchange.begin(1);
+                            exchange.keep_ledger();
+                            for (number, name) in NAMES.into_iter().enumerate() {
+                                let seed = 31 * number + 7 * step + comm.rank();
+                                let value = |index: usize| ((index * 7919 + seed) % 1000) as f32;
+                                let gradient: Vec<_> = (0..LENGTH).map(value).collect();
+                                exchange.add(name, &gradient).unwrap();
+                            }
+                            exchange.finish().unwrap();
+                            let difference = difference(&mut exchange);
+                            assert!(difference < 1e-6, "{codec}, step {step}: {difference:e}");
+                        }
+                        exchange.reducer_mut().restore(ErrorFeedback::new());
+                        let difference = difference(&mut exchange);
+                        assert_eq!(difference > 1e-5, codec != "none", "{codec}: {difference:e}");
+                    });
+                }
+            });
+        }
     }
 
     /// Every other bucket had committed what it left out of a mean that nobody got.

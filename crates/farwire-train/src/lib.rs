@@ -57,13 +57,23 @@ mod trainer;
 // What signatures here name.
 pub use farwire;
 
+/// Reads any bytes as what another rank says in training. For fuzzing.
+#[doc(hidden)]
+pub fn read_anything(bytes: &[u8]) {
+    carry::read_anything(bytes);
+    finite::read_anything(bytes);
+    elastic::read_anything(bytes);
+}
+
 pub use adamw::{AdamW, Gradient, Moments};
 pub use carry::tell;
-pub use checkpoint::{Checkpoint, checkpoint_of};
+pub use checkpoint::{Checkpoint, checkpoint_of, sha256};
 pub use compressed::{Compressed, DENSE_BELOW};
 pub use corpus::{Batch, Batches, embedded};
 pub use error::{SAID, TrainError};
-pub use exchange::{Bucket, DENSE, Dense, Exchange, ExchangeError, Part, Reducer, Span, Summary};
+pub use exchange::{
+    Bucket, DENSE, Dense, Exchange, ExchangeError, Ledger, Part, Reducer, Span, Summary,
+};
 pub use finite::{BadElement, Cause, NotFinite};
 pub use group::Group;
 pub use library::{Input, Library, LibraryError, LibraryResult, Sink, Stage, StageSpec};

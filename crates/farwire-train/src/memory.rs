@@ -201,6 +201,15 @@ impl BucketData {
         }
     }
 
+    /// What a bucket holds before it is sent; nothing of one on a card.
+    pub(crate) fn sums(&self, bucket: usize) -> &[f32] {
+        match self {
+            Self::Host(data) => &data[bucket],
+            #[cfg(feature = "cuda")]
+            Self::Card(_) => &[],
+        }
+    }
+
     /// Hands a full bucket over.
     pub(crate) fn start<R: Reducer>(
         &mut self,

@@ -34,6 +34,9 @@ pub struct StepReport {
     /// How many ranks want to leave while the others go on.
     #[serde(default)]
     pub leaving: usize,
+    /// How many ranks have joined and [ask](crate::Trainer::set_asking) what the others have seen.
+    #[serde(default)]
+    pub asking: usize,
 }
 
 /// Where a rank's time went in a step, in seconds.

@@ -20,7 +20,7 @@ use crate::compressed::{Compressed, groups};
 use crate::corpus::Batches;
 use crate::elastic::Seating;
 use crate::error::TrainError;
-use crate::exchange::{Bucket, Exchange, Reducer, Span, Summary};
+use crate::exchange::{Bucket, Exchange, Ledger, Reducer, Span, Summary};
 use crate::finite::{Cause, NotFinite};
 use crate::group::Group;
 use crate::library::{Library, StageSpec};
@@ -37,6 +37,10 @@ use crate::settings::{OnNan, Settings};
 
 /// A run that leaves out so many steps in a row will not recover.
 const MAX_SKIPPED_IN_A_ROW: usize = 100;
+
+/// Of the magnitudes in a step: how much rounding may add up to. Sums of f32 in another order differ
+/// by less than 1e-6 of them.
+const AUDIT_TOLERANCE: f64 = 1e-5;
 
 /// A parameter, and in which of this rank's stages it is.
 #[derive(Clone, Debug)]
@@ -121,6 +125,10 @@ pub struct Trainer {
     pub(crate) seating: Option<Seating>,
     /// Whether this rank wants to leave.
     leaving: bool,
+    /// Whether this rank lacks what the others have seen.
+    asking: bool,
+    /// Whether steps are to be [audited](Self::audit).
+    audited: bool,
     /// The gradients of a step are exchanged, and it is not known yet whether it counts: their norm.
     pub(crate) open: Option<f64>,
     /// What error feedback owed on all ranks after the last step that counted: the sum of squares.
@@ -192,6 +200,8 @@ impl Trainer {
             asked_batch,
             seating: None,
             leaving: false,
+            asking: false,
+            audited: false,
             open: None,
             owed: 0.0,
             lost: (0, 0.0),
@@ -331,6 +341,41 @@ impl Trainer {
         self.leaving
     }
 
+    /// Whether this rank, which has joined, asks the others for what they have seen of the run. All
+    /// ranks' reports then count it, so that all can exchange that after the same step.
+    pub fn set_asking(&mut self, asking: bool) {
+        self.asking = asking;
+    }
+
+    /// Has every step keep what an [`audit`](Self::audit) needs.
+    pub fn set_audited(&mut self, audited: bool) {
+        self.audited = audited;
+    }
+
+    /// Whether all is well after a step: replicas have the same bits, and the step has neither lost
+    /// nor made up any gradient. All ranks that have a place must call it.
+    pub fn audit(&self) -> Result<(), TrainError> {
+        let step = self.step;
+        if !self.replicas_agree()? {
+            return Err(TrainError::Audit { step, what: "replicas differ".to_owned() });
+        }
+        let ledger = self.exchange.ledger();
+        let Ledger { inputs, outputs, magnitude } = ledger.unwrap_or_default();
+        let kept = f64::from(u8::from(ledger.is_some()));
+        let all =
+            self.mesh.of("dp").all_reduce(vec![inputs, outputs, magnitude, kept], ReduceOp::Sum);
+        let [inputs, outputs, magnitude, kept] = all.wait()?[..] else { return Ok(()) };
+        let is_whole = kept as usize == self.mesh.size("dp");
+        if is_whole && (inputs - outputs).abs() > AUDIT_TOLERANCE * magnitude {
+            let what = format!(
+                "gradients and residuals added up to {inputs:e}, results and residuals to {outputs:e} \
+                 (magnitudes: {magnitude:e})"
+            );
+            return Err(TrainError::Audit { step, what });
+        }
+        Ok(())
+    }
+
     /// One step. If any rank has a `wish` to stop, every rank's report says so.
     ///
     /// A loss or a gradient that is not finite is found before any weight moves. All ranks then
@@ -392,6 +437,7 @@ impl Trainer {
             times,
             stop: agreed.stop,
             leaving: agreed.leaving,
+            asking: agreed.asking,
         };
         self.open = None;
         self.step += 1;
@@ -425,7 +471,8 @@ impl Trainer {
         let is_bad = !(norm.is_finite() && self.exchange.is_finite());
         let flag = |is: bool| f64::from(u8::from(is));
         let owed = if self.seating.is_some() { self.owed_here() } else { 0.0 };
-        let mine = vec![loss, bytes as f64, flag(wish), flag(is_bad), owed, flag(self.leaving)];
+        let mut mine = vec![loss, bytes as f64, flag(wish), flag(is_bad)];
+        mine.extend([owed, flag(self.leaving), flag(self.asking)]);
         let all = world.all_reduce(mine, ReduceOp::Sum).wait()?;
         let is_finite = all[0].is_finite() && all[3] == 0.0;
         Ok(Agreed {
@@ -436,6 +483,7 @@ impl Trainer {
             is_finite,
             owed: all[4],
             leaving: all[5] as usize,
+            asking: all[6] as usize,
         })
     }
 
@@ -510,6 +558,9 @@ impl Trainer {
         let exchange = &mut self.exchange;
         exchange.reducer_mut().at_step(self.step as u64);
         exchange.begin(micro_batches);
+        if self.audited {
+            exchange.keep_ledger();
+        }
         let flow = self.pipeline.run(&batches, &mut |name, gradient| {
             Ok(exchange.add(name, gradient).map_err(TrainError::from)?)
         });
@@ -805,6 +856,8 @@ struct Agreed {
     owed: f64,
     /// How many ranks want to leave.
     leaving: usize,
+    /// How many ask for what the others have seen.
+    asking: usize,
 }
 
 /// An exchange over dp.

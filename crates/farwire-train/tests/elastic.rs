@@ -6,7 +6,7 @@
 mod common;
 
 use common::TOY;
-use farwire::{Communicator, Elastic, ElasticState};
+use farwire::{Communicator, Elastic, ElasticState, GroupFault};
 use farwire_train::gpt::Config;
 use farwire_train::{Settings, StepReport, TrainError, Trainer};
 
@@ -60,6 +60,7 @@ fn train(
     let rank = |comm: Communicator| -> Result<Option<End>, TrainError> {
         let me = comm.rank();
         let mut trainer = Trainer::elastic(&TOY, settings.clone(), &text())?;
+        trainer.set_audited(true);
         let mut elastic = Elastic::new(comm);
         let mut losses = Vec::new();
         let mut lost = 0.0;
@@ -81,6 +82,12 @@ fn train(
                 report => report?,
             };
             losses.push(report.loss);
+            if trainer.has_place() {
+                // Whoever is lost meanwhile is missed in the next step.
+                trainer
+                    .audit()
+                    .or_else(|error| error.is_group_fault().then_some(()).ok_or(error))?;
+            }
             if report.leaving > 0 && elastic.part(&mut trainer, leaves)? {
                 return Ok(None);
             }

@@ -218,6 +218,26 @@ fn what_a_library_does_wrong_is_said() {
 }
 
 #[test]
+fn an_audit_finds_replicas_that_differ_in_one_bit() {
+    on_threads(2, |comm| {
+        let settings = Settings { dp: 2, ..settings() };
+        let mut trainer = Trainer::new(&TOY, &comm, settings, &text()).unwrap();
+        trainer.set_audited(true);
+        for _ in 0..3 {
+            trainer.step(false).unwrap();
+            trainer.audit().unwrap();
+        }
+        if comm.rank() == 1 {
+            let mut weights = trainer.weights("head.weight").unwrap();
+            weights[7] = f32::from_bits(weights[7].to_bits() ^ 1);
+            trainer.set_weights("head.weight", &weights).unwrap();
+        }
+        let error = trainer.audit().unwrap_err().to_string();
+        assert!(error.contains("audit after step 3: replicas differ"), "{error}");
+    });
+}
+
+#[test]
 fn a_trained_model_writes_bytes_it_has_seen() {
     let comm = farwire::local(1).unwrap().remove(0);
     let settings = Settings { learning_rate: 0.1, steps: 60, ..settings() };

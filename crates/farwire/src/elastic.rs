@@ -230,6 +230,8 @@ impl Elastic {
         });
         self.comm = next;
         self.in_sync = false;
+        let (epoch, rank, ranks) = (self.comm.epoch(), self.comm.rank(), self.comm.size());
+        tracing::info!(epoch, rank, ranks, "a new group");
     }
 }
 

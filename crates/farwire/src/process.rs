@@ -209,6 +209,7 @@ impl Settings {
             place: &self.place,
             job: &self.job,
             agree_on: &self.agree_on,
+            agree_later: &self.agree_later,
             host: &self.host,
             epoch: self.config.epoch,
             master,

@@ -4,6 +4,7 @@ use std::ffi::{OsStr, OsString};
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use farwire_proto::membership::{self, TieRule};
@@ -95,6 +96,7 @@ pub struct Builder {
     place: Option<Place>,
     job: Option<String>,
     agree_on: String,
+    agree_later: Later,
     token: Option<Token>,
     preset: Option<Preset>,
     link: Option<LinkChoice>,
@@ -130,6 +132,13 @@ impl Builder {
     /// results begin to differ. Up to 2 KiB.
     pub fn agree_on(self, lines: impl Into<String>) -> Self {
         Self { agree_on: lines.into(), ..self }
+    }
+
+    /// A line that processes which join later must have, too, and that those of the start may not know
+    /// yet when they start: say, a digest of data that rank 0 reads. It counts from when it is set. A
+    /// process that joins sets it before.
+    pub fn agree_later(self, line: Arc<OnceLock<String>>) -> Self {
+        Self { agree_later: line, ..self }
     }
 
     /// The cluster token.
@@ -327,6 +336,7 @@ impl Builder {
             place,
             job,
             agree_on,
+            agree_later: self.agree_later,
             host,
             token,
             preset: preset.unwrap_or_default(),
@@ -394,12 +404,16 @@ impl Variables<'_> {
     }
 }
 
+/// What is to agree with those that join, once it is known.
+pub(crate) type Later = Arc<OnceLock<String>>;
+
 /// A [`Builder`] with nothing left open.
 #[derive(Debug)]
 pub(crate) struct Settings {
     pub(crate) place: Place,
     pub(crate) job: JobName,
     pub(crate) agree_on: String,
+    pub(crate) agree_later: Later,
     /// What this process calls its host.
     pub(crate) host: String,
     pub(crate) token: Option<Token>,

@@ -7,13 +7,13 @@
 
 use std::path::Path;
 use std::process::ExitCode;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
 use farwire::{Change, Communicator, Elastic, GroupFault, ReduceOp};
 use farwire_train::gpt::Writer;
-use farwire_train::{Settings, TrainError, Trainer, embedded};
+use farwire_train::{Settings, TrainError, Trainer, embedded, sha256};
 use tokio::signal::unix::{SignalKind, signal};
 
 use super::files::Held;
@@ -22,16 +22,60 @@ use super::{
     Args, CPU, SAMPLE, TrainCommandError, files, keep_checkpoints, report, save, tell, text,
     watch_for_signals,
 };
-use crate::launch::{GIVEN_UP, LEFT, LaunchError, say_error};
+use crate::launch::{GIVEN_UP, LEFT, LaunchError, NOT_LET_IN, say_error};
 use crate::units;
 
-/// Trains as one rank of many, from the start or as one that has joined.
-pub(super) fn run(
+/// Trains as one of the ranks that a job starts with.
+pub(super) fn start(args: &Args, lines: String) -> Result<ExitCode, TrainCommandError> {
+    let data = Arc::new(OnceLock::new());
+    let builder = Communicator::builder().agree_on(lines).agree_later(data.clone());
+    let comm = builder.elastic(true).join()?;
+    let stop = watch_for_signals()?;
+    files::check_report(&args.report)?;
+    let text = text(args, &comm, &stop)?;
+    end(args, train(args, comm, text, &data, stop, false))
+}
+
+/// Trains as one that joins. It has to have the data before; whether they are those of the others,
+/// these say before it costs them anything.
+pub(super) fn join(
     args: &Args,
-    comm: Communicator,
-    joined: bool,
+    address: &str,
+    lines: String,
 ) -> Result<ExitCode, TrainCommandError> {
-    match train(args, comm, joined) {
+    files::check_report(&args.report)?;
+    let text = match &args.data {
+        // Until it has joined, a signal ends it at once.
+        Some(path) => files::read_data(path, &AtomicI32::new(0))?,
+        None => Some(embedded()),
+    };
+    let data = Arc::new(OnceLock::new());
+    if let Some(text) = &text {
+        data.get_or_init(|| data_line(text));
+    }
+    let builder = Communicator::builder().agree_on(lines).agree_later(data.clone());
+    let comm = match builder.join_running(address) {
+        Ok(comm) => comm,
+        Err(error) => {
+            say_error(&error);
+            return Ok(ExitCode::from(NOT_LET_IN));
+        }
+    };
+    let stop = watch_for_signals()?;
+    end(args, train(args, comm, text, &data, stop, true))
+}
+
+/// What all have to learn from.
+fn data_line(text: &[u8]) -> String {
+    format!("data of {} bytes, SHA-256 {}", text.len(), sha256(text))
+}
+
+/// How a rank ends that has trained.
+fn end(
+    args: &Args,
+    ended: Result<ExitCode, TrainCommandError>,
+) -> Result<ExitCode, TrainCommandError> {
+    match ended {
         Err(TrainCommandError::Train(source @ TrainError::NoReplica { .. })) => {
             let checkpoint = match &args.checkpoint {
                 Some(dir) => format!("--checkpoint {} --resume", dir.display()),
@@ -41,23 +85,30 @@ pub(super) fn run(
             say_error(&TrainCommandError::NoReplica { source: Box::new(source), checkpoint });
             Ok(ExitCode::from(GIVEN_UP))
         }
+        Err(TrainCommandError::Train(error @ TrainError::Audit { .. })) => {
+            say_error(&error);
+            Ok(ExitCode::from(GIVEN_UP))
+        }
         ended => ended,
     }
 }
 
-fn train(args: &Args, comm: Communicator, joined: bool) -> Result<ExitCode, TrainCommandError> {
-    let (stop, leave) = (watch_for_signals()?, watch_for_leave()?);
-    files::check_report(&args.report)?;
-    let text = match (&args.data, joined) {
-        // One that joins has to have the data; whether they are the same is found out.
-        (Some(path), true) => files::read_data(path, &stop)?,
-        (None, true) => Some(embedded()),
-        (_, false) => text(args, &comm, &stop)?,
-    };
+fn train(
+    args: &Args,
+    comm: Communicator,
+    text: Option<Vec<u8>>,
+    data: &OnceLock<String>,
+    stop: Arc<AtomicI32>,
+    joined: bool,
+) -> Result<ExitCode, TrainCommandError> {
+    let leave = watch_for_leave()?;
     let Some(text) = text else {
         return Ok(ExitCode::from(128 + stop.load(Ordering::Relaxed) as u8));
     };
+    data.get_or_init(|| data_line(&text));
     let mut trainer = Trainer::elastic(CPU, args.elastic_settings()?, &text)?;
+    trainer.set_audited(args.audit);
+    trainer.set_asking(joined);
     let steps = trainer.settings().steps;
     let mut elastic = Elastic::new(comm);
     // Lays the model out over all ranks. (One that joins meets the others in the middle of a step.)
@@ -105,17 +156,35 @@ fn train(args: &Args, comm: Communicator, joined: bool) -> Result<ExitCode, Trai
             }
             (false, Some(_)) => {}
         }
-        let (ranks, leaving) = (elastic.comm().size(), report.leaving);
+        let (ranks, leaving, asking) = (elastic.comm().size(), report.leaving, report.asking);
         run.stopped = report.stop || leaving == ranks;
         run.seconds += report.times.total;
         run.skipped = trainer.steps_skipped();
+        run.done = trainer.steps_done();
         view.step(&run, &report)?;
         run.steps.push(report);
+        if args.audit && trainer.has_place() {
+            // The next step finds out who is left.
+            trainer
+                .audit()
+                .or_else(|error| if error.is_group_fault() { Ok(()) } else { Err(error) })?;
+        }
         let last = run.stopped || trainer.steps_done() == steps;
         let keeper = keeper.as_mut().filter(|_| trainer.has_place());
         if let Some(why) = keeper.and_then(|keeper| keeper.keep(&mut trainer, &run, last)) {
             eprintln!("{why}");
             run.changes.push(why);
+        }
+        if asking > 0 {
+            match changes_of_rank_0(elastic.comm(), &run.changes) {
+                Ok(changes) => {
+                    run.changes = changes;
+                    trainer.set_asking(false);
+                }
+                // It asks again in the next step.
+                Err(error) if error.is_group_fault() => {}
+                Err(error) => return Err(error.into()),
+            }
         }
         // Not the flag as it is by now: all have to part after the same step.
         let leaves = trainer.is_leaving();
@@ -171,6 +240,20 @@ fn train(args: &Args, comm: Communicator, joined: bool) -> Result<ExitCode, Trai
         (true, 0) => ExitCode::from(LEFT), // all have been told to leave
         (true, signal) => ExitCode::from(128 + signal as u8),
     })
+}
+
+/// The changes that rank 0 knows of, which has been there longest. One that has joined may have to
+/// write the report.
+fn changes_of_rank_0(
+    comm: &Communicator,
+    changes: &[String],
+) -> Result<Vec<String>, farwire::Error> {
+    const BETWEEN: &str = "\n";
+    let mine = (comm.rank() == 0).then(|| changes.join(BETWEEN).into_bytes());
+    let length = mine.as_ref().map(|bytes| vec![bytes.len() as u64]);
+    let length = comm.broadcast(length, 1, 0).wait()?[0] as usize;
+    let bytes = comm.broadcast(mine, length, 0).wait()?;
+    Ok(String::from_utf8_lossy(&bytes).split_terminator(BETWEEN).map(str::to_owned).collect())
 }
 
 /// Checkpoints of a run whose rank 0 may change: whoever is rank 0 writes them.

@@ -183,6 +183,10 @@ pub(crate) struct Args {
     /// as FARWIRE_JOIN counts the same.
     #[arg(long, value_name = "HOST:PORT", conflicts_with_all = ["compare", "init", "ranks", "resume"])]
     join: Option<String>,
+    /// End the job if, after any step, replicas differ in a bit, or a gradient was lost or made up.
+    /// For tests: finding out takes as long as a small step.
+    #[arg(long)]
+    audit: bool,
     /// Where the report goes.
     #[arg(long, value_name = "FILE", default_value = "report.html")]
     report: PathBuf,
@@ -296,8 +300,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, TrainCommandError> {
     }
     if let Some(address) = join {
         let lines = args.lines(&args.elastic_settings()?);
-        let comm = Communicator::builder().agree_on(lines).join_running(&address)?;
-        return elastic::run(args, comm, true);
+        return elastic::join(args, &address, lines);
     }
     match Place::from_env() {
         Ok(place) => {
@@ -309,8 +312,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, TrainCommandError> {
             if args.elastic {
                 args.settings(world, args.codec.clone())?; // they must make whole replicas
                 let lines = args.lines(&args.elastic_settings()?);
-                let comm = Communicator::builder().agree_on(lines).elastic(true).join()?;
-                return elastic::run(args, comm, false);
+                return elastic::start(args, lines);
             }
             args.check(world, here.unwrap_or(1))?;
             let lines = args.lines(&args.settings(world, args.codec.clone())?);
@@ -364,7 +366,8 @@ impl Args {
     /// What all ranks have to have alike. The device, since replicas that compute in another way would
     /// come to differ.
     fn lines(&self, settings: &Settings) -> String {
-        format!("{}device {}\n", settings.lines(), self.device.name())
+        let audit = if self.audit { "audit every step\n" } else { "" };
+        format!("{}device {}\n{audit}", settings.lines(), self.device.name())
     }
 
     fn settings(&self, ranks: u32, codec: CodecChoice) -> Result<Settings, TrainCommandError> {
@@ -503,6 +506,7 @@ fn train(
     let steps = settings.steps;
     let library = library(args, comm)?;
     let mut trainer = Trainer::new(&*library, comm, settings, text)?;
+    trainer.set_audited(args.audit);
     if let Some(path) = &args.init {
         trainer.load_weights(path)?;
     }
@@ -519,8 +523,12 @@ fn train(
         run.stopped = report.stop;
         run.seconds += report.times.total;
         run.skipped = trainer.steps_skipped();
+        run.done = trainer.steps_done();
         view.step(&run, &report)?;
         run.steps.push(report);
+        if args.audit {
+            trainer.audit()?;
+        }
         let done = trainer.steps_done();
         let last = done == steps || run.stopped;
         if let Some(dir) = &args.checkpoint

@@ -27,6 +27,8 @@ pub(crate) struct Run {
     pub(crate) skipped: usize,
     /// Of this process; steps before a checkpoint it went on from are not in it.
     pub(crate) seconds: f64,
+    /// Steps done, those included that others made before this rank joined.
+    pub(crate) done: usize,
     pub(crate) trace: Vec<Span>,
     pub(crate) sample: String,
     pub(crate) stopped: bool,
@@ -73,6 +75,7 @@ impl Run {
             layout: layout(trainer.settings()),
             chosen: (!is_given).then(|| trainer.codec().to_string()),
             steps: Vec::new(),
+            done: trainer.steps_done(),
             skipped: trainer.steps_skipped(),
             seconds: 0.0,
             trace: Vec::new(),
@@ -107,7 +110,7 @@ impl Run {
         Outcome {
             codec: self.name(),
             chosen: self.chosen.clone(),
-            steps: self.steps.len(),
+            steps: self.done,
             skipped: self.skipped,
             last_skipped: self.steps.iter().rev().find_map(|step| step.skipped.clone()),
             first_loss: losses(&self.steps).first().copied().unwrap_or(f64::NAN),

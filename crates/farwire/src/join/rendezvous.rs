@@ -37,6 +37,7 @@ use super::{door, held_port, meeting};
 use crate::link::Boxed;
 use crate::link::negotiation::Control;
 use crate::quic::transport::{Transport, widen};
+use crate::settings::Later;
 use crate::tcp::port::{TcpPort, TcpSettings};
 
 /// How long one hello may take.
@@ -85,6 +86,9 @@ pub(super) struct Hello {
     job: JobName,
     /// What all processes of a job have in common, in lines.
     agree_on: String,
+    /// What one that joins has in common with the others, too.
+    #[serde(default)]
+    agree_later: Option<String>,
     world: u32,
     epoch: u32,
     /// Random: tells a process that comes again from another that claims the same rank.
@@ -165,6 +169,7 @@ pub(crate) struct Terms<'a> {
     pub(crate) place: &'a Place,
     pub(crate) job: &'a JobName,
     pub(crate) agree_on: &'a str,
+    pub(crate) agree_later: &'a Later,
     /// What this process calls its host.
     pub(crate) host: &'a str,
     pub(crate) epoch: Epoch,
@@ -361,6 +366,7 @@ pub(crate) async fn join(
         door: door.clone(),
         side_door,
         lobby: terms.lobby.clone(),
+        agree_later: terms.agree_later.clone(),
     };
     listener.keep(endpoint.clone(), server, transport, tcp.tunnels().clone());
 
@@ -428,6 +434,7 @@ impl Hello {
             version: VERSION,
             job: terms.job.clone(),
             agree_on: terms.agree_on.to_owned(),
+            agree_later: terms.agree_later.get().cloned(),
             world: terms.place.world.get(),
             epoch: terms.epoch.0,
             // Those that a job starts with are named by their ranks later, so this is never one.
@@ -596,6 +603,8 @@ pub(super) struct Listener {
     /// For lower ranks.
     pub(super) side_door: mpsc::Sender<Newcomer>,
     pub(super) lobby: Option<mpsc::Sender<Newcomer>>,
+    /// Known later than `hello`.
+    pub(super) agree_later: Later,
 }
 
 impl Listener {
@@ -659,7 +668,11 @@ impl Listener {
                 }
                 _ => Err("its ticket is not of this process".to_owned()),
             },
-            Err(_) => judge(&text, &connection, &self.identity, &self.hello, self.lobby.is_some()),
+            Err(_) => {
+                let mut mine = self.hello.clone();
+                mine.agree_later = self.agree_later.get().cloned();
+                judge(&text, &connection, &self.identity, &mine, self.lobby.is_some())
+            }
         };
         match judgement {
             Ok(Hello { process, purpose, member, .. }) => {
@@ -768,7 +781,9 @@ fn disagreement(hello: &Hello, mine: &Hello, who: &str) -> Option<String> {
             hello.job, mine.job
         ));
     }
-    let (theirs, ours) = difference(&hello.agree_on, &mine.agree_on)?;
+    let later = hello.agree_later.as_deref().zip(mine.agree_later.as_deref());
+    let (theirs, ours) = difference(&hello.agree_on, &mine.agree_on)
+        .or_else(|| later.and_then(|(theirs, ours)| difference(theirs, ours)))?;
     Some(format!(
         "{who} has {theirs}, {here} has {ours}; start all ranks of a job with the same settings"
     ))

@@ -99,6 +99,7 @@ impl Joiner {
             door,
             side_door,
             lobby: terms.lobby.clone(),
+            agree_later: terms.agree_later.clone(),
         };
         listener.keep(endpoint.clone(), server, transport, tcp.tunnels().clone());
         let client = identity.client_config()?;

@@ -9,6 +9,7 @@ fn hello(job: &str, rank: u32, version: u8) -> Hello {
         version,
         job: JobName::new(job).unwrap(),
         agree_on: "steps 3\ncodec dense".to_owned(),
+        agree_later: None,
         world: 4,
         epoch: 0,
         process: 7,
@@ -43,6 +44,7 @@ impl Listening {
             job: &job,
             host: "here",
             agree_on: "",
+            agree_later: &Later::default(),
             epoch: Epoch(0),
             master: SocketAddr::from(([127, 0, 0, 1], 1)),
             port_is_held: false,
@@ -65,6 +67,7 @@ impl Listening {
             door,
             side_door: mpsc::channel(1).0,
             lobby: None,
+            agree_later: Later::default(),
         };
         listener.keep(endpoint, server, Transport::default(), tcp.tunnels().clone());
         Self { token, address, expected, _newcomers: newcomers }
@@ -133,6 +136,22 @@ async fn a_further_connection_is_for_the_rank_that_has_the_ticket() {
     assert!(used.contains("its ticket is not of this process"), "it was used: {used}");
     let nobody = again("here", 1, short).expect(Peer(2)).unwrap().1.await.unwrap_err();
     assert_eq!(nobody, "rank 2 did not connect again");
+}
+
+/// What is known later counts for both sides from when it is known.
+#[test]
+fn those_that_join_are_asked_for_what_is_known_by_then() {
+    let knows = |line: &str| Hello {
+        agree_later: Some(line.to_owned()).filter(|line| !line.is_empty()),
+        ..hello("here", 2, VERSION)
+    };
+    let judged = |theirs: &str, ours: &str| disagreement(&knows(theirs), &knows(ours), "it");
+    assert!(
+        judged("data a", "data b").unwrap().contains("it has \"data a\", rank 2 has \"data b\"")
+    );
+    for (theirs, ours) in [("data a", "data a"), ("data a", ""), ("", "data a")] {
+        assert_eq!(judged(theirs, ours), None);
+    }
 }
 
 /// Not only rank 0 looks at who comes: so does every rank that others connect to.
