@@ -169,6 +169,21 @@ impl Comm {
     }
 }
 
+/// A rank, or a number of elements.
+struct Index(usize);
+
+impl<'py> FromPyObject<'_, 'py> for Index {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let number: i64 = object.extract()?;
+        usize::try_from(number).map(Self).map_err(|_| {
+            let text = format!("{number} is neither a rank nor a length; these count from 0");
+            Failure::call(text).raise(object.py())
+        })
+    }
+}
+
 /// A call that works in place on elements of any type: a closure cannot be generic.
 trait InPlaceCall: Send {
     fn start<T: Element>(self, comm: &Communicator, memory: Memory<T>) -> Pending<Memory<T>>;
@@ -257,10 +272,10 @@ impl Comm {
         py: Python<'_>,
         view: View,
         op: &str,
-        root: usize,
+        root: Index,
         result: Py<PyAny>,
     ) -> PyResult<Operation> {
-        self.in_place(py, view, result, Reduce { op: operator(op)?, root })
+        self.in_place(py, view, result, Reduce { op: operator(op)?, root: root.0 })
     }
 
     fn reduce_scatter(
@@ -318,37 +333,37 @@ impl Comm {
         &self,
         py: Python<'_>,
         view: View,
-        root: usize,
+        root: Index,
         result: Py<PyAny>,
     ) -> PyResult<Operation> {
-        self.in_place(py, view, result, Broadcast { root })
+        self.in_place(py, view, result, Broadcast { root: root.0 })
     }
 
     fn send(
         &self,
         py: Python<'_>,
         view: View,
-        to: usize,
+        to: Index,
         tag: u32,
         result: Py<PyAny>,
     ) -> PyResult<Operation> {
-        self.in_place(py, view, result, Send_ { to, tag })
+        self.in_place(py, view, result, Send_ { to: to.0, tag })
     }
 
     fn recv(
         &self,
         py: Python<'_>,
         view: View,
-        source: usize,
+        source: Index,
         tag: u32,
         result: Py<PyAny>,
     ) -> PyResult<Operation> {
-        self.in_place(py, view, result, Recv { from: source, tag })
+        self.in_place(py, view, result, Recv { from: source.0, tag })
     }
 
     /// A call whose result is elsewhere than its input. What a rank gives, or gets, no elements of
     /// has no view.
-    #[pyo3(signature = (kind, dtype, input, output, result, *, op="sum", root=0, send=None,
+    #[pyo3(signature = (kind, dtype, input, output, result, *, op="sum", root=Index(0), send=None,
                         recv=None))]
     #[allow(clippy::too_many_arguments, reason = "they are keywords")]
     fn apart(
@@ -360,9 +375,9 @@ impl Comm {
         output: Option<View>,
         result: Py<PyAny>,
         op: &str,
-        root: usize,
-        send: Option<Vec<usize>>,
-        recv: Option<Vec<usize>>,
+        root: Index,
+        send: Option<Vec<Index>>,
+        recv: Option<Vec<Index>>,
     ) -> PyResult<Operation> {
         let comm = self.open(py)?;
         let dtype = crate::memory::dtype(dtype)?;
@@ -370,9 +385,11 @@ impl Comm {
         let elements = |view: &Option<View>| view.as_ref().map_or(Ok(0), View::count);
         let (given, wanted) = (elements(&input)?, elements(&output)?);
         let world = WorldSize::new(self.size as u32).expect("this process is a member");
-        let root = Rank(u32::try_from(root).unwrap_or(u32::MAX));
-        let blocks = |counts: Option<Vec<usize>>, whole: usize| match counts {
-            Some(counts) => Counts::listed(counts, world),
+        let root = Rank(u32::try_from(root.0).unwrap_or(u32::MAX));
+        let blocks = |counts: Option<Vec<Index>>, whole: usize| match counts {
+            Some(counts) => {
+                Counts::listed(counts.into_iter().map(|n| n.0).collect::<Vec<_>>(), world)
+            }
             None => Counts::Each(whole / self.size),
         };
         let call = match kind {
@@ -408,8 +425,9 @@ impl Comm {
         group.map(Self::new).map_err(|error| Failure::from(error).raise(py))
     }
 
-    fn subgroup(&self, py: Python<'_>, ranks: Vec<usize>, name: &str) -> PyResult<Self> {
-        let comm = self.open(py)?;
+    fn subgroup(&self, py: Python<'_>, ranks: Vec<Index>, name: &str) -> PyResult<Self> {
+        let (comm, ranks) = (self.open(py)?, ranks.into_iter().map(|rank| rank.0));
+        let ranks: Vec<_> = ranks.collect();
         let group = py.detach(|| comm.subgroup(&ranks, name));
         group.map(Self::new).map_err(|error| Failure::from(error).raise(py))
     }

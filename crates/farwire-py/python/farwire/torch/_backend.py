@@ -39,6 +39,7 @@ def _create(options, _):
             f"the backend {NAME!r} needs torch 2.14 or later, and this is {torch.__version__}; "
             "use another backend with farwire.torch.hook, which any torch from 2.4 on takes"
         )
+    dist.Work.is_completed = _is_completed
     return _make_backend(options)
 
 
@@ -63,11 +64,13 @@ def _join(store, rank, size, deadline):
     """Joins through a store: rank 0 says there where it listens."""
     if size == 1:
         return init(rank=0, size=1, address=("127.0.0.1", 1))
+    # A store can outlive its groups, torchrun's does: what was said for an earlier one is there.
+    key = f"farwire/{store.add(f'farwire/joins/{rank}', 1)}"
     if rank == 0:
         host = _host(store)
         port = _native.free_port("::" if ":" in host else "0.0.0.0")
-        store.set("farwire", f"{host} {port} torch-{uuid.uuid4().hex}")
-    host, port, job = store.get("farwire").decode().split()
+        store.set(key, f"{host} {port} torch-{uuid.uuid4().hex}")
+    host, port, job = store.get(key).decode().split()
     return init(rank=rank, size=size, address=(host, int(port)), job=job, join_timeout=deadline)
 
 
@@ -128,6 +131,7 @@ class FarwireWork(dist._Work):
         return True
 
     def is_completed(self):
+        # Through torch, `_is_completed` below.
         return all(operation.done() for operation in self._operations)
 
     def result(self):
@@ -160,6 +164,24 @@ class FarwireWork(dist._Work):
             if self._finish is not None:
                 self._finish()
                 self._finish = None
+
+
+_torchs_is_completed = dist.Work.is_completed
+
+
+def _is_completed(work):
+    """Whether a call has ended.
+
+    torch wraps what a backend in Python returns, and the wrapper hands on `wait` and `get_future`
+    alone: to everything else it gives the answer of a call that has just begun. A loop that asks
+    until a call has ended would never end. Whether the future has come says the same.
+    """
+    if _torchs_is_completed(work):
+        return True
+    try:
+        return work.get_future().done()
+    except RuntimeError:
+        return False  # it has none
 
 
 class FarwireBackend(_Base or object):
@@ -420,7 +442,7 @@ def _flat(tensor):
     if tensor.layout != torch.strided:
         raise CallError(f"farwire moves dense tensors, not {tensor.layout}; use to_dense()")
     tensor = tensor.detach()
-    return (tensor.resolve_conj() if tensor.is_complex() else tensor).contiguous().view(-1)
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def _back(tensors, flat):
