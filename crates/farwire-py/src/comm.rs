@@ -112,8 +112,14 @@ pub(crate) fn join(
     if let Some(deadline) = deadline {
         builder = builder.deadline(seconds("deadline", deadline)?);
     }
+    let had_joined = process::has_joined();
     let joined = interruptible(py, move || builder.join())?;
-    joined.map(Comm::new).map_err(|error| Failure::from(error).raise(py))
+    joined.map(Comm::new).map_err(|error| match (had_joined, Failure::from(error)) {
+        (true, failure) => {
+            failure.after("this process has joined already, and cannot again").raise(py)
+        }
+        (false, failure) => failure.raise(py),
+    })
 }
 
 fn seconds(what: &str, seconds: f64) -> PyResult<Duration> {
@@ -179,6 +185,21 @@ impl<'py> FromPyObject<'_, 'py> for Index {
         let number: i64 = object.extract()?;
         usize::try_from(number).map(Self).map_err(|_| {
             let text = format!("{number} is neither a rank nor a length; these count from 0");
+            Failure::call(text).raise(object.py())
+        })
+    }
+}
+
+/// A tag, a color or a key.
+struct Label(u32);
+
+impl<'py> FromPyObject<'_, 'py> for Label {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let number: i64 = object.extract()?;
+        u32::try_from(number).map(Self).map_err(|_| {
+            let text = format!("{number} is no tag, color or key; these are 0 to {}", u32::MAX);
             Failure::call(text).raise(object.py())
         })
     }
@@ -344,10 +365,10 @@ impl Comm {
         py: Python<'_>,
         view: View,
         to: Index,
-        tag: u32,
+        tag: Label,
         result: Py<PyAny>,
     ) -> PyResult<Operation> {
-        self.in_place(py, view, result, Send_ { to: to.0, tag })
+        self.in_place(py, view, result, Send_ { to: to.0, tag: tag.0 })
     }
 
     fn recv(
@@ -355,10 +376,10 @@ impl Comm {
         py: Python<'_>,
         view: View,
         source: Index,
-        tag: u32,
+        tag: Label,
         result: Py<PyAny>,
     ) -> PyResult<Operation> {
-        self.in_place(py, view, result, Recv { from: source.0, tag })
+        self.in_place(py, view, result, Recv { from: source.0, tag: tag.0 })
     }
 
     /// A call whose result is elsewhere than its input. What a rank gives, or gets, no elements of
@@ -419,9 +440,9 @@ impl Comm {
         Ok(Operation::new(work, py.None()))
     }
 
-    fn split(&self, py: Python<'_>, color: u32, key: u32) -> PyResult<Self> {
+    fn split(&self, py: Python<'_>, color: Label, key: Label) -> PyResult<Self> {
         let comm = self.open(py)?;
-        let group = interruptible(py, move || comm.split(color, key))?;
+        let group = interruptible(py, move || comm.split(color.0, key.0))?;
         group.map(Self::new).map_err(|error| Failure::from(error).raise(py))
     }
 

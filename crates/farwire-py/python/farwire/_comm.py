@@ -93,6 +93,10 @@ class Communicator:
             return _end(self._comm.all_reduce(view(array, adds=op), op, array), async_)
         if name is None:
             raise CallError("a codec remembers by name what it omits; give name=, the tensor's")
+        if not isinstance(codec, _native.Compressor):
+            raise CallError(
+                f"codec is {codec!r}; give a farwire.Compressor, made once for the whole run"
+            )
         place = view(array, adds=op)
         return _end(self._comm.all_reduce_compressed(place, op, codec, name, array), async_)
 

@@ -313,6 +313,7 @@ class FarwireBackend(_Base or object):
 
     def _all_gather(self, outputs, given, opts):
         flat = _flat(given)
+        _check_equal("all_gather", flat, outputs)
         everyone = flat.new_empty((len(outputs), flat.numel()))
         operation = self._comm(opts).all_gather(flat, everyone, async_=True)
 
@@ -343,6 +344,11 @@ class FarwireBackend(_Base or object):
     def reduce_scatter_single(self, output, given, opts):
         op, factor = _operator(opts.reduceOp)
         flat, whole = _flat(output), _flat(given)
+        if whole.numel() != flat.numel() * self.size():
+            raise CallError(
+                f"reduce_scatter of {whole.numel()} elements to {flat.numel()} on each of "
+                f"{self.size()} ranks; give {flat.numel() * self.size()}"
+            )
         if factor is not None:
             whole = whole * factor
         operation = self._comm(opts).reduce_scatter(whole, flat, op, async_=True)
@@ -390,6 +396,7 @@ class FarwireBackend(_Base or object):
         (given,) = inputs
         flat = _flat(given)
         outputs = outputs[0] if outputs and opts.rootRank == self.rank() else []
+        _check_equal("gather", flat, outputs)
         everyone = flat.new_empty((len(outputs), flat.numel())) if outputs else None
         operation = self._comm(opts).gather(flat, everyone, opts.rootRank, async_=True)
 
@@ -443,6 +450,16 @@ def _flat(tensor):
         raise CallError(f"farwire moves dense tensors, not {tensor.layout}; use to_dense()")
     tensor = tensor.detach()
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def _check_equal(call, given, outputs):
+    """Every rank's tensor has the same number of elements."""
+    for output in outputs:
+        if output.numel() != given.numel():
+            raise CallError(
+                f"{call} of {given.numel()} elements to an output of {output.numel()}; "
+                "give tensors of one size, on all ranks"
+            )
 
 
 def _back(tensors, flat):
