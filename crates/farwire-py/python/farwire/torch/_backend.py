@@ -25,16 +25,20 @@ try:
 except (ImportError, TypeError):
     _Base = None
 
+#: Whether this torch has backends in Python.
+CAN_DERIVE = _Base is not None
+
 
 def register():
-    """Makes the backend known to torch.distributed, which calls this by itself from 2.14 on."""
+    """Makes the backend known to torch.distributed, which calls this by itself from 2.14 on. Before,
+    importing farwire.torch does, so that whoever asks for the backend is told of the hook."""
     if NAME.upper() in dist.Backend._plugins:
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
 
 def _create(options, _):
-    if _Base is None:
+    if not CAN_DERIVE:
         raise RuntimeError(
             f"the backend {NAME!r} needs torch 2.14 or later, and this is {torch.__version__}; "
             "use another backend with farwire.torch.hook, which any torch from 2.4 on takes"
