@@ -93,6 +93,22 @@ pub trait MessageCodec: Debug + Send + Sync {
         self.add_decoded_into(bytes, place, acc)
     }
 
+    /// The same, and every element divided by `by`: a mean of so many.
+    ///
+    /// To the bit what [`decode_into`](Self::decode_into) gives, divided. A codec that knows which
+    /// elements are zero need not touch them again.
+    fn decode_divided_into(
+        &self,
+        bytes: &[u8],
+        place: &CodedPlace,
+        acc: &mut [f32],
+        by: f32,
+    ) -> Result<(), DecodeError> {
+        self.decode_into(bytes, place, acc)?;
+        acc.iter_mut().for_each(|value| *value /= by);
+        Ok(())
+    }
+
     /// The most bytes a message for a range of this many elements can have. Peers refuse longer
     /// ones.
     fn max_message_len(&self, elements: usize) -> usize;

@@ -79,7 +79,7 @@ impl<T: Tiles> MessageCodec for T {
         place: &CodedPlace,
         acc: &mut [f32],
     ) -> Result<(), DecodeError> {
-        add_to(self, bytes, place, acc, |_| ())
+        add_to(self, bytes, place, acc, |_| (), |_| ())
     }
 
     fn decode_into(
@@ -89,7 +89,18 @@ impl<T: Tiles> MessageCodec for T {
         acc: &mut [f32],
     ) -> Result<(), DecodeError> {
         // The zeros never leave the first-level cache.
-        add_to(self, bytes, place, acc, |tile| tile.fill(0.0))
+        add_to(self, bytes, place, acc, |tile| tile.fill(0.0), |_| ())
+    }
+
+    fn decode_divided_into(
+        &self,
+        bytes: &[u8],
+        place: &CodedPlace,
+        acc: &mut [f32],
+        by: f32,
+    ) -> Result<(), DecodeError> {
+        let divide = |tile: &mut [f32]| tile.iter_mut().for_each(|value| *value /= by);
+        add_to(self, bytes, place, acc, |tile| tile.fill(0.0), divide)
     }
 
     fn max_message_len(&self, elements: usize) -> usize {
@@ -146,13 +157,14 @@ fn encode(codec: &impl Tiles, job: &Job<'_>, out: &mut Encoded) -> Result<(), En
     Ok(())
 }
 
-/// Adds a message to tiles that are prepared first.
+/// Adds a message to tiles that are prepared first, and finished afterwards.
 fn add_to(
     codec: &impl Tiles,
     mut bytes: &[u8],
     place: &CodedPlace,
     acc: &mut [f32],
     prepare: impl Fn(&mut [f32]),
+    finish: impl Fn(&mut [f32]),
 ) -> Result<(), DecodeError> {
     assert_eq!(acc.len(), place.range.len(), "one element for each of the range");
     DecodeError::check_len(bytes, codec.coded_len(acc.len()))?;
@@ -164,6 +176,7 @@ fn add_to(
         // Decoding rounds nothing, so it does not matter whose message this is.
         let noise = Noise::new(place, Role::Worker, 0, place.range.start + k * codec.tile());
         codec.add_tile(level, &noise, coded, acc)?;
+        finish(acc);
     }
     Ok(())
 }

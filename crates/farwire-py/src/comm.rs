@@ -112,8 +112,14 @@ pub(crate) fn join(
     if let Some(deadline) = deadline {
         builder = builder.deadline(seconds("deadline", deadline)?);
     }
+    let had_joined = process::has_joined();
     let joined = interruptible(py, move || builder.join())?;
-    joined.map(Comm::new).map_err(|error| Failure::from(error).raise(py))
+    joined.map(Comm::new).map_err(|error| match (had_joined, Failure::from(error)) {
+        (true, failure) => {
+            failure.after("this process has joined already, and cannot again").raise(py)
+        }
+        (false, failure) => failure.raise(py),
+    })
 }
 
 fn seconds(what: &str, seconds: f64) -> PyResult<Duration> {
@@ -166,6 +172,36 @@ impl Comm {
             py.detach(|| Box::new(Plain(start.start(&comm, memory))) as Box<dyn Work>)
         });
         Ok(Operation::new(work, result))
+    }
+}
+
+/// A rank, or a number of elements.
+struct Index(usize);
+
+impl<'py> FromPyObject<'_, 'py> for Index {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let number: i64 = object.extract()?;
+        usize::try_from(number).map(Self).map_err(|_| {
+            let text = format!("{number} is neither a rank nor a length; these count from 0");
+            Failure::call(text).raise(object.py())
+        })
+    }
+}
+
+/// A tag, a color or a key.
+struct Label(u32);
+
+impl<'py> FromPyObject<'_, 'py> for Label {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let number: i64 = object.extract()?;
+        u32::try_from(number).map(Self).map_err(|_| {
+            let text = format!("{number} is no tag, color or key; these are 0 to {}", u32::MAX);
+            Failure::call(text).raise(object.py())
+        })
     }
 }
 
@@ -257,10 +293,10 @@ impl Comm {
         py: Python<'_>,
         view: View,
         op: &str,
-        root: usize,
+        root: Index,
         result: Py<PyAny>,
     ) -> PyResult<Operation> {
-        self.in_place(py, view, result, Reduce { op: operator(op)?, root })
+        self.in_place(py, view, result, Reduce { op: operator(op)?, root: root.0 })
     }
 
     fn reduce_scatter(
@@ -318,37 +354,37 @@ impl Comm {
         &self,
         py: Python<'_>,
         view: View,
-        root: usize,
+        root: Index,
         result: Py<PyAny>,
     ) -> PyResult<Operation> {
-        self.in_place(py, view, result, Broadcast { root })
+        self.in_place(py, view, result, Broadcast { root: root.0 })
     }
 
     fn send(
         &self,
         py: Python<'_>,
         view: View,
-        to: usize,
-        tag: u32,
+        to: Index,
+        tag: Label,
         result: Py<PyAny>,
     ) -> PyResult<Operation> {
-        self.in_place(py, view, result, Send_ { to, tag })
+        self.in_place(py, view, result, Send_ { to: to.0, tag: tag.0 })
     }
 
     fn recv(
         &self,
         py: Python<'_>,
         view: View,
-        source: usize,
-        tag: u32,
+        source: Index,
+        tag: Label,
         result: Py<PyAny>,
     ) -> PyResult<Operation> {
-        self.in_place(py, view, result, Recv { from: source, tag })
+        self.in_place(py, view, result, Recv { from: source.0, tag: tag.0 })
     }
 
     /// A call whose result is elsewhere than its input. What a rank gives, or gets, no elements of
     /// has no view.
-    #[pyo3(signature = (kind, dtype, input, output, result, *, op="sum", root=0, send=None,
+    #[pyo3(signature = (kind, dtype, input, output, result, *, op="sum", root=Index(0), send=None,
                         recv=None))]
     #[allow(clippy::too_many_arguments, reason = "they are keywords")]
     fn apart(
@@ -360,9 +396,9 @@ impl Comm {
         output: Option<View>,
         result: Py<PyAny>,
         op: &str,
-        root: usize,
-        send: Option<Vec<usize>>,
-        recv: Option<Vec<usize>>,
+        root: Index,
+        send: Option<Vec<Index>>,
+        recv: Option<Vec<Index>>,
     ) -> PyResult<Operation> {
         let comm = self.open(py)?;
         let dtype = crate::memory::dtype(dtype)?;
@@ -370,9 +406,11 @@ impl Comm {
         let elements = |view: &Option<View>| view.as_ref().map_or(Ok(0), View::count);
         let (given, wanted) = (elements(&input)?, elements(&output)?);
         let world = WorldSize::new(self.size as u32).expect("this process is a member");
-        let root = Rank(u32::try_from(root).unwrap_or(u32::MAX));
-        let blocks = |counts: Option<Vec<usize>>, whole: usize| match counts {
-            Some(counts) => Counts::listed(counts, world),
+        let root = Rank(u32::try_from(root.0).unwrap_or(u32::MAX));
+        let blocks = |counts: Option<Vec<Index>>, whole: usize| match counts {
+            Some(counts) => {
+                Counts::listed(counts.into_iter().map(|n| n.0).collect::<Vec<_>>(), world)
+            }
             None => Counts::Each(whole / self.size),
         };
         let call = match kind {
@@ -402,14 +440,15 @@ impl Comm {
         Ok(Operation::new(work, py.None()))
     }
 
-    fn split(&self, py: Python<'_>, color: u32, key: u32) -> PyResult<Self> {
+    fn split(&self, py: Python<'_>, color: Label, key: Label) -> PyResult<Self> {
         let comm = self.open(py)?;
-        let group = interruptible(py, move || comm.split(color, key))?;
+        let group = interruptible(py, move || comm.split(color.0, key.0))?;
         group.map(Self::new).map_err(|error| Failure::from(error).raise(py))
     }
 
-    fn subgroup(&self, py: Python<'_>, ranks: Vec<usize>, name: &str) -> PyResult<Self> {
-        let comm = self.open(py)?;
+    fn subgroup(&self, py: Python<'_>, ranks: Vec<Index>, name: &str) -> PyResult<Self> {
+        let (comm, ranks) = (self.open(py)?, ranks.into_iter().map(|rank| rank.0));
+        let ranks: Vec<_> = ranks.collect();
         let group = py.detach(|| comm.subgroup(&ranks, name));
         group.map(Self::new).map_err(|error| Failure::from(error).raise(py))
     }

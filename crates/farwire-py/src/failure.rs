@@ -25,6 +25,12 @@ impl Failure {
         Self { class, message: message.into(), rank: None, world_rank: None }
     }
 
+    /// The same, with what may be its cause.
+    pub(crate) fn after(mut self, cause: &str) -> Self {
+        self.message = format!("{cause}: {}", self.message);
+        self
+    }
+
     /// A NaN or an infinity, found in a result.
     pub(crate) fn not_finite(message: String) -> Self {
         Self::new("NotFinite", message)
@@ -48,7 +54,10 @@ impl Failure {
 impl From<Error> for Failure {
     fn from(error: Error) -> Self {
         let class = match &error {
-            Error::Call { .. } | Error::Order { .. } | Error::Subgroup { .. } => "CallError",
+            Error::Call { .. }
+            | Error::Order { .. }
+            | Error::Subgroup { .. }
+            | Error::Feedback { .. } => "CallError",
             Error::Env { .. } | Error::Token { .. } | Error::Join { .. } => "JoinError",
             Error::NotEncodable {
                 error: CodingError::Codec { .. } | CodingError::Device { .. },

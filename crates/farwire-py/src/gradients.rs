@@ -771,18 +771,22 @@ impl CardOutcome {
     }
 }
 
-/// Parameters lie inside their bucket, one after the other.
+/// Parameters lie in their bucket one after the other, and are all of it.
 fn check_layout(parts: &[Part], count: usize) -> Result<(), Failure> {
     let mut free = 0;
     for part in parts {
         let end = part.1.checked_add(part.2).filter(|end| *end <= count);
-        free = end.filter(|_| part.1 >= free).ok_or_else(|| {
+        free = end.filter(|_| part.1 == free).ok_or_else(|| {
             let name = part.name();
             Failure::call(format!(
-                "the place of `{name}` is outside the bucket of {count} elements, or another's; \
-                 give places in ascending order"
+                "the place of `{name}` is outside the bucket of {count} elements, or not next to \
+                 the one before; give the places of all parameters, in order"
             ))
         })?;
+    }
+    if free < count {
+        let text = format!("parameters are {free} of the bucket's {count} elements; give all");
+        return Err(Failure::call(text));
     }
     Ok(())
 }

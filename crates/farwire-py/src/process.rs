@@ -74,6 +74,14 @@ pub(crate) fn opened(comm: Communicator) -> Arc<Slot> {
     slot
 }
 
+/// Whether this process has a communicator that is open.
+pub(crate) fn has_joined() -> bool {
+    let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    let slots = open.as_ref().and_then(|open| open.get().ok());
+    let is_open = |slot: Arc<Slot>| slot.read().unwrap_or_else(PoisonError::into_inner).is_some();
+    slots.into_iter().flatten().filter_map(Weak::upgrade).any(is_open)
+}
+
 /// Closes one.
 pub(crate) fn close(slot: &Slot) {
     let comm = slot.write().unwrap_or_else(PoisonError::into_inner).take();

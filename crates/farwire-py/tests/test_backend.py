@@ -7,12 +7,22 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-pytestmark = pytest.mark.skipif(
-    tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < (2, 14),
-    reason="a backend in Python needs torch 2.14",
-)
+IS_OLD = tuple(map(int, torch.__version__.split("+")[0].split(".")[:2])) < (2, 14)
 
 
+def test_an_older_torch_is_told_of_the_hook(monkeypatch):
+    import farwire.torch._backend as backend
+
+    monkeypatch.setattr(backend, "CAN_DERIVE", False)
+    with pytest.raises(RuntimeError, match="farwire.torch.hook"):
+        backend._create(None, None)
+    if IS_OLD:
+        store = torch.distributed.HashStore()
+        with pytest.raises(RuntimeError, match="farwire.torch.hook"):
+            torch.distributed.init_process_group("farwire", store=store, rank=0, world_size=1)
+
+
+@pytest.mark.skipif(IS_OLD, reason="a backend in Python needs torch 2.14")
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_call_gives_what_gloo_gives(run, tmp_path, size):
     found = entry_points(group="torch.distributed.backends")

@@ -25,6 +25,8 @@ ON_TWO = [
     ("infinity", "topk:0.02", {"on_nan": "skip"}),
     ("infinity", "none", {"on_nan": "skip"}),
     ("loader", "topk:0.05", {}),
+    ("pairs", "topk:1,values=f32", {}),
+    ("refused", "topk:0.05", {}),
     ("infinity", "topk:0.02", {"on_nan": "raise"}),
     ("infinity", "none", {"on_nan": "raise"}),
 ]
@@ -112,6 +114,15 @@ def test_an_infinity_is_raised_on_all_ranks_on_request(two, codec):
 def test_data_loaders_may_fork_their_workers(two):
     ranks = two("loader", "topk:0.05")
     assert ranks[0][0] == ranks[1][0]
+
+
+def test_gradients_of_complex_parameters_are_exchanged_whole(two):
+    assert all(apart < 1e-5 for apart in two("pairs", "topk:1,values=f32"))
+
+
+def test_the_hook_says_what_it_does_not_take(two):
+    for another, sparse in two("refused", "topk:0.05"):
+        assert "a State for each" in another and "sparse=True" in sparse
 
 
 @pytest.mark.parametrize("codec", ["topk:0.02", "none"])

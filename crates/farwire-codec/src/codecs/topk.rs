@@ -231,7 +231,7 @@ impl MessageCodec for TopK {
         acc: &mut [f32],
     ) -> Result<(), DecodeError> {
         assert_eq!(acc.len(), place.range.len(), "one element for each of the range");
-        decode(Level::detect(), self.values, bytes, acc, false)
+        decode(Level::detect(), self.values, bytes, acc, Onto::Sum)
     }
 
     fn decode_into(
@@ -241,7 +241,18 @@ impl MessageCodec for TopK {
         acc: &mut [f32],
     ) -> Result<(), DecodeError> {
         assert_eq!(acc.len(), place.range.len(), "one element for each of the range");
-        decode(Level::detect(), self.values, bytes, acc, true)
+        decode(Level::detect(), self.values, bytes, acc, Onto::Zeros { divisor: 1.0 })
+    }
+
+    fn decode_divided_into(
+        &self,
+        bytes: &[u8],
+        place: &CodedPlace,
+        acc: &mut [f32],
+        by: f32,
+    ) -> Result<(), DecodeError> {
+        assert_eq!(acc.len(), place.range.len(), "one element for each of the range");
+        decode(Level::detect(), self.values, bytes, acc, Onto::Zeros { divisor: by })
     }
 
     fn max_message_len(&self, elements: usize) -> usize {
@@ -299,14 +310,27 @@ impl TopK {
 /// costs more than it gains.
 const CACHED: usize = 1 << 21;
 
-/// Adds a message of kept elements; with `fresh`, to zeros in place of what `acc` holds.
+/// What a message of kept elements is added to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Onto {
+    /// What is there.
+    Sum,
+    /// Zeros, in place of what is there; and the sum is divided.
+    Zeros {
+        /// By this.
+        divisor: f32,
+    },
+}
+
+/// Adds a message of kept elements.
 pub(crate) fn decode(
     level: Level,
     coding: ValueCoding,
     bytes: &[u8],
     acc: &mut [f32],
-    fresh: bool,
+    onto: Onto,
 ) -> Result<(), DecodeError> {
+    let fresh = matches!(onto, Onto::Zeros { .. });
     let Some((count, mut bytes)) = bytes.split_first_chunk::<4>() else {
         return Err(DecodeError::Length { need: 4, given: bytes.len() });
     };
@@ -342,6 +366,11 @@ pub(crate) fn decode(
                 .split_at_checked(coding.len(taken))
                 .ok_or(DecodeError::Length { need: coding.len(taken), given: bytes.len() })?;
             coding.decode(level, coded, &mut values[..taken])?;
+            if let Onto::Zeros { divisor } = onto
+                && divisor != 1.0
+            {
+                values[..taken].iter_mut().for_each(|value| *value /= divisor);
+            }
             bytes = rest;
             next = end;
             left -= taken;
@@ -404,18 +433,18 @@ mod tests {
                     .unwrap();
                 for level in Level::all() {
                     let mut acc = vec![1.0; len];
-                    decode(level, values, &out.messages[0], &mut acc, false).unwrap();
+                    decode(level, values, &out.messages[0], &mut acc, Onto::Sum).unwrap();
                     // What was not sent is in the residual, so where that is the gradient nothing
                     // may have been added.
                     let want = gradient.iter().zip(&out.residual).map(|(gradient, left)| 1.0 + (gradient - left));
                     let close = acc.iter().zip(want).all(|(acc, want)| (acc - want).abs() <= want.abs() * 1e-6);
                     prop_assert!(close, "{level:?} {values:?}");
                     let mut portable = vec![1.0; len];
-                    decode(Level::PORTABLE, values, &out.messages[0], &mut portable, false).unwrap();
+                    decode(Level::PORTABLE, values, &out.messages[0], &mut portable, Onto::Sum).unwrap();
                     prop_assert!(acc.iter().zip(&portable).all(|(a, b)| a.to_bits() == b.to_bits()));
                     let (mut zeros, mut dirty) = (vec![0.0; len], vec![f32::NAN; len]);
-                    decode(level, values, &out.messages[0], &mut zeros, false).unwrap();
-                    decode(level, values, &out.messages[0], &mut dirty, true).unwrap();
+                    decode(level, values, &out.messages[0], &mut zeros, Onto::Sum).unwrap();
+                    decode(level, values, &out.messages[0], &mut dirty, Onto::Zeros { divisor: 1.0 }).unwrap();
                     prop_assert!(zeros.iter().zip(&dirty).all(|(a, b)| a.to_bits() == b.to_bits()));
                 }
             }

@@ -564,8 +564,12 @@ fn ranges(partition: &Partition, world: WorldSize) -> Vec<Range<usize>> {
 
 /// Divides by the number of ranks, if that is what was asked.
 fn scale(values: &mut [f32], mean: bool, world: WorldSize) {
-    if mean && world.get() > 1 {
-        let ranks = world.get() as f32;
+    if let Some(ranks) = divisor(mean, world) {
         values.iter_mut().for_each(|value| *value /= ranks);
     }
+}
+
+/// What a sum is divided by, if it is to become a mean and this makes a difference.
+fn divisor(mean: bool, world: WorldSize) -> Option<f32> {
+    (mean && world.get() > 1).then_some(world.get() as f32)
 }

@@ -8,7 +8,7 @@ use std::ops::Range;
 use bytes::Bytes;
 use farwire_proto::{DType, Rank, WorldSize};
 
-use super::{Floats, residual, scale, seal, unseal};
+use super::{Floats, divisor, residual, scale, seal, unseal};
 use crate::codec::MessageCodec;
 use crate::codecs::powersgd::{PowerP, PowerQ, PowerSgd, Shape};
 use crate::error::{DecodeError, EncodeError};
@@ -321,11 +321,12 @@ impl HostCoding {
         for from in chunk.world.ranks() {
             let message = if from == chunk.rank { unseal(&own) } else { messages[from.index()] };
             let out = &mut output[chunk.shards[from.index()].clone()];
-            chunk
-                .codec
-                .decode_into(message, &chunk.shard(from), out)
-                .map_err(|why| StepError::Decode { from, why })?;
-            scale(out, chunk.mean, chunk.world);
+            let place = chunk.shard(from);
+            let decoded = match divisor(chunk.mean, chunk.world) {
+                None => chunk.codec.decode_into(message, &place, out),
+                Some(ranks) => chunk.codec.decode_divided_into(message, &place, out, ranks),
+            };
+            decoded.map_err(|why| StepError::Decode { from, why })?;
         }
         Ok(())
     }

@@ -27,6 +27,9 @@ fn run(codec: &dyn MessageCodec, job: &Job<'_>) -> Outcome {
         let mut dirty = vec![f32::NAN; part.len()];
         codec.decode_into(message, &place, &mut dirty).unwrap();
         assert_eq!(bits(&dirty), bits(part), "what was in the buffer means nothing");
+        let thirds: Vec<_> = part.iter().map(|value| value / 3.0).collect();
+        codec.decode_divided_into(message, &place, &mut dirty, 3.0).unwrap();
+        assert_eq!(bits(&dirty), bits(&thirds), "decoded, and divided");
         assert!(message.len() <= codec.max_message_len(shard.len()));
     }
     Outcome { decoded, residual: out.residual, messages: out.messages }

@@ -93,6 +93,10 @@ class Communicator:
             return _end(self._comm.all_reduce(view(array, adds=op), op, array), async_)
         if name is None:
             raise CallError("a codec remembers by name what it omits; give name=, the tensor's")
+        if not isinstance(codec, _native.Compressor):
+            raise CallError(
+                f"codec is {codec!r}; give a farwire.Compressor, made once for the whole run"
+            )
         place = view(array, adds=op)
         return _end(self._comm.all_reduce_compressed(place, op, codec, name, array), async_)
 
@@ -116,7 +120,8 @@ class Communicator:
         """
         if output is None:
             return _end(self._comm.all_gather(view(array), array), async_)
-        return _end(self._comm.all_gather_into(view(array), view(output), output), async_)
+        block, whole = _alike(view(array), view(output))
+        return _end(self._comm.all_gather_into(block, whole, output), async_)
 
     def reduce_scatter(
         self, array: Any, output: Any = None, op: str = "sum", *, async_: bool = False
@@ -130,7 +135,7 @@ class Communicator:
         place = view(array, adds=op)
         if output is None:
             return _end(self._comm.reduce_scatter(place, op, array), async_)
-        block = view(output, adds=op)
+        _, block = _alike(place, view(output, adds=op))
         operation = self._comm.apart("reduce_scatter", place[2], place, block, output, op=op)
         return _end(operation, async_)
 
@@ -138,8 +143,11 @@ class Communicator:
         self, array: Any, output: Any = None, root: int = 0, *, async_: bool = False
     ) -> Any:
         """The root gets everyone's array in its `output`, in rank order; the others give none."""
-        place = view(array)
-        whole = view(output) if output is not None and root == self.rank else None
+        place, whole = view(array), None
+        if root == self.rank:
+            if output is None:
+                raise CallError("the root gathers everyone's array; give output=, with room for all")
+            _, whole = _alike(place, view(output))
         operation = self._comm.apart("gather", place[2], place, whole, output, root=root)
         return _end(operation, async_)
 
@@ -147,8 +155,11 @@ class Communicator:
         self, output: Any, array: Any = None, root: int = 0, *, async_: bool = False
     ) -> Any:
         """Each rank gets its block of the root's `array` in its `output`; the others give none."""
-        block = view(output)
-        whole = view(array) if array is not None and root == self.rank else None
+        block, whole = view(output), None
+        if root == self.rank:
+            if array is None:
+                raise CallError("the root scatters its array; give array=, with a block for each")
+            whole, _ = _alike(view(array), block)
         operation = self._comm.apart("scatter", block[2], whole, block, output, root=root)
         return _end(operation, async_)
 
@@ -158,7 +169,7 @@ class Communicator:
     ) -> Any:  # fmt: skip
         """Rank i's block j becomes rank j's block i, in `output`. Blocks are equal, or `send[r]`
         elements to rank r and `recv[r]` from it."""
-        given, wanted = view(array), view(output)
+        given, wanted = _alike(view(array), view(output))
         wide = _bytes_per_element(array, given)
         operation = self._comm.apart(
             "all_to_all", given[2], given, wanted, output,
@@ -268,6 +279,16 @@ class Compressor(_native.Compressor):
 
 def _end(operation: _native.Operation, async_: bool) -> Any:
     return operation if async_ else operation.wait()
+
+
+def _alike(given: tuple, wanted: tuple) -> tuple:
+    """Both views, whose elements have one type."""
+    if given[2] != wanted[2]:
+        raise TypeError(
+            f"the input has elements of type {given[2]} and the output of type {wanted[2]}; "
+            "give both the same type"
+        )
+    return given, wanted
 
 
 def _bytes_per_element(array: Any, place: tuple) -> int:

@@ -48,6 +48,11 @@ def view(array, *, adds: str | None = None) -> tuple:
     if not memory.c_contiguous:
         raise TypeError("the array is not contiguous; give `numpy.ascontiguousarray(array)`")
     dtype = _dtype(memory.format.lstrip("@=<"), adds, array)
+    if "O" in memory.format and getattr(getattr(array, "dtype", None), "hasobject", True):
+        raise TypeError(
+            "the array holds Python objects, which are addresses in this process; "
+            "give an array of numbers"
+        )
     if memory.nbytes == 0:
         return (0, 0, dtype, memory)
     # It exports the buffer for as long as it is held.
@@ -78,8 +83,15 @@ def _of_tensor(tensor, adds: str | None) -> tuple:
         raise TypeError(
             f"the tensor is on {tensor.device}; copy it to the CPU, or use farwire.torch"
         )
+    if tensor.layout is not sys.modules["torch"].strided:
+        raise TypeError(f"the tensor is {tensor.layout}; give `tensor.to_dense()`")
     if not tensor.is_contiguous():
         raise TypeError("the tensor is not contiguous; give `tensor.contiguous()`")
+    if tensor.is_conj() or tensor.is_neg():
+        raise TypeError(
+            "the tensor is a view of values that are yet to be conjugated or negated; "
+            "give `tensor.resolve_conj().resolve_neg()`"
+        )
     return (tensor.data_ptr(), tensor.nbytes, tensor_dtype(tensor, adds), tensor)
 
 

@@ -168,6 +168,19 @@ def every_call(backend, folder):
                 raise SystemExit(f"{dtype} was added")
             except TypeError as error:
                 assert "cannot add" in str(error) and "move" in str(error), error
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        while not work.is_completed():
+            pass
+        for wrong in (
+            lambda: dist.all_gather([torch.ones(k + 3) for k in range(size)], torch.ones(3)),
+            lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(size + 1)),
+            lambda: dist.all_reduce(torch.eye(3).to_sparse()),
+        ):
+            try:
+                wrong()
+                raise SystemExit("a call that makes no sense was made")
+            except sys.modules["farwire"].CallError as error:
+                assert "; " in str(error), error
         try:
             dist.recv(torch.empty(1))
             raise SystemExit("a message from nobody came")
@@ -176,8 +189,19 @@ def every_call(backend, folder):
     dist.destroy_process_group()
 
 
+def again_and_again(folder):
+    """Groups that are made and destroyed through one store, as torchrun's agent keeps it."""
+    store = dist.FileStore(f"{folder}/store", size)
+    for _ in range(3):
+        dist.init_process_group("farwire", store=store, rank=rank, world_size=size)
+        dist.all_reduce(tensor := torch.ones(1))
+        assert tensor.item() == size
+        dist.destroy_process_group()
+
+
 assert "farwire" not in sys.modules
 for backend in sys.argv[2:]:
     results.clear()
     every_call(backend, sys.argv[1])
     print(json.dumps(results))
+again_and_again(sys.argv[1])

@@ -158,12 +158,23 @@ for wrong, kind in (
     (lambda: comm.all_reduce(np.zeros(3, np.int64), op="mean"), farwire.CallError),
     (lambda: comm.all_gather(np.zeros(3), np.zeros(3 * size + 1)), farwire.CallError),
     (lambda: comm.all_reduce(np.zeros(3), codec=top), farwire.CallError),
+    (lambda: comm.all_reduce(np.zeros(3), codec="topk:0.01", name="w"), farwire.CallError),
+    (lambda: comm.broadcast(np.array([{}, {}])), TypeError),
+    (lambda: comm.broadcast(np.zeros(3, [("one", "f4"), ("other", object)])), TypeError),
+    (lambda: comm.broadcast(np.zeros(3), root=-1), farwire.CallError),
+    (lambda: comm.send(np.zeros(3), to=0, tag=-1), farwire.CallError),
+    (lambda: comm.all_gather(np.zeros(4, np.float32), np.zeros(2 * size)), TypeError),
+    (lambda: comm.reduce_scatter(np.zeros(size), np.zeros(1, np.int64)), TypeError),
+    (lambda: comm.gather(np.zeros(3), root=rank), farwire.CallError),
+    (lambda: comm.scatter(np.zeros(3), root=rank), farwire.CallError),
+    (lambda: farwire.init(join_timeout=30), farwire.JoinError),
     (lambda: farwire.Compressor("topk:2"), ValueError),
 ):
     try:
         wrong()
     except kind as error:
         assert str(error), kind
+        assert kind is not farwire.JoinError or "joined already" in str(error), error
     else:
         raise SystemExit(f"{kind} was not raised")
 

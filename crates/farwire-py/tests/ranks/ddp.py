@@ -260,6 +260,40 @@ def loader(codec):
     return digest(model), loss.item()
 
 
+def pairs(codec):
+    """Complex parameters, which are pairs of numbers in a bucket: how far from Gloo's gradient."""
+
+    def gradient(codec):
+        torch.manual_seed(1)
+        model = DDP(torch.nn.Linear(40, 40, dtype=torch.complex64))
+        if codec != "gloo":
+            state = farwire.torch.State(comm, codec, phase_in=(0, 0))
+            model.register_comm_hook(state, farwire.torch.hook)
+        torch.manual_seed(rank)
+        model(torch.randn(4, 40, dtype=torch.complex64)).abs().sum().backward()
+        return model.module.weight.grad
+
+    return (gradient("gloo") - gradient(codec)).abs().max().item()
+
+
+def refused(codec):
+    """What the hook says to sparse gradients, and to a second model."""
+    said = []
+    state = farwire.torch.State(comm, codec, phase_in=(0, 0))
+    for inner in (
+        torch.nn.Embedding(200, 16),
+        torch.nn.Embedding(200, 16),
+        torch.nn.Embedding(200, 16, sparse=True),
+    ):
+        model = DDP(inner)
+        model.register_comm_hook(state, farwire.torch.hook)
+        try:
+            model(torch.tensor([1, 2])).sum().backward()
+        except farwire.CallError as error:
+            said.append(str(error))
+    return said
+
+
 def memory(codec, hundreds):
     """Resident megabytes after every hundred steps."""
     model, state, optimizer = make(codec)

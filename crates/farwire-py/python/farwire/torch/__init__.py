@@ -16,6 +16,9 @@ host memory.
 
 from ._hook import State, hook
 from ._fsdp import fsdp_hook
-from ._backend import register
+from ._backend import CAN_DERIVE, register
+
+if not CAN_DERIVE:
+    register()
 
 __all__ = ["State", "fsdp_hook", "hook", "register"]

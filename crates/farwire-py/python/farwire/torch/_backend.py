@@ -25,20 +25,25 @@ try:
 except (ImportError, TypeError):
     _Base = None
 
+#: Whether this torch has backends in Python.
+CAN_DERIVE = _Base is not None
+
 
 def register():
-    """Makes the backend known to torch.distributed, which calls this by itself from 2.14 on."""
+    """Makes the backend known to torch.distributed, which calls this by itself from 2.14 on. Before,
+    importing farwire.torch does, so that whoever asks for the backend is told of the hook."""
     if NAME.upper() in dist.Backend._plugins:
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
 
 
 def _create(options, _):
-    if _Base is None:
+    if not CAN_DERIVE:
         raise RuntimeError(
             f"the backend {NAME!r} needs torch 2.14 or later, and this is {torch.__version__}; "
             "use another backend with farwire.torch.hook, which any torch from 2.4 on takes"
         )
+    dist.Work.is_completed = _is_completed
     return _make_backend(options)
 
 
@@ -63,11 +68,13 @@ def _join(store, rank, size, deadline):
     """Joins through a store: rank 0 says there where it listens."""
     if size == 1:
         return init(rank=0, size=1, address=("127.0.0.1", 1))
+    # A store can outlive its groups, torchrun's does: what was said for an earlier one is there.
+    key = f"farwire/{store.add(f'farwire/joins/{rank}', 1)}"
     if rank == 0:
         host = _host(store)
         port = _native.free_port("::" if ":" in host else "0.0.0.0")
-        store.set("farwire", f"{host} {port} torch-{uuid.uuid4().hex}")
-    host, port, job = store.get("farwire").decode().split()
+        store.set(key, f"{host} {port} torch-{uuid.uuid4().hex}")
+    host, port, job = store.get(key).decode().split()
     return init(rank=rank, size=size, address=(host, int(port)), job=job, join_timeout=deadline)
 
 
@@ -128,6 +135,7 @@ class FarwireWork(dist._Work):
         return True
 
     def is_completed(self):
+        # Through torch, `_is_completed` below.
         return all(operation.done() for operation in self._operations)
 
     def result(self):
@@ -160,6 +168,24 @@ class FarwireWork(dist._Work):
             if self._finish is not None:
                 self._finish()
                 self._finish = None
+
+
+_torchs_is_completed = dist.Work.is_completed
+
+
+def _is_completed(work):
+    """Whether a call has ended.
+
+    torch wraps what a backend in Python returns, and the wrapper hands on `wait` and `get_future`
+    alone: to everything else it gives the answer of a call that has just begun. A loop that asks
+    until a call has ended would never end. Whether the future has come says the same.
+    """
+    if _torchs_is_completed(work):
+        return True
+    try:
+        return work.get_future().done()
+    except RuntimeError:
+        return False  # it has none
 
 
 class FarwireBackend(_Base or object):
@@ -291,6 +317,7 @@ class FarwireBackend(_Base or object):
 
     def _all_gather(self, outputs, given, opts):
         flat = _flat(given)
+        _check_equal("all_gather", flat, outputs)
         everyone = flat.new_empty((len(outputs), flat.numel()))
         operation = self._comm(opts).all_gather(flat, everyone, async_=True)
 
@@ -321,6 +348,11 @@ class FarwireBackend(_Base or object):
     def reduce_scatter_single(self, output, given, opts):
         op, factor = _operator(opts.reduceOp)
         flat, whole = _flat(output), _flat(given)
+        if whole.numel() != flat.numel() * self.size():
+            raise CallError(
+                f"reduce_scatter of {whole.numel()} elements to {flat.numel()} on each of "
+                f"{self.size()} ranks; give {flat.numel() * self.size()}"
+            )
         if factor is not None:
             whole = whole * factor
         operation = self._comm(opts).reduce_scatter(whole, flat, op, async_=True)
@@ -368,6 +400,7 @@ class FarwireBackend(_Base or object):
         (given,) = inputs
         flat = _flat(given)
         outputs = outputs[0] if outputs and opts.rootRank == self.rank() else []
+        _check_equal("gather", flat, outputs)
         everyone = flat.new_empty((len(outputs), flat.numel())) if outputs else None
         operation = self._comm(opts).gather(flat, everyone, opts.rootRank, async_=True)
 
@@ -420,7 +453,17 @@ def _flat(tensor):
     if tensor.layout != torch.strided:
         raise CallError(f"farwire moves dense tensors, not {tensor.layout}; use to_dense()")
     tensor = tensor.detach()
-    return (tensor.resolve_conj() if tensor.is_complex() else tensor).contiguous().view(-1)
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1)
+
+
+def _check_equal(call, given, outputs):
+    """Every rank's tensor has the same number of elements."""
+    for output in outputs:
+        if output.numel() != given.numel():
+            raise CallError(
+                f"{call} of {given.numel()} elements to an output of {output.numel()}; "
+                "give tensors of one size, on all ranks"
+            )
 
 
 def _back(tensors, flat):

@@ -8,6 +8,7 @@ waited for: then all have ended, and what went wrong with any of them is raised 
 """
 
 import gc
+import math
 import warnings
 from typing import Any, Iterable, Mapping, Union
 
@@ -33,7 +34,18 @@ class Gradients:
     def __init__(self, comm, codec, rules, steps, phase_in, on_nan, seed):
         if on_nan not in ("skip", "raise"):
             raise CallError(f"on_nan is {on_nan!r}; use 'skip' or 'raise'")
-        dense, falling = phase_in if phase_in is not None else (None, None)
+        if not isinstance(comm, Communicator):
+            raise CallError(
+                f"comm is {type(comm).__name__}; give a farwire.Communicator: farwire.init()"
+            )
+        try:
+            dense, falling = phase_in if phase_in is not None else (None, None)
+        except (TypeError, ValueError):
+            raise CallError(
+                f"phase_in is {phase_in!r}; give two numbers of steps: (dense, falling)"
+            ) from None
+        if steps < 0:
+            raise CallError(f"steps is {steps}; give how many steps the run has")
         rules = list(rules.items() if hasattr(rules, "items") else rules or ())
         self.comm = comm
         self._native = _native.Gradients(
@@ -224,6 +236,11 @@ class State(Gradients):
             self._futures.clear()
             self._begin()
         buffer = bucket.buffer()
+        if buffer.layout is not torch.strided:
+            raise CallError(
+                "a gradient is sparse, and the hook takes dense ones; "
+                "make the embedding without sparse=True"
+            )
         self._start(buffer, self._layout(bucket), bucket.index(), self._unused)
         future = torch.futures.Future(devices=None if buffer.is_cpu else [buffer.device])
         self._futures.append((future, buffer))
@@ -245,10 +262,18 @@ class State(Gradients):
         if layout is None:
             if self._names is None:
                 self._learn_names(parameters)
+            if not all(id(parameter) in self._names for parameter in parameters):
+                raise CallError(
+                    "these gradients are of another model than those before; "
+                    "make a State for each DistributedDataParallel module"
+                )
             parts, start = [], 0
             for parameter in parameters:
-                name, elements = self._names[id(parameter)], parameter.numel()
-                parts.append((name, start, elements, parameter.shape))
+                name, shape = self._names[id(parameter)], parameter.shape
+                if parameter.is_complex():
+                    shape = (*shape, 2)  # in a bucket, complex numbers are pairs
+                elements = math.prod(shape)
+                parts.append((name, start, elements, shape))
                 start += elements
             layout = self._layouts[key] = layout_of(parts)
         return layout
