@@ -331,8 +331,8 @@ impl Job {
         let output = Arc::new(tokio::sync::Mutex::new(tokio::io::stdout()));
         let errors = Arc::new(tokio::sync::Mutex::new(tokio::io::stderr()));
         let mut running = JoinSet::new();
-        // A rank that has ended is reaped only when all have: until then its process id is not used
-        // again, and signals go where they should.
+        // A rank that has ended is reaped when all have, or when the job goes on without it: until
+        // then its process id is not used again, and signals go where they should.
         let (mut children, mut pids, mut said) = (Vec::new(), Vec::new(), Errors::default());
         let mut ports = Vec::new();
         // Starts a rank, which may join those that live.
@@ -378,7 +378,7 @@ impl Job {
                     return Err(error);
                 }
             };
-            pids.push(pid);
+            pids.push(Some(pid));
             children.push(child);
             ports.push(port);
             said.sockets.extend(error.map(|error| (rank, error)));
@@ -423,8 +423,19 @@ impl Job {
             let Ok((rank, status, last)) = ended else { continue };
             let status = status.map_err(system("could not wait for a rank"))?;
             alive.remove(&rank);
+            // A job may lose many in its time, and should keep nothing of them.
+            let mut part_with = async |rank: u32| {
+                said.show(self.ranks);
+                said.sockets.retain(|(other, _)| *other != rank);
+                if let Some(index) = self.index_of(rank) {
+                    tell(&pids[index..=index], Signal::KILL); // what it started and left behind
+                    (pids[index], ports[index]) = (None, OwnPort::Any);
+                    let _ = children[index].wait().await; // its status is known
+                }
+            };
             if status.exit_status() == Some(LEFT.into()) {
                 eprintln!("farwire: rank {rank} has left; {} on", go(alive.len()));
+                part_with(rank).await;
                 continue;
             }
             let died = status.exit_status() != Some(0);
@@ -445,6 +456,7 @@ impl Job {
                     |signal| format!("signal {signal}"),
                 );
                 eprintln!("farwire: rank {rank} has ended ({how}); {} on", go(alive.len()));
+                part_with(rank).await;
                 // One that was not let in tried for so long; others that are not much older may not
                 // be in the job either, and then there is none.
                 let was_kept_out = status.exit_status() == Some(NOT_LET_IN.into());
@@ -464,7 +476,7 @@ impl Job {
                         .and_then(|port| Ok((launch(new, &port, Some(there))?, port)));
                     match started {
                         Ok(((pid, child, error, end), port)) => {
-                            pids.push(pid);
+                            pids.push(Some(pid));
                             births.push(Instant::now());
                             children.push(child);
                             ports.push(port);
@@ -610,14 +622,14 @@ impl Job {
     }
 
     /// The ranks that have been stopped by a signal and not ended.
-    fn stopped(&self, pids: &[Pid]) -> Vec<u32> {
-        let is_stopped = |pid: &Pid| {
+    fn stopped(&self, pids: &[Option<Pid>]) -> Vec<u32> {
+        let is_stopped = |pid: Pid| {
             let about = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
             // The name of the program, in parentheses, may hold anything.
             about.rsplit_once(") ").is_some_and(|(_, state)| state.starts_with(['T', 't']))
         };
         let ranks = pids.iter().enumerate().map(|(index, pid)| (self.number_at(index), pid));
-        ranks.filter(|(_, pid)| is_stopped(pid)).map(|(rank, _)| rank).collect()
+        ranks.filter(|(_, pid)| pid.is_some_and(is_stopped)).map(|(rank, _)| rank).collect()
     }
 
     /// Starts a rank; and where its output is its own, what its error comes by.
@@ -760,8 +772,8 @@ fn lines(last: &LastLines) -> MutexGuard<'_, VecDeque<String>> {
     last.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn tell(pids: &[Pid], signal: Signal) {
-    for pid in pids {
+fn tell(pids: &[Option<Pid>], signal: Signal) {
+    for pid in pids.iter().flatten() {
         let _ = rustix::process::kill_process_group(*pid, signal); // it may have ended
     }
 }

@@ -130,22 +130,30 @@ impl Job {
         assert_eq!(self.launcher.wait().unwrap().code(), Some(128 + 15), "it was told to stop");
     }
 
-    /// The process that was started as a rank, and its environment.
-    fn rank(&self, rank: u32) -> (u32, HashMap<String, String>) {
+    /// The launcher's children, and the letters of their states.
+    fn children(&self) -> impl Iterator<Item = (u32, String)> {
         let processes = std::fs::read_dir("/proc").unwrap();
         let ids = processes.filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok());
-        let environment = |id: u32| {
+        ids.filter_map(|id: u32| {
             let stat = std::fs::read_to_string(format!("/proc/{id}/stat")).ok()?;
-            let parent = stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse::<u32>().ok()?;
-            let text = (self.launcher.id() == parent)
-                .then(|| std::fs::read_to_string(format!("/proc/{id}/environ")).ok())??;
+            let mut words = stat.rsplit_once(") ")?.1.split(' ');
+            let (state, parent) = (words.next()?, words.next()?.parse::<u32>().ok()?);
+            (self.launcher.id() == parent).then(|| (id, state.to_owned()))
+        })
+    }
+
+    /// The process that was started as a rank, and its environment.
+    fn rank(&self, rank: u32) -> (u32, HashMap<String, String>) {
+        let environment = |(id, _): (u32, String)| {
+            let text = std::fs::read_to_string(format!("/proc/{id}/environ")).ok()?;
             let variables = text.split('\0').filter_map(|it| it.split_once('='));
             let variables: HashMap<_, _> =
                 variables.map(|(name, value)| (name.to_owned(), value.to_owned())).collect();
             Some((id, variables))
         };
-        let mut ranks = ids.filter_map(environment);
-        ranks.find(|(_, variables)| variables["RANK"] == rank.to_string()).unwrap()
+        let mut ranks = self.children().filter_map(environment);
+        let is_it = |variables: &HashMap<_, _>| variables.get("RANK") == Some(&rank.to_string());
+        ranks.find(|(_, variables)| is_it(variables)).unwrap()
     }
 }
 
@@ -162,6 +170,7 @@ fn a_run_goes_on_when_those_that_speak_for_it_are_killed_and_others_join() {
         kill(job.rank(0).0, Signal::KILL);
         job.changed_to(2);
         job.changed_to(3);
+        assert!(job.children().all(|(_, state)| state != "Z"), "nothing is kept of the lost");
         kill(job.rank(1).0, Signal::KILL);
         job.changed_to(2);
 

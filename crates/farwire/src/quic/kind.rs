@@ -58,7 +58,7 @@ impl LinkKind for Quic {
             let (lifeline, offer) = Lifeline::offer(&met)?;
             talk.say(&Wishes { connections: mine, lifeline: offer }).await?;
             let theirs: Wishes = talk.hear().await?;
-            let tying = tokio::spawn(lifeline.tie(met, theirs.lifeline, health.clone()));
+            let tying = tokio::spawn(lifeline.tie(met, theirs.lifeline));
             let each_way = theirs.connections.min(mine).clamp(1, MOST);
             let more = 2 * each_way - 1;
             let mut others = if called {
@@ -80,7 +80,13 @@ impl LinkKind for Quic {
             // Half of them for each direction, the first for the process that called.
             let other = others.split_off(others.len() - each_way);
             let caller = std::iter::once(first).chain(others).collect();
-            let _ = tying.await; // the port may be closed once all have joined
+            // Before this ends, since the port may be closed once all have joined.
+            let tied = tying.await.ok().flatten();
+            talk.say(&tied.is_some()).await?;
+            let both: bool = talk.hear().await?;
+            if let Some(tied) = tied.filter(|_| both) {
+                tied.watch(health.clone());
+            }
             let (to, from) = if called { (caller, other) } else { (other, caller) };
             let connections = Connections { to, from, all: pair.connections.all };
             let (bell, runtime) = (pair.bell.clone(), Handle::current());

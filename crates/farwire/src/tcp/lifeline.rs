@@ -47,8 +47,8 @@ impl Lifeline {
         Ok((Self { expecting, listens }, offer))
     }
 
-    /// Connects, and from then on watches. Where TCP does not get through there is none.
-    pub(crate) async fn tie(self, met: Met, theirs: Offer, health: Arc<Health>) {
+    /// Connects. Where TCP does not get through there is none.
+    pub(crate) async fn tie(self, met: Met, theirs: Offer) -> Option<Tied> {
         let patience = PATIENCE + ROUND_TRIPS * met.connection.rtt();
         let connect = async {
             match met.called {
@@ -64,10 +64,24 @@ impl Lifeline {
                 _ => Err("the process that was called does not listen on TCP".to_owned()),
             }
         };
-        match timeout(patience, connect).await.unwrap_or_else(|_| Err("no answer".to_owned())) {
-            Ok(secured) => drop(tokio::spawn(async move { watch(&secured, &health).await })),
-            Err(why) => tracing::debug!(peer = %met.peer, why, "no TCP connection beside QUIC"),
-        }
+        let tied = timeout(patience, connect).await.unwrap_or_else(|_| Err("no answer".to_owned()));
+        tied.map(Tied)
+            .inspect_err(
+                |why| tracing::debug!(peer = %met.peer, why, "no TCP connection beside QUIC"),
+            )
+            .ok()
+    }
+}
+
+/// This side's end of a lifeline. The other side may have given up before it had its own, so nothing
+/// follows from its end before the two have told each other.
+#[derive(Debug)]
+pub(crate) struct Tied(Secured);
+
+impl Tied {
+    /// The other side has its end, too: from now on, this one is watched.
+    pub(crate) fn watch(self, health: Arc<Health>) {
+        tokio::spawn(async move { watch(&self.0, &health).await });
     }
 }
 
