@@ -97,10 +97,11 @@ impl Network {
     /// How long a core works on a frame of so many bytes, at the sender and at the receiver.
     pub(crate) fn work(&self, from: Peer, to: Peer, bytes: usize) -> (Duration, Duration) {
         let Costs { frame, send, receive, local, .. } = self.costs;
-        let (send, receive) =
-            if self.share_a_host(from, to) { (local, local) } else { (send, receive) };
-        let time = |per_byte: f64| Duration::from_secs_f64(frame + per_byte * bytes as f64);
-        (time(send), time(receive))
+        let time = |frame, per_byte: f64| Duration::from_secs_f64(frame + per_byte * bytes as f64);
+        if self.share_a_host(from, to) {
+            return (time(0.0, local), time(0.0, local));
+        }
+        (time(frame, send), time(frame, receive))
     }
 
     /// The cores that a process works on, and how many they are; none if there are always enough.
@@ -122,7 +123,7 @@ impl Network {
 /// Seconds of one core that it takes to move frames. By default, none.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Costs {
-    /// For each frame, at each end.
+    /// For each frame to another host, at each end.
     pub frame: f64,
     /// For each byte that is sent to another host.
     pub send: f64,
