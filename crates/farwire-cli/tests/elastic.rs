@@ -179,12 +179,19 @@ fn a_run_goes_on_when_those_that_speak_for_it_are_killed_and_others_join() {
                 .spawn()
                 .unwrap()
         };
-        let stranger = join(&["--lr", "0.5"]);
-        let _limit = limit(&stranger);
-        let ended = stranger.wait_with_output().unwrap();
-        let said = String::from_utf8_lossy(&ended.stderr).into_owned();
-        assert!(!ended.status.success(), "{said}");
-        assert!(said.contains("wants to join has \"learning_rate 0.5\", rank"), "{said}");
+        let other_data = folder.join("data");
+        std::fs::write(&other_data, "another text, long enough to learn from. ".repeat(9)).unwrap();
+        for (more, says) in [
+            (["--lr", "0.5"], "wants to join has \"learning_rate 0.5\", rank"),
+            (["--data", other_data.to_str().unwrap()], "wants to join has \"data of 369 bytes"),
+        ] {
+            let stranger = join(&more);
+            let _limit = limit(&stranger);
+            let ended = stranger.wait_with_output().unwrap();
+            let said = String::from_utf8_lossy(&ended.stderr).into_owned();
+            assert_eq!(ended.status.code(), Some(69), "{said}");
+            assert!(said.contains(says), "{said}");
+        }
         let before = job.epoch;
 
         let mut joiner = join(&[]);
