@@ -87,7 +87,7 @@ def pccl_peer():
     first = True
     while True:
         try:
-            while not first and group.are_peers_pending():
+            if not first:
                 group.update_topology()
             first = False
             if (ranks := group.get_attribute(pccl.Attribute.GLOBAL_WORLD_SIZE)) < 2:

@@ -133,6 +133,10 @@ fn train(
         let is_told = leave.load(Ordering::Relaxed);
         let is_over = waits.as_ref().is_some_and(|waits| waits.since.elapsed() >= args.wait);
         let report = elastic.step(&mut trainer, |_, trainer| {
+            // Another may write checkpoints from now on. It does not begin before all are here.
+            if let Some(keeper) = keeper.as_mut().filter(|_| !trainer.is_first()) {
+                keeper.held = None;
+            }
             // It may just have got a place.
             trainer.set_leaving(is_told || (is_over && !trainer.has_place()));
             trainer.step(wish)
