@@ -90,7 +90,7 @@ class Job:
     def watch(self):
         self.guests = []  # processes that join and are not the launcher's
         self.changed = threading.Condition()
-        self.epoch, self.now, self.steps, self.changes, self.summary = 0, self.size, 0, [], None
+        self.epoch, self.now, self.steps, self.changes, self.verdict = 0, self.size, 0, [], None
         self.noticed = []  # when ranks found that another is lost
         self.groups = []  # when ranks had a new group, its epoch, and how many they are
         self.wrong = None  # what a rank said that none should
@@ -121,6 +121,10 @@ class Job:
     def listen(self, output):
         for line in output:
             start = line.find("{")
+            if verdict := re.search(r'"at the end, ([^"]*)"', line):  # a summary may be very long
+                with self.changed:
+                    self.verdict = verdict[1]
+                    self.changed.notify_all()
             if start < 0:
                 continue
             try:
@@ -133,8 +137,6 @@ class Job:
                 elif said.get("event") == "change" and said["epoch"] > self.epoch:
                     self.epoch, self.now = said["epoch"], said["ranks"]
                     self.changes.append((time.monotonic(), said))
-                elif said.get("event") == "summary":
-                    self.summary = said
                 self.changed.notify_all()
 
     def wait(self, condition, what):
@@ -165,6 +167,14 @@ class Job:
             if time.monotonic() > until or self.launcher.poll() is not None:
                 raise Violation(f"a group of {size}: not within {PATIENCE} s, or the launcher has ended")
             time.sleep(0.02)
+
+    def has_ended(self, pid):
+        """Until a process has ended."""
+        until = time.monotonic() + PATIENCE
+        while pid in self.ranks():
+            if time.monotonic() > until:
+                raise Violation(f"process {pid} has not ended within {PATIENCE} s")
+            time.sleep(0.01)
 
     def replace_guests(self):
         """Starts another for each that has ended and is not the launcher's."""
@@ -359,6 +369,8 @@ class Chaos:
             job.left(victims[0])
         # One that was stopped and goes on ends only when it finds out that it was given up.
         job.is_whole()
+        if kind == "leave":
+            job.has_ended(victims[0])  # or it might be killed next, and not have left
         fault = {"kind": kind, "link": link, "change": at - began, "whole": time.monotonic() - began}
         noticed = [when for when in job.noticed if when >= began]
         if noticed and kind not in ("leave", "pause", "slow", "full", "burst"):
@@ -460,10 +472,9 @@ class Chaos:
                 print(f"\r{len(self.faults)} faults; {link}, epoch {job.epoch}, {job.steps} steps ", end="", file=sys.stderr, flush=True)
             ranks, steps = job.ranks(), job.steps
             job.end()
-            job.wait(lambda: job.summary is not None, "a summary")
-            last = job.summary["changes"][-1]
-            if last != "at the end, all replicas have the same bits":
-                raise Violation(last)
+            job.wait(lambda: job.verdict is not None, "a summary")
+            if job.verdict != "all replicas have the same bits":
+                raise Violation(job.verdict)
             for process in [job.launcher, *job.guests]:
                 process.wait(PATIENCE)
         finally:

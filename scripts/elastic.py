@@ -22,7 +22,7 @@ import tempfile
 import time
 
 SMALL = "--layers 2 --heads 2 --width 64 --context 32 --batch 8"
-PATIENCE = 300  # seconds for anything
+PATIENCE = 900  # seconds for anything
 # What a host of `join` does: the last one waits, and joins.
 JOINER = """
 export FARWIRE_PORT=29500 FARWIRE_FLIGHT_DIR=
@@ -134,19 +134,22 @@ def join(options, folder):
     command = [options.farwire, "netlab", "--hosts=4", f"--rate={options.rate}", f"--delay={options.delay}", "--", "sh", "-c", JOINER, "sh", options.farwire, *train]
     run = Run(command, folder, LAST="3", FARWIRE_LINK=options.link, FARWIRE_JOB="elastic-join")
     began = None
-    for at, said in run.events():
-        if said["event"] == "step" and began is None:
-            open(os.path.join(folder, "join"), "w").close()
-            began = at
-        if said["event"] == "change":
-            print(said["text"])
-            parameters = 12 * 4 * 512 * 512 if not options.train else options.parameters
-            state, seconds = 12 * parameters, said["synchronizing"]
-            line = float(re.match(r"[\\d.]+", options.rate)[0]) * 1e6 / 8
-            print(f"joined {at - began:.2f} s after it was started, a step included; of that {seconds:.2f} s for about {state / 1e6:.0f} MB of state: {state / seconds / line:.2f} of the line")
-            break
-    run.process.terminate()
-    run.process.communicate()
+    try:
+        for at, said in run.events():
+            if said["event"] == "step" and began is None:
+                open(os.path.join(folder, "join"), "w").close()
+                began = at
+            if said["event"] == "change":
+                print(said["text"])
+                parameters = options.parameters or 12 * 4 * 512 * 512
+                state, seconds = 12 * parameters, said["synchronizing"]  # weights, and two moments
+                line = float(re.match(r"[\d.]+", options.rate)[0]) * 1e6 / 8
+                print(f"joined {at - began:.2f} s after it was started, a step included; of that {seconds:.2f} s for "
+                      f"about {state / 1e6:.0f} MB of state: {state / seconds / line:.2f} of the line")
+                break
+    finally:
+        run.process.terminate()
+        run.process.communicate()
 
 
 def cut(options, folder):

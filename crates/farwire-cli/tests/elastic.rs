@@ -188,12 +188,19 @@ fn a_run_goes_on_when_those_that_speak_for_it_are_killed_and_others_join() {
                 .spawn()
                 .unwrap()
         };
-        let stranger = join(&["--lr", "0.5"]);
-        let _limit = limit(&stranger);
-        let ended = stranger.wait_with_output().unwrap();
-        let said = String::from_utf8_lossy(&ended.stderr).into_owned();
-        assert!(!ended.status.success(), "{said}");
-        assert!(said.contains("wants to join has \"learning_rate 0.5\", rank"), "{said}");
+        let other_data = folder.join("data");
+        std::fs::write(&other_data, "another text, long enough to learn from. ".repeat(9)).unwrap();
+        for (more, says) in [
+            (["--lr", "0.5"], "wants to join has \"learning_rate 0.5\", rank"),
+            (["--data", other_data.to_str().unwrap()], "wants to join has \"data of 369 bytes"),
+        ] {
+            let stranger = join(&more);
+            let _limit = limit(&stranger);
+            let ended = stranger.wait_with_output().unwrap();
+            let said = String::from_utf8_lossy(&ended.stderr).into_owned();
+            assert_eq!(ended.status.code(), Some(69), "{said}");
+            assert!(said.contains(says), "{said}");
+        }
         let before = job.epoch;
 
         let mut joiner = join(&[]);
@@ -215,6 +222,13 @@ fn a_run_goes_on_when_those_that_speak_for_it_are_killed_and_others_join() {
     std::fs::remove_dir_all(folder).unwrap();
 }
 
+/// The step of the newest checkpoint in a folder.
+fn newest(kept: &Path) -> Option<u64> {
+    let names = std::fs::read_dir(kept).unwrap();
+    let names = names.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
+    names.filter_map(|name| name.strip_prefix("step-")?.parse::<u64>().ok()).max()
+}
+
 /// Rank 0, which writes checkpoints, is killed: the next writes them. Then all are killed, and
 /// another job goes on from there.
 #[test]
@@ -222,11 +236,7 @@ fn a_run_whose_ranks_are_all_lost_goes_on_from_its_checkpoint() {
     let name = format!("farwire-elastic-kept-{}", std::process::id());
     let folder = std::env::temp_dir().join(name);
     std::fs::create_dir_all(&folder).unwrap();
-    let newest = || {
-        let names = std::fs::read_dir(folder.join("kept")).unwrap();
-        let names = names.filter_map(|entry| entry.ok()?.file_name().into_string().ok());
-        names.filter_map(|name| name.strip_prefix("step-")?.parse::<u64>().ok()).max()
-    };
+    let newest = || newest(&folder.join("kept"));
     let keep = ["--checkpoint", "kept", "--checkpoint-every", "2"];
     let mut job = Job::start(&folder, "shm", "0", &keep);
     (0..3).for_each(|_| drop(job.next("step")));
@@ -363,6 +373,26 @@ fn a_broken_replica_is_whole_again_when_another_joins() {
             job.next("step");
             job.end_alike();
         }
+    });
+}
+
+/// A replica is broken, and the first rank of the other one is the first of all: it writes checkpoints,
+/// while the one that wrote them before lives on.
+#[test]
+fn checkpoints_go_on_when_the_one_that_wrote_them_gets_another_place() {
+    let train: Vec<_> = TRAIN.split_whitespace().collect();
+    with_folder("writers", |folder| {
+        let keep = ["--checkpoint", "kept", "--checkpoint-every", "2"];
+        let train = [&train[..], LAYOUTS[0], &keep].concat();
+        let mut job = Job::launch(folder, "shm", &["-n", "4", "--restarts", "1"], &train);
+        (0..3).for_each(|_| drop(job.next("step")));
+        job.kill(1);
+        job.changed_to(3);
+        job.changed_to(4);
+        let before = newest(&folder.join("kept"));
+        (0..6).for_each(|_| drop(job.next("step")));
+        assert!(newest(&folder.join("kept")) > before, "{before:?}");
+        job.end_alike();
     });
 }
 

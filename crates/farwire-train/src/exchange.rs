@@ -793,7 +793,7 @@ mod tests {
                 for comm in farwire::local(3).unwrap() {
                     scope.spawn(move || {
                         let mut exchange = five(&comm, codec);
-                        let mut difference = |exchange: &mut Exchange<Compressed>| {
+                        let difference = |exchange: &Exchange<Compressed>| {
                             let Ledger { inputs, outputs, magnitude } = exchange.ledger().unwrap();
                             let all = vec![inputs, outputs, magnitude];
                             let all = comm.all_reduce(all, ReduceOp::Sum).wait().unwrap();
@@ -809,11 +809,11 @@ mod tests {
                                 exchange.add(name, &gradient).unwrap();
                             }
                             exchange.finish().unwrap();
-                            let difference = difference(&mut exchange);
+                            let difference = difference(&exchange);
                             assert!(difference < 1e-6, "{codec}, step {step}: {difference:e}");
                         }
                         exchange.reducer_mut().restore(ErrorFeedback::new());
-                        let difference = difference(&mut exchange);
+                        let difference = difference(&exchange);
                         assert_eq!(difference > 1e-5, codec != "none", "{codec}: {difference:e}");
                     });
                 }

@@ -133,6 +133,10 @@ fn train(
         let is_told = leave.load(Ordering::Relaxed);
         let is_over = waits.as_ref().is_some_and(|waits| waits.since.elapsed() >= args.wait);
         let report = elastic.step(&mut trainer, |_, trainer| {
+            // Another may write checkpoints from now on. It does not begin before all are here.
+            if let Some(keeper) = keeper.as_mut().filter(|_| !trainer.is_first()) {
+                keeper.held = None;
+            }
             // It may just have got a place.
             trainer.set_leaving(is_told || (is_over && !trainer.has_place()));
             trainer.step(wish)
@@ -145,7 +149,7 @@ fn train(
         for change in elastic.take_changes() {
             let what = describe(&change, &trainer);
             view.change(&change, &what, &trainer)?;
-            run.changes.push(what);
+            remember(&mut run.changes, what);
         }
         match (trainer.has_place(), &waits) {
             (true, _) => waits = None,
@@ -173,7 +177,7 @@ fn train(
         let keeper = keeper.as_mut().filter(|_| trainer.has_place());
         if let Some(why) = keeper.and_then(|keeper| keeper.keep(&mut trainer, &run, last)) {
             eprintln!("{why}");
-            run.changes.push(why);
+            remember(&mut run.changes, why);
         }
         if asking > 0 {
             match changes_of_rank_0(elastic.comm(), &run.changes) {
@@ -240,6 +244,23 @@ fn train(
         (true, 0) => ExitCode::from(LEFT), // all have been told to leave
         (true, signal) => ExitCode::from(128 + signal as u8),
     })
+}
+
+/// Changes that a report shows one by one: the newest.
+const MAX_CHANGES: usize = 300;
+/// After the number of those that it does not.
+const EARLIER: &str = " earlier changes are not shown";
+
+/// Adds a change. A run of weeks may have very many: then the first line counts the oldest.
+fn remember(changes: &mut Vec<String>, what: String) {
+    changes.push(what);
+    if changes.len() > MAX_CHANGES {
+        let counted = changes[0].strip_suffix(EARLIER).and_then(|count| count.parse::<u64>().ok());
+        if counted.is_some() {
+            changes.remove(1);
+        }
+        changes[0] = format!("{}{EARLIER}", counted.unwrap_or(0) + 1);
+    }
 }
 
 /// The changes that rank 0 knows of, which has been there longest. One that has joined may have to
@@ -363,4 +384,18 @@ fn describe(change: &Change, trainer: &Trainer) -> String {
         text += &format!("; residuals of norm {lost:.3e} are lost");
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn of_very_many_changes_the_newest_are_kept_and_the_others_counted() {
+        let mut changes = Vec::new();
+        (0..1000).for_each(|number| remember(&mut changes, format!("change {number}")));
+        assert_eq!(changes.len(), 1 + MAX_CHANGES);
+        assert_eq!(changes[0], "700 earlier changes are not shown");
+        assert_eq!((&changes[1][..], &changes[MAX_CHANGES][..]), ("change 700", "change 999"));
+    }
 }
