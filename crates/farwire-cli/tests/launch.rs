@@ -250,7 +250,7 @@ fn bench_shows_the_link_that_was_used() {
     let said = succeeds(&["launch", "-n", "3", "--", "sh", "-c", &format!("{script} --json")]);
     assert!(
         said.contains(
-            "\"link\":\"shm+quic\",\"links\":{\"shm\":1,\"quic\":2,\"tcp\":0,\"inproc\":0}"
+            "\"link\":\"shm+quic\",\"links\":{\"shm\":1,\"tcp\":0,\"quic\":2,\"inproc\":0}"
         ),
         "{said}"
     );
