@@ -3,7 +3,8 @@
 //! Each side sends a ping now and then and answers the other's. Only an *answer* counts as life:
 //! what leaves this process may go nowhere. A peer that does not answer for long enough, stopped,
 //! dead or cut off, is lost. How long is enough grows with the round trip, so that a link that is
-//! merely long, or has a long queue, is not declared dead.
+//! merely long, or has a long queue, is not declared dead. Some networks lose many packets in a row.
+//! So a peer that has not answered for a while is asked much more often before it is given up.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -136,6 +137,11 @@ impl Liveness for Health {
 const SUSPECT: u32 = 12;
 const SUSPECT_ROUND_TRIPS: u32 = 4;
 
+/// After this share of the time that a peer has, it is asked again at once, and then at intervals of
+/// the other.
+const URGENT: u32 = 3;
+const NUDGE: u32 = 64;
+
 /// An answer may have to be sent again several times on its way, and each time takes round trips.
 const ROUND_TRIPS: u32 = 8;
 
@@ -186,6 +192,11 @@ pub(crate) async fn watch(
                 }
                 ticks += 1;
                 (ticks % 2 == 1).then_some((PING, ticks))
+            }
+            () = tokio::time::sleep(beats.lost_after / NUDGE),
+                if silence > beats.lost_after / URGENT =>
+            {
+                Some((PING, ticks))
             }
             () = health.leaving.notified() => {
                 if health.loss().is_none() {
@@ -266,7 +277,7 @@ async fn listen(mut from: RecvStream, heard: mpsc::Sender<(u8, u64)>) {
 mod tests {
     use std::net::SocketAddr;
 
-    use farwire_netlab::{Impairments, MemoryNetwork};
+    use farwire_netlab::{Impairments, Loss, MemoryNetwork};
     use farwire_proto::{Epoch, Peer};
     use quinn::{Endpoint, EndpointConfig, TokioRuntime};
 
@@ -280,6 +291,10 @@ mod tests {
 
     /// Two ends, 20 ms apart, and what has to live as long.
     async fn ends() -> (End, End, [Endpoint; 2]) {
+        ends_of_a_path(Loss::None).await
+    }
+
+    async fn ends_of_a_path(loss: Loss) -> (End, End, [Endpoint; 2]) {
         let (network, token) = (MemoryNetwork::new(), Token::generate());
         let delay = Duration::from_millis(10);
         let endpoint = |host: u32| {
@@ -291,7 +306,7 @@ mod tests {
                 (identity.server_config().unwrap(), identity.client_config().unwrap());
             server.transport_config(transport.clone());
             client.transport_config(transport);
-            let what = Impairments { delay, ..Impairments::default() };
+            let what = Impairments { delay, loss, ..Impairments::default() };
             let socket = network.host(address, &what, host.into());
             let (config, runtime) = (EndpointConfig::default(), Arc::new(TokioRuntime));
             let mut endpoint =
@@ -330,6 +345,23 @@ mod tests {
             health.suspect();
             watching.await.unwrap();
             assert!(health.loss().is_some_and(|why| why.contains("does not answer")));
+        });
+    }
+
+    /// Where nothing but heartbeats travels, a few lost packets are seconds.
+    #[test]
+    fn a_quiet_link_that_loses_many_packets_in_a_row_is_not_lost() {
+        const LAN: Beats =
+            Beats { every: Duration::from_millis(200), lost_after: Duration::from_millis(1800) };
+        paused(async {
+            let loss = Loss::Bursty { share: 0.05, length: 8.0 };
+            let ((connection, to, from), (far, back, heard), _endpoints) =
+                ends_of_a_path(loss).await;
+            let [here, there] = [(); 2].map(|()| Health::new(Bell::new().unwrap()));
+            tokio::spawn(watch(connection, to, from, here.clone(), LAN));
+            tokio::spawn(watch(far, back, heard, there.clone(), LAN));
+            tokio::time::sleep(Duration::from_secs(1200)).await;
+            assert_eq!((here.loss(), there.loss()), (None, None));
         });
     }
 
