@@ -58,7 +58,7 @@ Examples:
   farwire sim all_reduce --crash 2@40           kill rank 2 at its step 40
   farwire sim all_reduce --ranks 64 --json      one object, for scripts
   farwire sim all_reduce --codec topk:0.01 --speeds speeds.json --cores 2
-                                                what it would take on machines as fast as this one
+                                                on machines like this one
   farwire sim chaos --schedules 100000          who is in a group, under faults")]
 pub(crate) struct Args {
     /// What to run.

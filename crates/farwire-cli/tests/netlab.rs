@@ -55,7 +55,11 @@ fn ranks_of_a_host_share_its_memory_and_its_network() {
     let Some(output) = netlab(&[&arguments[..], &bench].concat()) else { return };
     assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
     let said = text(&output.stdout);
-    assert!(said.contains("over 4 ranks on 2 hosts, link shm (2 pairs), quic (4 pairs)"), "{said}");
+    // Neighbours have TCP, unless the machine is so busy that they seem far apart.
+    let is_linked_by = |link: &str| {
+        said.contains(&format!("over 4 ranks on 2 hosts, link shm (2 pairs), {link} (4 pairs)"))
+    };
+    assert!(is_linked_by("tcp") || is_linked_by("quic"), "{said}");
 }
 
 #[test]
