@@ -15,6 +15,9 @@ use crate::simd::{self, Level};
 
 pub use crate::codecs::topk::proportion;
 
+/// Columns, and rows, whose products PowerSGD adds up on their own.
+pub use crate::codecs::powersgd::{BAND as POWER_BAND, SEGMENT as POWER_SEGMENT};
+
 /// The Q that a step of PowerSGD starts with, column by column.
 pub fn power_start(
     codec: PowerSgd,

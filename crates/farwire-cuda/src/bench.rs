@@ -157,6 +157,7 @@ impl Bench {
         let mut p = device.upload(&gaussian(rows * rank, 3))?;
         let mut q = device.upload(&gaussian(columns * rank, 4))?;
         let own = device.upload(&gaussian(columns * rank, 5))?;
+        let mut bands = device.zeros(kernels.bands_len(rows, columns))?;
         let mut header = device.zeros::<u64>(1)?;
         let mut times = [const { Vec::new() }; 4];
         for round in 0..=repeats {
@@ -168,7 +169,7 @@ impl Bench {
             let p_ms = timer
                 .time(|| kernels.begin(gradient.values(), Some(owed), &mut matrix, &mut header))?;
             add.add(acc, gradient)?;
-            let q_ms = timer.time(|| kernels.go_on(&mut matrix, len))?;
+            let q_ms = timer.time(|| kernels.go_on(&mut matrix, &mut bands, len))?;
             add.add(acc, gradient)?;
             let end_ms = timer.time(|| kernels.end(&mut matrix, &own, &mut out, len))?;
             // The first round warms up.

@@ -13,7 +13,7 @@
 use std::sync::Arc;
 
 use cudarc::driver::DeviceRepr;
-use farwire_codec::device::{Draws, KEPT_BLOCK, Keys};
+use farwire_codec::device::{Draws, KEPT_BLOCK, Keys, POWER_BAND, POWER_SEGMENT};
 use farwire_codec::{BlockQuantiser, Cast, Format, Rounding, ValueCoding};
 
 use crate::driver::{Buffer, Device, DevicePart, DeviceTensor, DeviceValues, Kernel, ValueType};
@@ -154,6 +154,7 @@ struct Power {
     bad: u64,
     p: u64,
     q: u64,
+    bands: u64,
     own: u64,
     out: u64,
     len: u64,
@@ -966,6 +967,7 @@ pub(crate) struct PowerKernels {
     type_: ValueType,
     rank: usize,
     p: Kernel,
+    bands: Kernel,
     q: Kernel,
     end: Kernel,
 }
@@ -992,11 +994,37 @@ impl PowerKernels {
                 why: "its kernels take ranks up to 32; use a smaller one, or the CPU",
             });
         }
-        let defines = [value_define(type_), ("RANK", rank)];
+        let defines = [
+            value_define(type_),
+            ("RANK", rank),
+            ("SEGMENT", POWER_SEGMENT),
+            ("BAND", POWER_BAND),
+            ("TOGETHER", Self::together(rank)),
+        ];
         let module = device.module(&Source::new(File::Power, &defines))?;
         let kernel = |name| module.kernel(name);
-        let (p, q, end) = (kernel("power_p")?, kernel("power_q")?, kernel("power_end")?);
-        Ok(Self { type_, rank, p, q, end })
+        Ok(Self {
+            type_,
+            rank,
+            p: kernel("power_p")?,
+            bands: kernel("power_bands")?,
+            q: kernel("power_q")?,
+            end: kernel("power_end")?,
+        })
+    }
+
+    /// Rows that one block makes P of: they share what it reads of Q, in registers.
+    const fn together(rank: usize) -> usize {
+        match rank {
+            ..=4 => 4,
+            5..=8 => 2,
+            _ => 1,
+        }
+    }
+
+    /// Elements that the sums over bands of rows take, for a matrix of this shape.
+    pub(crate) fn bands_len(&self, rows: usize, columns: usize) -> usize {
+        rows.div_ceil(POWER_BAND) * self.rank * columns
     }
 
     fn arguments(&self, matrix: &Matrix<'_>, len: usize) -> Power {
@@ -1010,6 +1038,7 @@ impl PowerKernels {
             bad: 0,
             p: p.pointer(),
             q: q.pointer(),
+            bands: 0,
             own: 0,
             out: 0,
             len: len as u64,
@@ -1036,15 +1065,27 @@ impl PowerKernels {
             bad: header.pointer(),
             ..self.arguments(matrix, values.len())
         },);
+        let blocks = grid(matrix.rows, Self::together(self.rank));
         // SAFETY: vectors have the elements of the matrix, and factors their size.
-        unsafe { self.p.launch((grid(matrix.rows * 16, 256), 1), 256, 0, &arguments) }
+        unsafe { self.p.launch((blocks, 1), 256, 0, &arguments) }
     }
 
-    /// Makes Q of the given P.
-    pub(crate) fn go_on(&self, matrix: &mut Matrix<'_>, len: usize) -> Result<(), DeviceError> {
-        let arguments = (self.arguments(matrix, len),);
-        // SAFETY: as above.
-        unsafe { self.q.launch((grid(matrix.columns, 64), 1), 64, 0, &arguments) }
+    /// Makes Q of the given P, with room for [`bands_len`](Self::bands_len) elements on the way.
+    pub(crate) fn go_on(
+        &self,
+        matrix: &mut Matrix<'_>,
+        bands: &mut Buffer<f32>,
+        len: usize,
+    ) -> Result<(), DeviceError> {
+        let (rows, columns) = (matrix.rows, matrix.columns);
+        assert!(bands.len() >= self.bands_len(rows, columns), "room for the sum of each band");
+        let arguments = (Power { bands: bands.pointer(), ..self.arguments(matrix, len) },);
+        let y = grid(rows, POWER_BAND).min(65_535);
+        // SAFETY: as above; the grid goes over all bands.
+        unsafe {
+            self.bands.launch((grid(columns, 256), y), 256, 0, &arguments)?;
+            self.q.launch((grid(columns * self.rank, 128), 1), 128, 0, &arguments)
+        }
     }
 
     /// Makes the result of both, with Q the sum of all ranks', and takes from the matrix what this
@@ -1300,6 +1341,6 @@ mod tests {
         assert_eq!(size_of::<Chunks>(), 56);
         assert_eq!(size_of::<Coding>(), 96);
         assert_eq!(size_of::<Added>(), 56);
-        assert_eq!(size_of::<Power>(), 88);
+        assert_eq!(size_of::<Power>(), 96);
     }
 }

@@ -401,9 +401,11 @@ impl DeviceVectors {
         let basis = power_basis(sum, place.rank())?;
         let Some(step) = &mut self.power else { return Ok(Vec::new()) };
         step.p.upload(&basis)?;
+        let Shape { rows, columns } = place.shape;
         let (kernels, mut matrix) = step.parts(place.shape);
-        kernels.go_on(&mut matrix, self.tensor.len())?;
-        let q = step.q.download_front(place.shape.columns * place.rank())?;
+        let mut bands = self.device.pooled(kernels.bands_len(rows, columns))?;
+        kernels.go_on(&mut matrix, &mut bands, self.tensor.len())?;
+        let q = step.q.download_front(columns * place.rank())?;
         power_check(&q)?;
         Ok(q)
     }

@@ -14,6 +14,9 @@
 //! rows of ⌈√len⌉ elements, the last one filled up with zeros. Small tensors are better left dense.
 //!
 //! Bytes: P and Q travel as f32, by any allreduce: 4·r·(m + n) each way.
+//!
+//! The long sums are made in pieces, [`SEGMENT`] columns for P and [`BAND`] rows for Q, and the
+//! pieces added from the first to the last: so a GPU can make them side by side, with the same bits.
 
 use std::sync::Arc;
 
@@ -23,6 +26,11 @@ use crate::job::{CodedPlace, Context, Fused, Job, Residual, Role, Values};
 use crate::rng::{Counter, Purpose};
 use crate::simd::{self, Level};
 use crate::spec::{CodecSpec, positive};
+
+/// Columns whose products are added up on their own, in an element of P.
+pub const SEGMENT: usize = 512;
+/// Rows whose products are added up on their own, in an element of Q.
+pub const BAND: usize = 128;
 
 /// Sends matrices of a given rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -108,7 +116,8 @@ impl PowerSgd {
         let mut p = vec![0.0; shape.rows * rank];
         for (row, p) in matrix.chunks(shape.columns.max(1)).zip(p.chunks_mut(rank.max(1))) {
             for (p, column) in p.iter_mut().zip(q.chunks(shape.columns)) {
-                *p = simd::dot(level, row, column);
+                let segments = row.chunks(SEGMENT).zip(column.chunks(SEGMENT));
+                *p = segments.fold(0.0, |sum, (row, column)| sum + simd::dot(level, row, column));
             }
         }
         check_finite(&p)?;
@@ -163,11 +172,17 @@ impl PowerP {
         orthonormalise(&mut p, self.rank);
         let Self { matrix, shape, rank, keep, .. } = self;
         let level = Level::detect();
+        let (columns, factors) = (shape.columns.max(1), rank.max(1));
         let mut q = vec![0.0; shape.columns * rank];
-        for (row, p) in matrix.chunks(shape.columns.max(1)).zip(p.chunks(rank.max(1))) {
-            for (p, column) in p.iter().zip(q.chunks_mut(shape.columns)) {
-                simd::add_scaled(level, column, row, *p);
+        let mut part = vec![0.0; q.len()];
+        for (band, p) in matrix.chunks(BAND * columns).zip(p.chunks(BAND * factors)) {
+            part.fill(0.0);
+            for (row, p) in band.chunks(columns).zip(p.chunks(factors)) {
+                for (p, column) in p.iter().zip(part.chunks_mut(columns)) {
+                    simd::add_scaled(level, column, row, *p);
+                }
             }
+            simd::add_scaled(level, &mut q, &part, 1.0);
         }
         check_finite(&q)?;
         Ok(PowerQ { matrix, shape, rank, p, q, keep })
