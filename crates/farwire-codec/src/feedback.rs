@@ -52,8 +52,8 @@ mod file;
 mod pieces;
 mod savepoint;
 
-use pieces::Pieces;
 pub use pieces::{Piece, ResidualElsewhere};
+use pieces::{Pieces, dot};
 pub use savepoint::Savepoint;
 
 /// The residuals of all tensors of one rank.
@@ -65,6 +65,8 @@ pub struct ErrorFeedback {
 #[derive(Debug, Default)]
 struct Entry {
     state: State,
+    /// Elements of the tensor, where that is known.
+    len: Option<usize>,
     /// Whether a transaction is open.
     open: bool,
     /// Buffers of earlier residuals, to be written again.
@@ -129,6 +131,23 @@ impl ErrorFeedback {
         Self::default()
     }
 
+    /// [`begin`](Self::begin) for a tensor of so many elements. What is owed for one of another
+    /// length is not for this one.
+    pub fn begin_of(&self, tensor: &str, len: usize) -> Result<Transaction, FeedbackError> {
+        if let Some(Entry { state, len: had, .. }) = lock(&self.tensors).get(tensor) {
+            let end = state.worker.end().max(state.owner.end());
+            let had = had.filter(|had| *had != len).or(Some(end).filter(|end| *end > len));
+            if let Some(had) = had.filter(|_| end > 0) {
+                return Err(FeedbackError::Length { tensor: tensor.into(), had, len });
+            }
+        }
+        let transaction = self.begin(tensor)?;
+        if let Some(entry) = lock(&self.tensors).get_mut(tensor) {
+            entry.len = Some(len);
+        }
+        Ok(transaction)
+    }
+
     /// Takes a tensor's residuals into an operation. One at a time: the next step needs what this
     /// one leaves.
     pub fn begin(&self, tensor: &str) -> Result<Transaction, FeedbackError> {
@@ -174,12 +193,7 @@ impl ErrorFeedback {
         let Some(Entry { state, .. }) = tensors.get(tensor) else { return 0.0 };
         let shared = |(start, owner): (&usize, &Piece)| {
             let worker = state.worker.get(*start..start + owner.len());
-            worker.map_or(0.0, |worker| {
-                let (worker, owner) = (worker.values(), owner.values());
-                let products =
-                    worker.iter().zip(&*owner).map(|(a, b)| f64::from(*a) * f64::from(*b));
-                products.sum::<f64>()
-            })
+            worker.map_or(0.0, |worker| dot(&worker.values(), &owner.values()))
         };
         let shared: f64 = state.owner.0.iter().map(shared).sum();
         (state.worker.norm().powi(2) + state.owner.norm().powi(2) + 2.0 * shared).max(0.0).sqrt()
@@ -411,6 +425,19 @@ pub enum FeedbackError {
         /// The tensor.
         tensor: String,
     },
+    /// What is owed is for a tensor of another length.
+    #[error(
+        "tensor `{tensor}` has {len} elements, but something is owed for one of that name with {had}; \
+         give tensors of different lengths different names, and go on from what was saved with the same model"
+    )]
+    Length {
+        /// The tensor.
+        tensor: String,
+        /// Elements that something is owed for.
+        had: usize,
+        /// Elements that it has now.
+        len: usize,
+    },
     /// A file that is not what was saved.
     #[error("not a saved error-feedback file ({0}); use one written by `save`, or start without")]
     Format(safetensors::SafeTensorError),
@@ -455,6 +482,29 @@ mod tests {
         transaction.set_warm(vec![7.0]);
         transaction.commit();
         feedback
+    }
+
+    #[test]
+    fn what_is_owed_for_another_length_is_refused() {
+        let feedback = ErrorFeedback::new();
+        let owe = |owed: Vec<f32>| {
+            let mut transaction = feedback.begin_of("w", owed.len())?;
+            transaction.set_worker(0, owed);
+            transaction.commit();
+            Ok::<_, FeedbackError>(())
+        };
+        owe(vec![1.0; 4]).unwrap();
+        owe(vec![2.0; 4]).unwrap();
+        for len in [3, 5] {
+            let error = owe(vec![3.0; len]).unwrap_err().to_string();
+            let says =
+                format!("`w` has {len} elements, but something is owed for one of that name");
+            assert!(error.contains(&says), "{error}");
+        }
+        // Of what was saved, it is known where it ends.
+        let saved = ErrorFeedback::from_bytes(&feedback.to_bytes()).unwrap();
+        assert!(matches!(saved.begin_of("w", 3), Err(FeedbackError::Length { had: 4, .. })));
+        saved.begin_of("w", 4).unwrap();
     }
 
     #[test]

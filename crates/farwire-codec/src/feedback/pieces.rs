@@ -141,6 +141,11 @@ impl Pieces {
         }
     }
 
+    /// Behind the last element that has a residual.
+    pub(super) fn end(&self) -> usize {
+        self.0.last_key_value().map_or(0, |(start, piece)| start + piece.len())
+    }
+
     /// Whether any of it is not zero.
     pub(super) fn owes(&self) -> bool {
         self.0.values().any(|piece| piece.values().iter().any(|value| *value != 0.0))
@@ -149,10 +154,25 @@ impl Pieces {
     pub(super) fn norm(&self) -> f64 {
         let squares = |piece: &Piece| {
             let values = piece.values();
-            values.iter().map(|value| f64::from(*value).powi(2)).sum::<f64>()
+            dot(&values, &values)
         };
         self.0.values().map(squares).sum::<f64>().sqrt()
     }
+}
+
+/// The sum of products of two runs of the same length.
+pub(super) fn dot(a: &[f32], b: &[f32]) -> f64 {
+    // Sums side by side; a single one would wait for each addition before the next.
+    const LANES: usize = 8;
+    let mut sums = [0.0; LANES];
+    let mut add = |a: &[f32], b: &[f32]| {
+        let products = a.iter().zip(b).map(|(a, b)| f64::from(*a) * f64::from(*b));
+        sums.iter_mut().zip(products).for_each(|(sum, product)| *sum += product);
+    };
+    let ((a, a_rest), (b, b_rest)) = (a.as_chunks::<LANES>(), b.as_chunks::<LANES>());
+    a.iter().zip(b).for_each(|(a, b)| add(a, b));
+    add(a_rest, b_rest);
+    sums.iter().sum()
 }
 
 #[cfg(test)]
@@ -160,6 +180,16 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+
+    #[test]
+    fn every_product_counts_once() {
+        for len in [0, 1, 7, 8, 9, 100] {
+            let a: Vec<f32> = (0..len).map(|i| i as f32).collect();
+            let b: Vec<f32> = a.iter().map(|a| a + 1.0).collect();
+            let want: usize = (0..len).map(|i| i * (i + 1)).sum();
+            assert_eq!(dot(&a, &b), want as f64, "{len} of them");
+        }
+    }
 
     proptest! {
         /// Pieces set in any order and layout read as a plain vector written the same way.
