@@ -34,7 +34,12 @@ impl Arithmetic {
 
     /// `running = running ∘ x`.
     pub(crate) fn fold(&self, running: &mut [u8], x: Operand<'_>) {
-        with_type!(self.dtype, T => fold::<T>(self.op, running, x));
+        with_type!(self.dtype, T => fold::<T, false>(self.op, running, x));
+    }
+
+    /// `running = x ∘ running`.
+    pub(crate) fn fold_in_front(&self, running: &mut [u8], x: Operand<'_>) {
+        with_type!(self.dtype, T => fold::<T, true>(self.op, running, x));
     }
 
     /// `running = a ∘ b`, in one pass.
@@ -186,27 +191,33 @@ fn set<T: Number>(running: &mut [u8], x: Operand<'_>) {
     }
 }
 
-fn fold<T: Number>(op: ReduceOp, running: &mut [u8], x: Operand<'_>) {
-    fn each<A: Accumulator, X: Number<Acc = A>>(
+/// `running = running ∘ x`, or the other way around.
+fn fold<T: Number, const IN_FRONT: bool>(op: ReduceOp, running: &mut [u8], x: Operand<'_>) {
+    fn each<A: Accumulator, X: Number<Acc = A>, const IN_FRONT: bool>(
         running: &mut [u8],
         x: &[u8],
         f: impl Fn(A, A) -> A,
     ) {
         for (slot, x) in slots::<A>(running).zip(elements::<X>(x)) {
-            write(slot, f(bytemuck::pod_read_unaligned(slot), x.widen()));
+            let (held, x) = (bytemuck::pod_read_unaligned(slot), x.widen());
+            write(slot, if IN_FRONT { f(x, held) } else { f(held, x) });
         }
     }
-    fn by_op<A: Accumulator, X: Number<Acc = A>>(op: ReduceOp, running: &mut [u8], x: &[u8]) {
+    fn by_op<A: Accumulator, X: Number<Acc = A>, const IN_FRONT: bool>(
+        op: ReduceOp,
+        running: &mut [u8],
+        x: &[u8],
+    ) {
         match op {
-            ReduceOp::Sum | ReduceOp::Mean => each::<A, X>(running, x, A::add),
-            ReduceOp::Prod => each::<A, X>(running, x, A::mul),
-            ReduceOp::Min => each::<A, X>(running, x, A::min),
-            ReduceOp::Max => each::<A, X>(running, x, A::max),
+            ReduceOp::Sum | ReduceOp::Mean => each::<A, X, IN_FRONT>(running, x, A::add),
+            ReduceOp::Prod => each::<A, X, IN_FRONT>(running, x, A::mul),
+            ReduceOp::Min => each::<A, X, IN_FRONT>(running, x, A::min),
+            ReduceOp::Max => each::<A, X, IN_FRONT>(running, x, A::max),
         }
     }
     match x {
-        Operand::Elements(x) => by_op::<T::Acc, T>(op, running, x),
-        Operand::Partial(x) => by_op::<T::Acc, T::Acc>(op, running, x),
+        Operand::Elements(x) => by_op::<T::Acc, T, IN_FRONT>(op, running, x),
+        Operand::Partial(x) => by_op::<T::Acc, T::Acc, IN_FRONT>(op, running, x),
     }
 }
 

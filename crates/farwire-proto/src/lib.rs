@@ -108,6 +108,7 @@ mod partition;
 mod placement;
 mod plan;
 mod schedule;
+mod spare;
 pub mod tune;
 mod workspace;
 
@@ -134,4 +135,5 @@ pub use schedule::{
     Action, Emit, Fold, Gate, InPlace, Incoming, Level, Mine, Outcome, Outgoing, Own, Running,
     Source,
 };
+pub use spare::Spare;
 pub use workspace::Workspace;

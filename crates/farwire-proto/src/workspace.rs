@@ -1,5 +1,7 @@
 //! Acting on what the engine decided: the bytes of one operation.
 
+use std::ops::Range;
+
 use crate::arith::{Arithmetic, Operand};
 use crate::dtype::DType;
 use crate::partition::Span;
@@ -34,14 +36,30 @@ pub struct Workspace {
     staging: Vec<u8>,
 }
 
+/// The room of a [`Workspace`] that has ended, for another.
+#[derive(Debug, Default)]
+pub(crate) struct Scratch {
+    slots: Vec<u8>,
+    wide: Vec<u8>,
+    staging: Vec<u8>,
+}
+
 impl Workspace {
     /// Scratch space for `plan`. Slots are allocated here; a segment's worth more on first use, for
     /// types that widen.
     pub fn new(plan: &Plan) -> Self {
+        Self::with_scratch(plan, Scratch::default())
+    }
+
+    /// The same, with room that another has [left](Self::into_scratch).
+    pub(crate) fn with_scratch(plan: &Plan, scratch: Scratch) -> Self {
+        let Scratch { slots: mut room, wide, staging } = scratch;
         let dtype = plan.dtype();
         let accumulator = dtype.accumulator();
         let slots = plan.frames().map(Frames::slots).unwrap_or_default();
         let slot_bytes = slots.len * accumulator.size();
+        room.clear();
+        room.resize(slots.count * slot_bytes, 0);
         Self {
             dtype,
             arithmetic: plan.fingerprint().op.map(|op| Arithmetic {
@@ -51,11 +69,16 @@ impl Workspace {
             }),
             local: plan.frames().map_or(Local::Nothing, Frames::local),
             in_place: plan.in_place().unwrap_or_default(),
-            slots: vec![0; slots.count * slot_bytes],
+            slots: room,
             slot_bytes,
-            wide: Vec::new(),
-            staging: Vec::new(),
+            wide,
+            staging,
         }
+    }
+
+    /// The room that it had, for another.
+    pub(crate) fn into_scratch(self) -> Scratch {
+        Scratch { slots: self.slots, wide: self.wide, staging: self.staging }
     }
 
     /// Does this rank's part that needs no other rank.
@@ -147,10 +170,23 @@ impl Workspace {
         let (arithmetic, dtype) = (self.reduction_of(fold), self.dtype);
         let payload =
             if fold.partial { Operand::Partial(payload) } else { Operand::Elements(payload) };
-        let own = |held: Mine| match held {
-            Mine::Input(span) => Operand::Elements(&memory[input * size..][span.bytes(dtype)]),
-            Mine::Output(span) => Operand::Elements(&memory[output * size..][span.bytes(dtype)]),
+        let place = |held: Mine| match held {
+            Mine::Input(span) => offset(input * size, span.bytes(dtype)),
+            Mine::Output(span) => offset(output * size, span.bytes(dtype)),
         };
+        if let (Emit::Last(span), Running::Output(_), false) =
+            (fold.emit, fold.running, self.widens())
+        {
+            let result = place(Mine::Output(span));
+            let beside = match fold.own {
+                Own::No => false,
+                Own::Before(held) | Own::After(held) => place(held) != result,
+            };
+            if !beside {
+                return self.end_in_place(fold, payload, &mut memory[result]);
+            }
+        }
+        let own = |held: Mine| Operand::Elements(&memory[place(held)]);
         let running = self.running(fold);
         advance(arithmetic, fold, running, payload, own, |_, _| ());
         // Nothing of this fold is read again, so its result may take the place of this rank's
@@ -162,6 +198,29 @@ impl Workspace {
             }
             Emit::BeforeOwn(_) => unreachable!("rule 5 of schedules"),
         }
+    }
+
+    /// The last step of a fold whose result takes the place of this rank's elements, or of elements
+    /// that nobody needs: straight there, and not by way of the scratch segment.
+    fn end_in_place(&mut self, fold: &Fold, payload: Operand<'_>, result: &mut [u8]) {
+        let arithmetic = self.reduction_of(fold);
+        match (fold.first, fold.own) {
+            (true, Own::No) => arithmetic.set(result, payload),
+            (true, Own::Before(_)) => arithmetic.fold(result, payload),
+            (true, Own::After(_)) => arithmetic.fold_in_front(result, payload),
+            (false, Own::No) => {
+                arithmetic.combine(result, Operand::Partial(self.running(fold)), payload);
+            }
+            (false, Own::After(_)) => {
+                let running = self.running(fold);
+                arithmetic.fold(running, payload);
+                arithmetic.fold_in_front(result, Operand::Partial(running));
+            }
+            (false, Own::Before(_)) => {
+                unreachable!("own elements come before only the first payload")
+            }
+        }
+        arithmetic.finish_in_place(result);
     }
 
     /// Where a running value is that is not in the output itself.
@@ -232,6 +291,10 @@ impl Workspace {
     fn reduction(&self) -> Arithmetic {
         self.arithmetic.expect("only schedules of reducing calls ask for arithmetic")
     }
+}
+
+fn offset(start: usize, bytes: Range<usize>) -> Range<usize> {
+    start + bytes.start..start + bytes.end
 }
 
 /// `running ∘= payload`, with this rank's own elements at their place, handing results to `emit` as

@@ -471,17 +471,31 @@ impl Communicator {
         if self.group.epoch.is_none() {
             return Err(MembershipError::Part.into());
         }
+        if self.find_waiting().wait()? { self.change(Change::Admit) } else { Ok(self.clone()) }
+    }
+
+    /// Whether somebody waits to join whom [`admit`](Self::admit) could let in: the same on all
+    /// ranks, which all must ask.
+    pub(crate) fn find_waiting(&self) -> Pending<bool> {
         let mut driver = self.node.driver();
         let waiting = if driver.is_full() { 0 } else { driver.waiting() as u32 };
         drop(driver);
         // Who waits has a link to all; one that is stuck half-way costs nothing.
-        let least = self.all_reduce(vec![waiting], ReduceOp::Min).wait()?;
-        if least == [0] { Ok(self.clone()) } else { self.change(Change::Admit) }
+        let call = Call::AllReduce { count: 1, dtype: u32::DTYPE, op: ReduceOp::Min };
+        self.start(call, vec![waiting], |least| unwrap::<u32>(least) != [0])
     }
 
     /// How many processes wait to join, as far as this rank knows.
     pub fn waiting(&self) -> usize {
         self.node.driver().waiting()
+    }
+
+    /// Waits until another rank has said goodbye, or is lost; no longer than an operation may take.
+    pub(crate) fn wait_until_gone(&self, rank: usize) {
+        let peer = self.group.members[rank];
+        let after = self.options.deadline.unwrap_or(self.node.driver().deadline());
+        let begin = Instant::now();
+        self.node.drive_until_true(|| self.node.driver().let_go(peer) || begin.elapsed() > after);
     }
 
     fn change(&self, change: Change) -> Result<Self, Error> {
@@ -594,7 +608,7 @@ impl Communicator {
         data: impl Into<Buffer>,
         finish: fn(Buffer) -> R,
     ) -> Pending<R> {
-        let completion = Arc::new(Completion::default());
+        let completion = self.node.completion();
         let data = data.into();
         let long = data.bytes().len() > OVERLAP_FROM;
         let submitted = self.node.driver().submit(

@@ -243,7 +243,7 @@ impl Communicator {
         let completion = Arc::new(Completion::default());
         let on_its_thread = self.has_coder();
         let vectors = |feedback| Box::new(vectors(feedback)) as Box<dyn Vectors>;
-        let task = (tensor, op, codec, compressor);
+        let task = (tensor, None, op, codec, compressor);
         match self.start_elsewhere(task, vectors, on_its_thread, completion.clone()) {
             Err(error) => Pending::ready(Err(error.in_group(&self.members()))),
             Ok(()) => {
@@ -268,7 +268,7 @@ impl Communicator {
         let vectors =
             |feedback| Box::new(LentVectors::new(memory, feedback, threads)) as Box<dyn Vectors>;
         let on_its_thread = len > coder::SHORT && self.has_coder();
-        let task = (tensor, op, codec, compressor);
+        let task = (tensor, Some(len), op, codec, compressor);
         match self.start_elsewhere(task, vectors, on_its_thread, completion.clone()) {
             Err(error) => Pending::ready(Err(error.in_group(&self.members()))),
             Ok(()) => {
@@ -281,13 +281,23 @@ impl Communicator {
     /// Submits an all-reduce of vectors that are not vectors of this crate's.
     fn start_elsewhere(
         &self,
-        (tensor, op, codec, compressor): (&str, ReduceOp, CodecSpec, &Compressor),
+        (tensor, len, op, codec, compressor): (
+            &str,
+            Option<usize>,
+            ReduceOp,
+            CodecSpec,
+            &Compressor,
+        ),
         vectors: impl FnOnce(Option<Transaction>) -> Box<dyn Vectors>,
         on_its_thread: bool,
         completion: Arc<Completion>,
     ) -> Result<(), Error> {
         let node = self.node();
-        let feedback = compressor.feedback.as_ref().map(|feedback| feedback.begin(tensor));
+        let begin = |feedback: &Arc<ErrorFeedback>| match len {
+            Some(len) => feedback.begin_of(tensor, len),
+            None => feedback.begin(tensor),
+        };
+        let feedback = compressor.feedback.as_ref().map(begin);
         let vectors = vectors(feedback.transpose()?);
         let step = compressor.step.unwrap_or_else(|| node.driver().next_collective(self.id()));
         let task = Task {
@@ -411,7 +421,11 @@ impl Communicator {
         // A codec that sends whole vectors is a user's own: it may do anything, and take any time.
         let long = (input.len() > coder::SHORT || matches!(codec.travels(), Travel::Whole(_)))
             && self.has_coder();
-        let feedback = match compressor.feedback.as_ref().map(|feedback| feedback.begin(tensor)) {
+        let begin = |feedback: &Arc<ErrorFeedback>| match &collective {
+            Collective::AllGather(_) => feedback.begin(tensor), // of a part, as large as any
+            _ => feedback.begin_of(tensor, input.len()),
+        };
+        let feedback = match compressor.feedback.as_ref().map(begin) {
             None => None,
             Some(Ok(feedback)) => Some(feedback),
             Some(Err(error)) => return Err(Error::from(error).with_input(input)),

@@ -394,6 +394,18 @@ impl Driver {
         true
     }
 
+    /// Whether a peer is gone that others are to go on without. One that has said goodbye is
+    /// answered, and is no loss.
+    pub(crate) fn let_go(&mut self, peer: Peer) -> bool {
+        if self.closed.remove(&peer)
+            && let Some(mut link) = self.links[peer.index()].take()
+        {
+            link.close();
+            link.ring();
+        }
+        self.links[peer.index()].is_none()
+    }
+
     /// How long nothing needs to be done unless a frame arrives.
     pub(crate) fn patience(&self) -> Duration {
         let due = self.machine.engine().poll_timeout().unwrap_or(Time::MAX);
@@ -402,21 +414,23 @@ impl Driver {
         due.0.saturating_sub(self.now().0)
     }
 
-    /// Says goodbye to all peers.
+    /// Says goodbye to all peers. From then on this process has no part in who is in the group:
+    /// others answer its goodbye with theirs, which does not mean that they end.
     pub(crate) fn close(&mut self) {
         self.observer.flush();
+        let members = self.members.take();
         for (index, link) in self.links.iter_mut().enumerate() {
             let Some(link) = link else { continue };
             // A goodbye says that nothing was held back.
             let owes = |members: &Members| members.owes(Peer(index as u32));
-            if self.members.as_ref().is_some_and(owes) {
+            if members.as_ref().is_some_and(owes) {
                 link.give_up()
             } else {
                 link.close()
             }
             link.ring();
         }
-        self.close_lobby();
+        members.into_iter().for_each(Members::close_lobby);
     }
 
     fn now(&self) -> Time {

@@ -64,6 +64,16 @@ pub fn local_with(ranks: usize, config: Config) -> Result<Vec<Communicator>, Err
 ///
 /// If there are no ranks, or more than fit 32 bits.
 pub fn local_on_hosts(hosts: &[u64], config: Config) -> Result<Vec<Communicator>, Error> {
+    let start = |(driver, bell)| {
+        let node = Node::start(driver, bell, hosts.len(), None)
+            .map_err(|error| Error::System { what: "could not start a thread", error })?;
+        Communicator::of_world(node)
+    };
+    drivers(hosts, config)?.into_iter().map(start).collect()
+}
+
+/// The drivers of such ranks, with links to each other, and the bells that wake them.
+pub(crate) fn drivers(hosts: &[u64], config: Config) -> Result<Vec<(Driver, Bell)>, Error> {
     let ranks = hosts.len();
     let world = u32::try_from(ranks).ok().and_then(WorldSize::new);
     let world = world.expect("a world has 1 to 2³² − 1 ranks");
@@ -79,20 +89,11 @@ pub fn local_on_hosts(hosts: &[u64], config: Config) -> Result<Vec<Communicator>
         links[a][b] = Some(Box::new(SharedLink::new(to_b, from_b, bells[b].clone(), None)));
         links[b][a] = Some(Box::new(SharedLink::new(to_a, from_a, bells[a].clone(), None)));
     }
-    links
-        .into_iter()
-        .zip(bells)
-        .zip(0..)
-        .map(|((links, bell), rank)| {
-            let engine = Engine::on_hosts(Peer(rank), hosts, config);
-            let node = {
-                let observer = Observer::quiet(Peer(rank), world, config.epoch);
-                let members = Members::founding(Peer(rank), world, Settings::default());
-                let driver = Driver::new(engine, links, payload, observer, members);
-                Node::start(driver, bell, ranks, None)
-            }
-            .map_err(|error| Error::System { what: "could not start a thread", error })?;
-            Communicator::of_world(node)
-        })
-        .collect()
+    let driver = |(rank, links)| {
+        let engine = Engine::on_hosts(Peer(rank), hosts, config);
+        let observer = Observer::quiet(Peer(rank), world, config.epoch);
+        let members = Members::founding(Peer(rank), world, Settings::default());
+        Driver::new(engine, links, payload, observer, members)
+    };
+    Ok((0..).zip(links).map(driver).zip(bells).collect())
 }

@@ -14,7 +14,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use farwire_proto::OpId;
+use farwire_proto::{OpId, Spare};
 
 use crate::coder;
 use crate::completion::Completion;
@@ -39,6 +39,8 @@ pub(crate) struct Node {
     typical: AtomicU32,
     /// Cores for each rank on this host.
     share: usize,
+    /// Places for results that have been taken, for operations to come.
+    spare: Mutex<Spare<Arc<Completion>>>,
 }
 
 /// What callers hold. When the last of these is dropped, on the caller's thread, the node says
@@ -148,6 +150,7 @@ impl Node {
             crowded: [threads, 2 * threads].map(|threads| threads > cores),
             typical: AtomicU32::new(0),
             share: (cores / threads.max(1)).max(1),
+            spare: Mutex::default(),
         });
         let weak = Arc::downgrade(&node);
         std::thread::Builder::new()
@@ -158,6 +161,24 @@ impl Node {
 
     pub(crate) fn driver(&self) -> DriverGuard<'_> {
         self.driver.lock()
+    }
+
+    /// A place for the result of an operation.
+    pub(crate) fn completion(&self) -> Arc<Completion> {
+        self.spare().take()
+    }
+
+    /// Its result has been taken.
+    pub(crate) fn recycle(&self, mut completion: Arc<Completion>) {
+        // Another thread may be just about to let go of it.
+        if let Some(only) = Arc::get_mut(&mut completion) {
+            *only = Completion::default();
+            self.spare().give(completion);
+        }
+    }
+
+    fn spare(&self) -> MutexGuard<'_, Spare<Arc<Completion>>> {
+        self.spare.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Codes for short operations that want it; `true` if there was one.

@@ -161,7 +161,13 @@ impl<T> Pending<T> {
             State::Running { node, group, completion, finish } => {
                 node.drive_until(completion, None);
                 let result = completion.take().expect("a result is taken once");
-                result.map(*finish).map_err(|error| error.in_group(group))
+                let result = result.map(*finish).map_err(|error| error.in_group(group));
+                if let State::Running { node, completion, .. } =
+                    std::mem::replace(&mut self.state, State::Ready(None))
+                {
+                    node.recycle(completion);
+                }
+                result
             }
         }
     }

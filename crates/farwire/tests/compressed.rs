@@ -290,7 +290,7 @@ fn every_thread_gets_its_own_result_however_long() {
                     i,
                     len,
                     comm.all_reduce_compressed(
-                        &i.to_string(),
+                        &format!("{i} of {len}"),
                         vec![i as f32; len],
                         ReduceOp::Sum,
                         &int8,

@@ -4,33 +4,14 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 #![allow(unsafe_code, reason = "an allocator that counts")]
 
-use std::alloc::{GlobalAlloc, Layout, System};
+#[path = "common/counting.rs"]
+mod counting;
+
 use std::sync::Barrier;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 
+use counting::ALLOCATED;
 use farwire::ReduceOp;
-
-/// Bytes that were ever asked for.
-static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
-
-struct Counting;
-
-// SAFETY: the system's allocator does it all.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATED.fetch_add(layout.size(), Ordering::Relaxed);
-        // SAFETY: the caller keeps to the same contract.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {
-        // SAFETY: as above.
-        unsafe { System.dealloc(start, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
 
 const MIB: usize = 1 << 20;
 const LEN: usize = 64 * MIB / 4;

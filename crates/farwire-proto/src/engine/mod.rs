@@ -21,6 +21,7 @@ use crate::header::{FAULT_LEN, FrameKind, Header};
 use crate::ids::{CommId, Epoch, OpId, OpSeq, Peer, Rank, Time, WorldSize};
 use crate::placement::{Placement, SumOrder};
 use crate::plan::{Plan, Tuning};
+use crate::spare::Spare;
 pub use ahead::Allowance;
 use ahead::{Ahead, Channel, Leave};
 use comm::Comm;
@@ -113,6 +114,7 @@ pub struct Engine {
     early: HashMap<Address, Vec<Peer>>,
     /// How many of them, by peer.
     early_lanes: Vec<usize>,
+    spare_early: Spare<Vec<Peer>>,
     /// How far this rank is ahead of each peer, and each peer of it.
     ahead: Vec<Ahead>,
     inboxes: HashMap<(Peer, Channel), Inbox>,
@@ -181,6 +183,7 @@ impl Engine {
             inbound: HashMap::default(),
             early: HashMap::default(),
             early_lanes: vec![0; world.len()],
+            spare_early: Spare::default(),
             ahead: (0..world.get()).map(|_| Ahead::new(config.allowance)).collect(),
             inboxes: HashMap::default(),
             deadlines: BTreeSet::new(),
@@ -364,11 +367,13 @@ impl Engine {
 
     /// Has the lanes that wait for an operation offered again.
     fn resume(&mut self, address: Address) {
-        for from in self.early.remove(&address).unwrap_or_default() {
+        let Some(mut lanes) = self.early.remove(&address) else { return };
+        for from in lanes.drain(..) {
             let Address { comm, seq, .. } = address;
             self.early_lanes[from.index()] -= 1;
             self.queues.resumed.push_back(Lane { from, comm, seq });
         }
+        self.spare_early.give(lanes);
     }
 
     /// The next parcel of an operation to a rank is there, with so many bytes; `false` if the
@@ -433,7 +438,7 @@ impl Engine {
         if stranger || self.closed.contains(&lane.comm) {
             return Verdict::Drop;
         }
-        let lanes = self.early.entry(lane.into()).or_default();
+        let lanes = self.early.entry(lane.into()).or_insert_with(|| self.spare_early.take());
         if !lanes.contains(&lane.from) {
             lanes.push(lane.from);
             self.early_lanes[lane.from.index()] += 1;

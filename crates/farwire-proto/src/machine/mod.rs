@@ -24,7 +24,8 @@ use crate::header::{Header, HeaderError};
 use crate::ids::{CommId, OpId, OpSeq, Peer, Time, WorldSize};
 use crate::plan::{Plan, Way};
 use crate::schedule::{Action, Outcome, Source};
-use crate::workspace::Workspace;
+use crate::spare::Spare;
+use crate::workspace::{Scratch, Workspace};
 use parceled::Parceled;
 pub use parceled::{Coding, CodingWork, Nonsense, Rounds};
 
@@ -66,6 +67,8 @@ pub struct Machine<M: Buffers, R, T> {
     parceled: HashMap<OpId, Parceled<R, T>>,
     /// Frames whose lane is full, by receiver and lane.
     held: HashMap<(Peer, Lane), VecDeque<Transmit>>,
+    spare_held: Spare<VecDeque<Transmit>>,
+    spare_scratch: Spare<Scratch>,
     /// Notices that found no room.
     held_notices: VecDeque<Transmit>,
     events: VecDeque<MachineEvent<M::Buffer, R, T>>,
@@ -202,6 +205,8 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
             laid: HashMap::default(),
             parceled: HashMap::default(),
             held: HashMap::default(),
+            spare_held: Spare::default(),
+            spare_scratch: Spare::default(),
             held_notices: VecDeque::new(),
             events: VecDeque::new(),
         }
@@ -297,7 +302,7 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         if let Err(error) = checked {
             return Err(Refused { why: Refusal::Call(error), input: Input::Buffer(input) });
         }
-        let mut work = Workspace::new(plan);
+        let mut work = Workspace::with_scratch(plan, self.spare_scratch.take());
         if plan.in_place().is_some() {
             return Ok(Memory::Shared { work, memory: input });
         }
@@ -321,7 +326,8 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
     /// The result of an operation. A buffer that does not hold it serves the next one.
     fn finish(&mut self, memory: Memory<M::Buffer>) -> M::Buffer {
         match memory {
-            Memory::Apart { input, output, outcome, .. } => {
+            Memory::Apart { work, input, output, outcome } => {
+                self.spare_scratch.give(work.into_scratch());
                 let (result, spare) = match outcome {
                     Outcome::Output => (output, input),
                     Outcome::Input => (input, output),
@@ -333,7 +339,10 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
                 self.buffers.give(spare);
                 result
             }
-            Memory::Shared { memory, .. } => memory,
+            Memory::Shared { work, memory } => {
+                self.spare_scratch.give(work.into_scratch());
+                memory
+            }
             Memory::None => Vec::new().into(),
         }
     }
@@ -471,15 +480,18 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
             return self.held_notices.push_back(transmit);
         }
         let lane = Lane::of(self.engine.me(), &transmit.header);
-        self.held.entry((transmit.to, lane)).or_default().push_front(transmit);
+        let held = self.held.entry((transmit.to, lane)).or_insert_with(|| self.spare_held.take());
+        held.push_front(transmit);
     }
 
     /// The next frame of a lane that waited for room.
     pub fn poll_held(&mut self, to: Peer, lane: Lane) -> Option<Transmit> {
         let held = self.held.get_mut(&(to, lane))?;
         let transmit = held.pop_front();
-        if held.is_empty() {
-            self.held.remove(&(to, lane));
+        if held.is_empty()
+            && let Some(held) = self.held.remove(&(to, lane))
+        {
+            self.spare_held.give(held);
         }
         transmit
     }

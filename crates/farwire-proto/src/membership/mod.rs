@@ -66,7 +66,7 @@
 //! not. So one of two, or two of five, go on when the others are killed on the same host; where the
 //! proof is not complete, they go on only if the dead could not have been enough on their own.
 //!
-//! Two rules for the driver follow, and the second is easy to miss:
+//! Three rules for the driver follow, and the last two are easy to miss:
 //!
 //! - Messages are handed to links in the order of [`poll_transmit`](Agreement::poll_transmit), one
 //!   link's not before another's that came first. [`poll_event`](Agreement::poll_event) says
@@ -74,6 +74,8 @@
 //! - A proof is complete only if the link was whole until the end. A process that gives a peer up,
 //!   or drops a message to it, must see to it that the peer never takes its death as completely
 //!   proven.
+//! - A process that has said goodbye neither answers nor leads any more, though it may yet live a
+//!   while. What others say to it then is an answer to its goodbye, and proves nothing of them.
 //!
 //! # What was left open
 //!

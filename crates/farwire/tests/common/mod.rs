@@ -194,10 +194,16 @@ pub(crate) fn start_processes_with(
     start_processes_at(test, &vec![port; n], &Token::generate(), link, settings, rank)
 }
 
+/// What a test's process of a rank is told: the case that it belongs to.
+const MARK: &str = "FARWIRE_TEST_CASE";
+
 /// A port of loopback, for UDP and TCP, that nobody uses right now. It is below those that the system hands out,
 /// so nobody who asks for any port gets it before the rank that is told of it.
 pub(crate) fn free_port() -> u16 {
     static TAKEN: AtomicU32 = AtomicU32::new(0);
+    if std::env::var_os(MARK).is_some() {
+        return 0; // A rank was told its port. To try others would be in the way of other tests.
+    }
     let first = std::process::id();
     let ports = std::iter::repeat_with(|| {
         let number = first.wrapping_mul(64).wrapping_add(TAKEN.fetch_add(1, Ordering::Relaxed));
@@ -243,7 +249,6 @@ pub(crate) fn start_each<'a>(
     settings: &dyn Fn(usize) -> Vec<(&'a str, &'a str)>,
     rank: impl Fn(Communicator),
 ) -> Vec<Child> {
-    const MARK: &str = "FARWIRE_TEST_CASE";
     let n = ports.len();
     let case = format!("{test} {n} {link}");
     if let Ok(mark) = std::env::var(MARK) {
