@@ -4,10 +4,8 @@ use std::time::{Duration, Instant};
 
 use crate::comm::Communicator;
 use crate::error::Error;
+use crate::pending::Pending;
 use crate::sync::StateSync;
-
-/// The tag by which ranks wait for others to leave.
-const PARTING: u32 = u32::MAX - 1;
 
 /// What all ranks of an elastic job have in common, and newcomers must get: weights, an optimizer's
 /// state, where in the data the run is.
@@ -40,6 +38,11 @@ pub trait ElasticState {
     /// communicators that were split off, has to be made anew. All ranks call it at the same point.
     fn regroup(&mut self, _comm: &Communicator) -> Result<(), Self::Error> {
         Ok(())
+    }
+    /// Which of the ranks in `asking` can [leave](Elastic::part): those without whom nothing of the
+    /// state is lost. The same on all ranks. As provided, all of them.
+    fn dispensable(&self, asking: &[usize]) -> Vec<usize> {
+        asking.to_vec()
     }
     /// The ranks in `leaving` are about to [leave](Elastic::part): what only they have, say what
     /// error feedback owes, goes to another. All ranks call it at the same point.
@@ -101,6 +104,9 @@ pub struct Elastic {
     comm: Communicator,
     /// Whether all are known to have the same state.
     in_sync: bool,
+    /// Whether somebody waits to join, which all ranks began to find out before the last step. The
+    /// answer has come by the time that it is needed, so it costs a step next to nothing.
+    wanted: Option<Pending<bool>>,
     changes: Vec<Change>,
 }
 
@@ -125,7 +131,7 @@ impl Elastic {
     /// For the communicator of all ranks, whether this process was there from the start or has just
     /// joined.
     pub fn new(comm: Communicator) -> Self {
-        Self { comm, in_sync: false, changes: Vec::new() }
+        Self { comm, in_sync: false, wanted: None, changes: Vec::new() }
     }
 
     /// The group as it is.
@@ -138,8 +144,8 @@ impl Elastic {
         std::mem::take(&mut self.changes)
     }
 
-    /// Makes a step that counts: lets in who waits, and makes it again for as long as ranks are
-    /// lost on the way. All ranks must call it. What `step` returns on this rank comes back; if
+    /// Makes a step that counts: lets in who was waiting when the last one began, and makes it again
+    /// for as long as ranks are lost on the way. All ranks must call it. What `step` returns on this rank comes back; if
     /// this rank missed the end of a step that counted elsewhere, the next step is made instead.
     ///
     /// Fails if `step` does for another reason than a fault of the group, or if the group cannot go
@@ -169,29 +175,46 @@ impl Elastic {
     /// have, and the others go on without them and without losing a step. All ranks must call it at
     /// the same point, say when a step has told all that somebody wants to leave.
     ///
-    /// Returns whether this rank, which called it with `leave`, is out. At least one has to stay.
+    /// Returns whether this rank, which called it with `leave`, is out. If it is not, because it is
+    /// [not dispensable](ElasticState::dispensable) or because another was lost just then, it can ask
+    /// again after the next step. At least one has to stay.
     pub fn part<S: ElasticState>(&mut self, state: &mut S, leave: bool) -> Result<bool, S::Error> {
-        match self.try_part(state, leave) {
+        let mut is_out = false;
+        match self.try_part(state, leave, &mut is_out) {
             // Whoever is lost now leaves as well, with what it has. The next step mends the group.
             Err(error) if error.is_group_fault() => {
                 tracing::warn!(error = %error.describe(), "a rank is lost while others leave");
-                Ok(leave)
             }
-            parted => parted.map(|()| leave),
+            parted => parted?,
         }
+        Ok(is_out)
     }
 
-    fn try_part<S: ElasticState>(&mut self, state: &mut S, leave: bool) -> Result<(), S::Error> {
+    fn try_part<S: ElasticState>(
+        &mut self,
+        state: &mut S,
+        leave: bool,
+        is_out: &mut bool,
+    ) -> Result<(), S::Error> {
         let all = self.comm.all_gather(vec![u8::from(leave)]).wait()?;
-        let leaving: Vec<_> = (0..all.len()).filter(|rank| all[*rank] == 1).collect();
+        let asking: Vec<_> = (0..all.len()).filter(|rank| all[*rank] == 1).collect();
+        let leaving = state.dispensable(&asking);
+        if leaving.is_empty() {
+            return Ok(());
+        }
+        // From here on others may have what it had.
+        *is_out = leaving.contains(&self.comm.rank());
         state.hand_over(&self.comm, &leaving)?;
         // All have what they were to get. Then those that leave say goodbye, and the others wait for
-        // that: for words that never come.
-        self.comm.barrier().wait()?;
-        if !leave && !leaving.is_empty() {
-            for rank in leaving {
-                let _gone = self.comm.recv::<u8>(1, rank, PARTING).wait();
-            }
+        // that. Some may do so, and go on, before all have passed the barrier; whoever is still there
+        // then goes on with them.
+        if let Err(error) = self.comm.barrier().wait()
+            && !error.is_group_fault()
+        {
+            return Err(error.into());
+        }
+        if !*is_out {
+            leaving.into_iter().for_each(|rank| self.comm.wait_until_gone(rank));
             self.replace(self.comm.shrink()?);
         }
         Ok(())
@@ -200,8 +223,10 @@ impl Elastic {
     /// Lets in who waits, and sees to it that all have the same state.
     fn prepare<S: ElasticState>(&mut self, state: &mut S) -> Result<(), S::Error> {
         if self.in_sync {
-            let next = self.comm.admit()?;
+            let wanted = self.wanted.take().map_or(Ok(false), Pending::wait)?;
+            let next = if wanted { self.comm.admit()? } else { self.comm.clone() };
             if next.epoch() == self.comm.epoch() {
+                self.wanted = Some(self.comm.find_waiting());
                 return Ok(());
             }
             self.replace(next);
@@ -211,6 +236,7 @@ impl Elastic {
         let sync = state.synchronize(&self.comm)?;
         state.regroup(&self.comm)?;
         self.in_sync = true;
+        self.wanted = Some(self.comm.find_waiting());
         if let Some(change) = self.changes.last_mut().filter(|change| change.ranks.1 == ranks) {
             change.revision = sync.revision;
             (change.received, change.differed) = (sync.receivers, sync.differed);
@@ -230,6 +256,7 @@ impl Elastic {
         });
         self.comm = next;
         self.in_sync = false;
+        self.wanted = None;
         let (epoch, rank, ranks) = (self.comm.epoch(), self.comm.rank(), self.comm.size());
         tracing::info!(epoch, rank, ranks, "a new group");
     }

@@ -1,10 +1,11 @@
 //! Who is in the group, as the driver sees it: it carries messages between members, says who is
 //! lost, and opens the communicator of each new view.
 //!
-//! Two rules of [`farwire_proto::membership`] are kept here. Messages go in the order in which they
+//! Three rules of [`farwire_proto::membership`] are kept here. Messages go in the order in which they
 //! were made: one that finds no room holds up all that come after it, to whomever. And a process
 //! that gives a peer up says so in memory that they share, or closes their connection, so the peer
-//! never takes its death as completely proven.
+//! never takes its death as completely proven. And one that has said goodbye says nothing more: it
+//! drops its [`Members`] then.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -138,6 +139,14 @@ impl Members {
 
     pub(super) fn poll_timeout(&self) -> Option<Time> {
         self.agreement.poll_timeout()
+    }
+
+    /// Says goodbye to those that wait to join: they will not, by way of this process.
+    pub(super) fn close_lobby(self) {
+        for mut waiting in self.lobby.into_values() {
+            waiting.link.close();
+            waiting.link.ring();
+        }
     }
 }
 
@@ -280,15 +289,6 @@ impl Driver {
         }
     }
 
-    /// Says goodbye to those that wait to join: they will not, by way of this process.
-    pub(super) fn close_lobby(&mut self) {
-        let lobby = self.members.iter_mut().flat_map(|members| members.lobby.values_mut());
-        lobby.for_each(|waiting| {
-            waiting.link.close();
-            waiting.link.ring();
-        });
-    }
-
     /// Hands messages to links, in order, and then does what was agreed on. `true` if anything
     /// happened.
     pub(super) fn settle_members(&mut self) -> bool {
@@ -299,7 +299,10 @@ impl Driver {
                 members.outbox.push_back((outgoing.to, outgoing.message.encode()));
             }
             while let Some((to, message)) = members.outbox.front() {
+                // One that has said goodbye reads no more, so its link may never have room again.
+                let listens = !self.closed.contains(&to.peer);
                 let link = self.links.get_mut(to.peer.index()).and_then(Option::as_mut);
+                let link = link.filter(|_| listens);
                 let waiting = members.lobby.get_mut(&to.process).map(|there| &mut there.link);
                 let link = link.or(waiting);
                 if let Some(link) = link {
@@ -375,5 +378,38 @@ impl Driver {
             tracing::error!(%error, "could not open the communicator of a new epoch");
         }
         self.settle();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use farwire_proto::Config;
+
+    use super::*;
+
+    /// Rank 2 says goodbye, but its process goes on for a while. Rank 1, which needed it, answers
+    /// with a goodbye. Rank 0 asks who is left before it has heard of any of it.
+    #[test]
+    fn an_answer_to_a_goodbye_does_not_pass_for_a_death() {
+        let mut ranks: Vec<_> = crate::local::drivers(&[0; 3], Config::default())
+            .expect("memory to share")
+            .into_iter()
+            .map(|(driver, _bell)| driver)
+            .collect();
+        ranks[2].close();
+        ranks[1].turn();
+        ranks[1].lose(Peer(2), true);
+        ranks[2].turn();
+        ranks[0].ask_for(Change::Shrink, Epoch(0)).expect("a group that can change");
+        // Rank 1 comes last: the others could do without it.
+        for _ in 0..10 {
+            for rank in [2, 0, 1] {
+                ranks[rank].turn();
+            }
+        }
+        for rank in &ranks[..2] {
+            let view = rank.view().expect("it has not left");
+            assert_eq!((view.epoch(), view.members().len()), (Epoch(1), 2));
+        }
     }
 }

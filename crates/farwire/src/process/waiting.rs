@@ -3,6 +3,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::SocketAddr;
+use std::pin::pin;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -93,23 +94,10 @@ impl Settings {
             // Whoever answers first: the one that this process was told of may be gone.
             let known: Vec<_> = waiting.values().map(|peer| peer.address).collect();
             let look = joiner.look(known.into_iter().chain(contacts.iter().copied()));
-            let answer = timeout_at(deadline, look).await;
-            let answered = matches!(answer, Ok(Ok(_)));
-            match answer {
-                Ok(Ok(book)) => calls.make(&book, |peer| waiting.contains_key(&peer)),
-                Ok(Err(CallError::Refused(address, reason))) if waiting.is_empty() => {
-                    return Err(JoinError::TurnedAway { address, reason });
-                }
-                Ok(Err(error)) => last = error.to_string(),
-                Err(_) => {} // time is up
-            }
-            if met_somebody && waiting.is_empty() && !answered {
-                let last = "all its ranks have left or are lost".to_owned();
-                let waited = started.elapsed();
-                return Err(JoinError::NotAdmitted { address: contact, waited, last });
-            }
-            let listened = tokio::time::Instant::now() + LISTEN;
-            while tokio::time::Instant::now() < listened {
+            let mut look = pin!(timeout_at(deadline, look));
+            let (mut looked, mut listened) = (false, tokio::time::Instant::now() + LISTEN);
+            // It may be let in while it looks, and then the others wait for it.
+            while !looked || tokio::time::Instant::now() < listened {
                 while let Some((peer, call)) = calls.next_made() {
                     match call {
                         Ok(made) => {
@@ -124,7 +112,26 @@ impl Settings {
                     waiting.extend(calls.finish(&view).await);
                     return Ok(admitted(view, &joiner, waiting, early));
                 }
-                tokio::time::sleep(Duration::from_millis(1)).await;
+                let pause = tokio::time::sleep(Duration::from_millis(1));
+                let answer = tokio::select! {
+                    answer = &mut look, if !looked => answer,
+                    () = pause => continue,
+                };
+                let answered = matches!(answer, Ok(Ok(_)));
+                match answer {
+                    Ok(Ok(book)) => calls.make(&book, |peer| waiting.contains_key(&peer)),
+                    Ok(Err(CallError::Refused(address, reason))) if waiting.is_empty() => {
+                        return Err(JoinError::TurnedAway { address, reason });
+                    }
+                    Ok(Err(error)) => last = error.to_string(),
+                    Err(_) => {} // time is up
+                }
+                if met_somebody && waiting.is_empty() && !answered {
+                    let last = "all its ranks have left or are lost".to_owned();
+                    let waited = started.elapsed();
+                    return Err(JoinError::NotAdmitted { address: contact, waited, last });
+                }
+                (looked, listened) = (true, tokio::time::Instant::now() + LISTEN);
             }
             if tokio::time::Instant::now() > deadline {
                 if !waiting.is_empty() {

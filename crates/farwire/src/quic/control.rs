@@ -7,7 +7,7 @@
 //! So a peer that has not answered for a while is asked much more often before it is given up.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use quinn::{Connection, RecvStream, SendStream};
@@ -38,6 +38,8 @@ pub(crate) struct Health {
     goodbye: AtomicU64,
     /// Something says that the peer's process may have ended.
     suspected: Notify,
+    /// When the peer's connection ended, after it had said goodbye.
+    hung_up: OnceLock<Instant>,
     /// Set by this side when it leaves, with the number of streams that it has opened.
     leaving: Notify,
     streams: AtomicU64,
@@ -54,6 +56,7 @@ impl Health {
             reason: Mutex::default(),
             goodbye: AtomicU64::new(0),
             suspected: Notify::new(),
+            hung_up: OnceLock::new(),
             leaving: Notify::new(),
             streams: AtomicU64::new(0),
             left: Notify::new(),
@@ -87,6 +90,16 @@ impl Health {
     /// How many data streams the peer has opened in all, once it has said goodbye.
     pub(crate) fn goodbye(&self) -> Option<u64> {
         self.goodbye.load(Ordering::Acquire).checked_sub(1)
+    }
+
+    fn hang_up(&self) {
+        let _ = self.hung_up.set(Instant::now());
+        self.bell.ring();
+    }
+
+    /// How long ago a peer that had said goodbye ended its connection: no more will come.
+    pub(crate) fn hung_up(&self) -> Option<Duration> {
+        self.hung_up.get().map(Instant::elapsed)
     }
 
     /// Says goodbye, once all streams this side has opened are known to have arrived.
@@ -223,7 +236,13 @@ pub(crate) async fn watch(
                 Some(_) => break Some(NONSENSE.to_owned()),
                 None if health.goodbye().is_some() => {
                     // It has left; this side will, too.
-                    health.leaving.notified().await;
+                    tokio::select! {
+                        () = health.leaving.notified() => {}
+                        _ = connection.closed() => {
+                            health.hang_up();
+                            health.leaving.notified().await;
+                        }
+                    }
                     health.left.notify_one();
                     break None;
                 }

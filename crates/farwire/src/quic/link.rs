@@ -26,6 +26,7 @@ use quinn::{
 };
 use rustc_hash::{FxHashMap as HashMap, FxHashSet as HashSet};
 use tokio::runtime::Handle;
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
 use tokio::task::AbortHandle;
 
@@ -78,6 +79,9 @@ const FEW_FRAMES: u32 = 8;
 const MANY_FRAMES: u32 = 128;
 /// What a link carries in this time is read ahead.
 const AHEAD: Duration = Duration::from_millis(40);
+/// How long after the end of its connection a peer's last frames may be on their way through this
+/// process.
+const LAST_WORDS: Duration = Duration::from_secs(1);
 
 /// What a frame begins with that says that its lane was given up.
 const GIVEN_UP: u8 = 2;
@@ -509,7 +513,11 @@ impl Link for QuicLink {
     fn send(&mut self, lane: Option<Lane>, header: &Header, payload: &[u8], last: bool) -> bool {
         let room = match (lane, &self.notices) {
             (None, None) => return true, // this side has said goodbye
-            (None, Some(notices)) => notices.clone().try_reserve_owned().ok(),
+            (None, Some(notices)) => match notices.clone().try_reserve_owned() {
+                // The stream has ended, and with it the peer: who waited for room would for ever.
+                Err(TrySendError::Closed(_)) => return true,
+                room => room.ok(),
+            },
             (Some(lane), _) => self.reserve(lane),
         };
         let Some(room) = room else {
@@ -557,6 +565,9 @@ impl Link for QuicLink {
             let told =
                 self.shared.arrived.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
             let Some(told) = told else {
+                if !all_here && self.health.hung_up().is_some_and(|time| time > LAST_WORDS) {
+                    return Err(Broken("the peer has left before all that it sent was here"));
+                }
                 let news = all_here && !std::mem::replace(&mut self.closed, all_here);
                 return Ok(news.then_some(Arrival::Closed));
             };

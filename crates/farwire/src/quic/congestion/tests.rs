@@ -320,7 +320,8 @@ fn both_directions_are_filled_at_once() {
     }
 }
 
-/// As 64 MB over 200 Mbit/s, where 0.85, 0.84 and 0.85 were the least seen.
+/// As 64 MB over 200 Mbit/s. quinn draws random numbers, so runs differ: of 160, the median was 0.88,
+/// 0.85 and 0.85, and the least 0.799, 0.76 and 0.74. So about one run in eighty is below the first bar.
 #[test]
 fn an_exchange_of_messages_fills_the_line() {
     for (loss, wanted) in [(Loss::None, 0.8), (Loss::Random(0.01), 0.75), (Loss::Random(0.03), 0.7)]

@@ -349,3 +349,17 @@ fn giving_a_lane_up_resets_its_streams_and_says_so() {
     assert_eq!(reset, (2, 1));
     assert!(link.outgoing.is_empty());
 }
+
+#[test]
+fn notices_to_a_peer_that_has_left_do_not_wait_for_room() {
+    let Ends { runtime: _runtime, mut link, peer, _endpoints, .. } = ends();
+    peer.close(VarInt::from_u32(0), b"left");
+    let notice = Header::of_members(3);
+    // Some fit into the queue; then the stream is found to have ended, and none is held back.
+    let all_go = |link: &mut QuicLink| (0..10).all(|_| link.send(None, &notice, b"who", false));
+    let end = Instant::now() + Duration::from_secs(20);
+    while !all_go(&mut link) {
+        assert!(Instant::now() < end, "notices wait for one that will never read them");
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}
