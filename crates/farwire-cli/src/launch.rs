@@ -37,6 +37,10 @@ pub(crate) const LEFT: u8 = 128 + 10;
 pub(crate) const NOT_LET_IN: u8 = 69;
 /// How one ends whose job cannot go on, whoever joins: too much of it is lost.
 pub(crate) const GIVEN_UP: u8 = 75;
+/// That of a rank whose flags or files are wrong: nobody is started in its place.
+pub(crate) const MISTAKE: u8 = 2;
+/// What shells say of a program that cannot be run, or is not there.
+const NO_PROGRAM: [i32; 2] = [126, 127];
 /// How long they have to end once they were asked to.
 pub(crate) const GRACE: Duration = Duration::from_secs(5);
 /// How long a rank's output is read after its end.
@@ -390,6 +394,7 @@ impl Job {
         // In the order in which they failed, with their last lines.
         let mut failed: Vec<(u32, LastLines)> = Vec::new();
         let mut stopped = BTreeSet::new();
+        let (mut have_left, mut is_done) = (false, false);
         let (mut asked_to_end, mut is_ending) = (false, false);
         let mut next: Option<(Instant, Signal)> = None;
         loop {
@@ -436,9 +441,11 @@ impl Job {
             if status.exit_status() == Some(LEFT.into()) {
                 eprintln!("farwire: rank {rank} has left; {} on", go(alive.len()));
                 part_with(rank).await;
+                have_left = true;
                 continue;
             }
             let died = status.exit_status() != Some(0);
+            is_done |= !died;
             // A rank that was told to stop tells the others.
             let told = matches!(status.exit_status(), Some(TOLD_BY_INT | TOLD_BY_TERM));
             let is_lost = status.exit_status() == Some(GIVEN_UP.into());
@@ -466,7 +473,11 @@ impl Job {
                         || age(other) > age(&rank).map(|age| age * 3 / 2)
                 };
                 let is_job = self.is_on_several() || alive.iter().any(is_in);
-                if restarts > 0 && (is_job || !was_kept_out) {
+                // What was wrong with how it was started is wrong for any other, too.
+                let is_mistake = status.exit_status().is_some_and(|status| {
+                    status == i32::from(MISTAKE) || NO_PROGRAM.contains(&status)
+                });
+                if restarts > 0 && !is_mistake && (is_job || !was_kept_out) {
                     restarts -= 1;
                     let new = self.number_at(pids.len());
                     // Some of these may be dead as well, which is not known yet.
@@ -503,7 +514,13 @@ impl Job {
         for mut child in children {
             statuses.push(child.wait().await.map_err(system("could not wait for a rank"))?);
         }
-        let Some((rank, last)) = failed.first() else { return Ok(ExitCode::SUCCESS) };
+        let Some((rank, last)) = failed.first() else {
+            if have_left && !is_done && !self.is_on_several() {
+                eprintln!("farwire: all ranks have left, and the run is not done");
+                return Ok(ExitCode::from(LEFT));
+            }
+            return Ok(ExitCode::SUCCESS);
+        };
         let status_of = |rank: &u32| statuses.get(self.index_of(*rank)?);
         let status = *status_of(rank).expect("it is one of those that were started");
         said.show(self.ranks);
@@ -527,7 +544,11 @@ impl Job {
         if !asked_to_end && !is_explained {
             let last = lines(last);
             let and = if last.is_empty() { "" } else { "; its last lines were:" };
-            let what = if lost.is_some() { "was the first to notice" } else { "failed first" };
+            let what = match lost {
+                Some(_) => "was the first to notice",
+                None if self.elastic.is_some() => "failed", // others may have ended before
+                None => "failed first",
+            };
             eprintln!("farwire: rank {rank} {what} ({status}){and}");
             for line in last.iter() {
                 eprintln!("  {line}");

@@ -490,6 +490,44 @@ fn a_job_that_has_lost_all_its_ranks_ends() {
     });
 }
 
+/// What is wrong with how ranks were started would be wrong for others, too.
+#[test]
+fn nobody_is_started_in_place_of_a_rank_with_wrong_flags_or_files() {
+    let farwire = env!("CARGO_BIN_EXE_farwire");
+    with_folder("wrong", |folder| {
+        for (train, says) in [
+            ("--elastic --codec nonsense", "is not a codec"),
+            ("--elastic --data nowhere.txt", "could not read nowhere.txt"),
+            ("--codec int8", "add --elastic after `train`"),
+        ] {
+            let mut command = Command::new(farwire);
+            command.args(["launch", "--elastic", "-n", "2", "--", farwire]);
+            command.args(
+                TRAIN.split_whitespace().filter(|flag| *flag != "--codec" && *flag != "int8"),
+            );
+            let command = command.args(train.split_whitespace()).current_dir(folder);
+            let mut launcher =
+                command.stderr(Stdio::piped()).stdout(Stdio::null()).spawn().unwrap();
+            let _limit = limit(&launcher);
+            let mut said = String::new();
+            launcher.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+            assert_eq!(launcher.wait().unwrap().code(), Some(2), "{said}");
+            assert!(said.contains(says) && !said.contains("[2]"), "{said}");
+        }
+    });
+}
+
+/// A script must not take it for done.
+#[test]
+fn a_run_whose_ranks_have_all_left_does_not_end_well() {
+    with_folder("left", |folder| {
+        let mut job = Job::start(folder, "shm", "0", &[]);
+        job.next("step");
+        (0..3).for_each(|rank| kill(job.rank(rank).0, Signal::USR1));
+        assert_eq!(job.launcher.wait().unwrap().code(), Some(128 + 10));
+    });
+}
+
 /// Two launchers, as on two hosts. One starts another rank in place of its own that was killed, and
 /// it joins; with as many ranks as may be, nobody else does. Then that launcher is killed, with its
 /// ranks; those of the other go on.

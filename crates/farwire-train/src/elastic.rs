@@ -56,7 +56,7 @@ struct Standing {
     counters: [u64; COUNTERS],
 }
 
-const COUNTERS: usize = 5;
+const COUNTERS: usize = 6;
 /// Numbers of a standing.
 const WORDS: usize = 4 + COUNTERS;
 
@@ -164,14 +164,21 @@ impl Trainer {
 
     fn counters(&self) -> [u64; COUNTERS] {
         let [skipped, in_a_row] = [self.skipped as u64, self.skipped_in_a_row as u64];
-        [skipped, in_a_row, self.seen, self.adam.steps().into(), self.owed.to_bits()]
+        let (owed, lost) = (self.owed.to_bits(), self.lost_at(self.step as u64).to_bits());
+        [skipped, in_a_row, self.seen, self.adam.steps().into(), owed, lost]
     }
 
     fn set_counters(&mut self, revision: u64, counters: [u64; COUNTERS]) {
-        let [skipped, in_a_row, seen, _updates, owed] = counters;
+        let [skipped, in_a_row, seen, _updates, owed, lost] = counters;
         (self.skipped, self.skipped_in_a_row) = (skipped as usize, in_a_row as usize);
         (self.seen, self.owed) = (seen, f64::from_bits(owed));
+        self.lost = (revision, f64::from_bits(lost));
         self.step = revision as usize;
+    }
+
+    /// What was lost with ranks since this revision began.
+    fn lost_at(&self, revision: u64) -> f64 {
+        if self.lost.0 == revision { self.lost.1 } else { 0.0 }
     }
 
     /// Ends the last step as it ended elsewhere, which is now at this revision: it counts here, too,
@@ -386,7 +393,7 @@ impl ElasticState for Trainer {
             self.set_weights(&name, &next())?;
             moments.push((name, Moments { first: next(), second: next() }));
         }
-        let [.., updates, _owed] = counters;
+        let [.., updates, _owed, _lost] = counters;
         self.adam.restore(updates as u32, moments);
         Ok(())
     }
@@ -411,8 +418,13 @@ impl ElasticState for Trainer {
         let all = world.all_gather(standing.words()).wait()?;
         let said: Vec<_> = all.as_chunks().0.iter().map(|words| Standing::of(*words)).collect();
 
-        // The newest that anybody has is what counts.
-        let newest = said.iter().filter(|one| one.held.is_some()).max_by_key(|one| one.revision);
+        // The newest that anybody has is what counts. Of those who have it, some may have come
+        // further in sharing out after a loss that another one interrupted: they know what is owed
+        // since then, and what was lost. (Bits of floats that are not negative are in their order.)
+        let newest = said
+            .iter()
+            .filter(|one| one.held.is_some())
+            .max_by_key(|one| (one.revision, one.counters[COUNTERS - 1]));
         let revision = newest.map_or(0, |one| one.revision);
         let held: Vec<_> = said.iter().map(|one| one.held_at(revision)).collect();
         let is_start = revision == 0;
@@ -450,8 +462,7 @@ impl ElasticState for Trainer {
         };
         self.owed = world.all_reduce(vec![self.owed_here()], ReduceOp::Sum).wait()?[0];
         // Ranks may have been lost one after the other, without a step in between.
-        let before = if self.lost.0 == revision { self.lost.1 } else { 0.0 };
-        self.lost = (revision, before.hypot(lost));
+        self.lost = (revision, self.lost_at(revision).hypot(lost));
         Ok(StateSync {
             revision,
             sources: ranks(|flags| flags == [1, 0, 0]),
@@ -459,6 +470,27 @@ impl ElasticState for Trainer {
             differed: ranks(|flags| flags[2] == 1),
             misfits: Vec::new(),
         })
+    }
+
+    /// All but those that alone have a share of the model; and all, if nobody stays.
+    fn dispensable(&self, asking: &[usize]) -> Vec<usize> {
+        let Some(Seating { seats, .. }) = &self.seating else { return asking.to_vec() };
+        if asking.len() == seats.len() {
+            return asking.to_vec();
+        }
+        let mut left = seats.clone();
+        let mut is_dispensable = |rank: &usize| {
+            let seat = left[*rank].take();
+            let has_share = |other: &Option<Seat>| {
+                other.is_some_and(|other| seat.is_some_and(|seat| seat.share == other.share))
+            };
+            let goes = seat.is_none() || left.iter().any(has_share);
+            if !goes {
+                left[*rank] = seat;
+            }
+            goes
+        };
+        asking.iter().copied().filter(|rank| is_dispensable(rank)).collect()
     }
 
     /// What a rank owes that leaves goes to the first that stays and has the same share, which sends

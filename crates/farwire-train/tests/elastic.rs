@@ -111,6 +111,8 @@ fn train(
     };
     std::thread::scope(|scope| {
         let comms = farwire::local(ranks).unwrap();
+        // Said at once, because the others, who miss it, may fail in their turn and be shown first.
+        let rank = |comm| rank(comm).inspect_err(|error| eprintln!("a rank ends: {error}"));
         let threads: Vec<_> =
             comms.into_iter().map(|comm| scope.spawn(move || rank(comm))).collect();
         let ends = threads.into_iter().enumerate().map(|(rank, it)| (rank, it.join().unwrap()));
@@ -178,6 +180,40 @@ fn what_is_left_of_broken_replicas_goes_on_as_whole_ones() {
             }
         }
     }
+}
+
+/// Rank 1 leaves, and rank 0, of the same replica, has no place any more. So rank 2 has to stay: it
+/// alone has its share.
+#[test]
+fn a_rank_that_alone_has_a_share_does_not_leave() {
+    let settings = Settings { tp: 2, ..settings("int8") };
+    std::thread::scope(|scope| {
+        for comm in farwire::local(4).unwrap() {
+            let settings = settings.clone();
+            scope.spawn(move || {
+                let me = comm.rank();
+                let mut trainer = Trainer::elastic(&TOY, settings, &text()).unwrap();
+                let mut elastic = Elastic::new(comm);
+                while trainer.steps_done() < STEPS {
+                    let leaves = match me {
+                        1 => trainer.steps_done() >= 5,
+                        2 => trainer.steps_done() >= 9,
+                        _ => false,
+                    };
+                    trainer.set_leaving(leaves);
+                    let report =
+                        elastic.step(&mut trainer, |_, trainer| trainer.step(false)).unwrap();
+                    if report.leaving > 0 && elastic.part(&mut trainer, leaves).unwrap() {
+                        assert_eq!(me, 1);
+                        return;
+                    }
+                }
+                assert_eq!((elastic.comm().size(), trainer.waiting()), (3, 1));
+                assert_ne!(me, 1);
+                elastic.comm().barrier().wait().unwrap();
+            });
+        }
+    });
 }
 
 /// Both ranks that had a share are lost: what it had learned is on no rank any more.

@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, AtomicI32, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
-use farwire::{Change, Communicator, Elastic, GroupFault, ReduceOp};
+use farwire::{Change, Communicator, Elastic, ElasticState, GroupFault, ReduceOp};
 use farwire_train::gpt::Writer;
 use farwire_train::{Settings, TrainError, Trainer, embedded, sha256};
 use tokio::signal::unix::{SignalKind, signal};
@@ -128,6 +128,7 @@ fn train(
     let mut view = View::new(trainer.is_first(), args.json);
     view.begin(&run, &trainer)?;
     let mut waits: Option<Waits> = None;
+    let mut was_kept = false;
     while trainer.steps_done() < steps && !run.stopped {
         let wish = stop.load(Ordering::Relaxed) != 0;
         let is_told = leave.load(Ordering::Relaxed);
@@ -192,16 +193,27 @@ fn train(
         }
         // Not the flag as it is by now: all have to part after the same step.
         let leaves = trainer.is_leaving();
-        if leaving > 0 && !run.stopped && elastic.part(&mut trainer, leaves)? {
-            view.end();
-            let (done, left) = (trainer.steps_done(), ranks - leaving);
-            match &waits {
-                Some(waits) if !is_told => eprintln!("{}", waits.gave_up(args, done, left)),
-                _ => eprintln!(
-                    "left after step {done} of {steps}, and handed over what was owed; {left} ranks go on"
-                ),
+        if leaving > 0 && !run.stopped {
+            let done = trainer.steps_done();
+            let is_needed = leaves && trainer.dispensable(&[elastic.comm().rank()]).is_empty();
+            if elastic.part(&mut trainer, leaves)? {
+                view.end();
+                match &waits {
+                    Some(waits) if !is_told => {
+                        eprintln!("{}", waits.gave_up(args, done, ranks - leaving));
+                    }
+                    _ => eprintln!(
+                        "left after step {done} of {steps}, and handed over what was owed; the others go on"
+                    ),
+                }
+                return Ok(ExitCode::from(LEFT));
             }
-            return Ok(ExitCode::from(LEFT));
+            if is_needed && !std::mem::replace(&mut was_kept, true) {
+                eprintln!(
+                    "told to leave, but after step {done} no other rank had this one's share of the \
+                     model; it goes on, and leaves as soon as another has it, or when all are told to"
+                );
+            }
         }
     }
     run.settings = trainer.settings().clone();

@@ -21,7 +21,9 @@ use farwire_train::{
 };
 
 use crate::device::Device;
-use crate::launch::{ElasticJob, Job, JobOutput, LaunchError, Wishes, hold_port, random_name};
+use crate::launch::{
+    ElasticJob, Job, JobOutput, LaunchError, MISTAKE, Wishes, hold_port, random_name, say_error,
+};
 use crate::named::{codec_help, named};
 use crate::units;
 use files::Held;
@@ -242,6 +244,11 @@ pub(crate) enum TrainCommandError {
          one with --codec"
     )]
     ElasticCodec,
+    #[error(
+        "ranks of this job may come and go (`farwire launch --elastic`), but this run cannot go on \
+         without one; add --elastic after `train`, or leave it out of `launch`"
+    )]
+    ElasticForgotten,
     #[error("{source}: {checkpoint}")]
     NoReplica { source: Box<TrainError>, checkpoint: String },
     #[cfg(not(feature = "train-cuda"))]
@@ -290,6 +297,21 @@ pub(crate) enum TrainCommandError {
 
 /// Runs the command.
 pub(crate) fn run(args: &Args) -> Result<ExitCode, TrainCommandError> {
+    try_run(args).or_else(|error| match is_in_elastic_job() && error.is_mistake() {
+        true => {
+            say_error(&error);
+            Ok(ExitCode::from(MISTAKE))
+        }
+        false => Err(error),
+    })
+}
+
+/// Whether a launcher replaces ranks that end.
+fn is_in_elastic_job() -> bool {
+    std::env::var("FARWIRE_ELASTIC").is_ok_and(|elastic| elastic == "1")
+}
+
+fn try_run(args: &Args) -> Result<ExitCode, TrainCommandError> {
     #[cfg(not(feature = "train-cuda"))]
     if args.device == Device::Cuda {
         return Err(TrainCommandError::NoCuda);
@@ -314,12 +336,36 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, TrainCommandError> {
                 let lines = args.lines(&args.elastic_settings()?);
                 return elastic::start(args, lines);
             }
+            if is_in_elastic_job() {
+                return Err(TrainCommandError::ElasticForgotten);
+            }
             args.check(world, here.unwrap_or(1))?;
             let lines = args.lines(&args.settings(world, args.codec.clone())?);
             be_a_rank(args, &Communicator::builder().agree_on(lines).join()?)
         }
         Err(EnvError::Nothing) => start_ranks(args, args.ranks.unwrap_or(4)),
         Err(error) => Err(error.into()),
+    }
+}
+
+impl TrainCommandError {
+    /// Whether another process, started like this one, would fail like it.
+    fn is_mistake(&self) -> bool {
+        match self {
+            Self::Farwire(_) | Self::Output(_) | Self::Report { .. } | Self::NoReplica { .. } => {
+                false
+            }
+            Self::Train(error) => matches!(
+                error,
+                TrainError::Settings(_)
+                    | TrainError::Told(_)
+                    | TrainError::Checkpoint { .. }
+                    | TrainError::BadCheckpoint { .. }
+                    | TrainError::NotFinite { .. }
+                    | TrainError::TooManySkipped { .. }
+            ),
+            _ => true,
+        }
     }
 }
 

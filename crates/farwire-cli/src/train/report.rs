@@ -56,7 +56,11 @@ pub(crate) fn html(runs: &[Run]) -> String {
             "Time of a step on rank 0{}",
             if runs.len() > 1 { format!(": {}", run.name()) } else { String::new() }
         );
-        page += &figure(&title, "Each bar is the mean of some steps.", &split(&run.steps));
+        page += &figure(
+            &title,
+            "Each bar is the mean of some steps. Bars that are too high are cut off; their true height is in the tooltip.",
+            &split(&run.steps),
+        );
     }
     page += &figure(
         "Bytes per step",
@@ -173,7 +177,7 @@ fn table(runs: &[Run]) -> String {
         }
     }
     format!(
-        "<div class=\"wide\"><table><thead><tr><th>codec</th><th>steps</th><th>first loss</th><th>final loss</th><th>time</th><th>tokens/s</th><th>bytes/step</th><th>ratio</th><th>ratio at the end</th><th>hidden</th></tr></thead>\n<tbody>\n{rows}</tbody></table></div>\n<p class=\"sub\">ratio: dense bytes over bytes sent. hidden: the share of the exchange's time in which rank 0 computed.</p>\n"
+        "<div class=\"wide\"><table><thead><tr><th>codec</th><th>steps</th><th>first loss</th><th>final loss</th><th>time</th><th>tokens/s</th><th>bytes/step</th><th>ratio</th><th>ratio at the end</th><th>hidden</th></tr></thead>\n<tbody>\n{rows}</tbody></table></div>\n<p class=\"sub\">final loss: the mean of the last 10 steps. ratio: dense bytes over bytes sent; at the end: in the last 10 steps. hidden: the share of the exchange's time in which rank 0 computed.</p>\n"
     )
 }
 
@@ -207,9 +211,10 @@ impl Line {
     fn smooth(&self) -> Vec<(f64, f64)> {
         let reach = self.points.len() / 40;
         let mean = |(index, (x, _)): (usize, &(f64, f64))| {
-            // As many on either side, or the ends would bend.
-            let reach = reach.min(index).min(self.points.len() - 1 - index);
-            let around = &self.points[index - reach..=index + reach];
+            // As many ahead as behind, or the steep beginning would bend. At the end there are fewer.
+            let behind = reach.min(index);
+            let ahead = behind.min(self.points.len() - 1 - index);
+            let around = &self.points[index - behind..=index + ahead];
             (*x, around.iter().map(|(_, y)| y).sum::<f64>() / around.len() as f64)
         };
         self.points.iter().enumerate().map(mean).collect()

@@ -310,6 +310,11 @@ impl View {
                 )?;
             }
         }
+        writeln!(
+            out,
+            "  the last loss and the ratio at the end are those of the last 10 steps; hidden is the share of \
+             the exchange's time in which rank 0 computed"
+        )?;
         for change in runs.iter().flat_map(|run| &run.changes) {
             writeln!(out, "  {change}")?;
         }
