@@ -92,7 +92,8 @@ def _of_tensor(tensor, adds: str | None) -> tuple:
             "the tensor is a view of values that are yet to be conjugated or negated; "
             "give `tensor.resolve_conj().resolve_neg()`"
         )
-    return (tensor.data_ptr(), tensor.nbytes, tensor_dtype(tensor, adds), tensor)
+    # Its memory is held, even if the tensor is given other memory meanwhile.
+    return (tensor.data_ptr(), tensor.nbytes, tensor_dtype(tensor, adds), tensor.detach())
 
 
 def tensor_dtype(tensor, adds: str | None = "sum") -> str:

@@ -174,6 +174,7 @@ def every_call(backend, folder):
         for wrong in (
             lambda: dist.all_gather([torch.ones(k + 3) for k in range(size)], torch.ones(3)),
             lambda: dist.reduce_scatter_tensor(torch.ones(2), torch.ones(size + 1)),
+            lambda: dist.reduce_scatter(torch.ones(2), [torch.ones(2 * k) for k in range(size)]),
             lambda: dist.all_reduce(torch.eye(3).to_sparse()),
         ):
             try:

@@ -158,6 +158,7 @@ for wrong, kind in (
     (lambda: comm.all_reduce(np.zeros(3, np.int64), op="mean"), farwire.CallError),
     (lambda: comm.all_gather(np.zeros(3), np.zeros(3 * size + 1)), farwire.CallError),
     (lambda: comm.all_reduce(np.zeros(3), codec=top), farwire.CallError),
+    (lambda: comm.all_reduce(np.zeros(3, np.float32), codec=top, name="w"), farwire.CallError),
     (lambda: comm.all_reduce(np.zeros(3), codec="topk:0.01", name="w"), farwire.CallError),
     (lambda: comm.broadcast(np.array([{}, {}])), TypeError),
     (lambda: comm.broadcast(np.zeros(3, [("one", "f4"), ("other", object)])), TypeError),

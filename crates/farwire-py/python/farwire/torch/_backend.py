@@ -339,6 +339,8 @@ class FarwireBackend(_Base or object):
     _allgather_base = all_gather_single
 
     def reduce_scatter(self, outputs, inputs, opts):
+        for out, given in zip(outputs, inputs):
+            _check_equal("reduce_scatter", out, given)
         works = [
             self.reduce_scatter_single(out, torch.cat([one.reshape(-1) for one in given]), opts)
             for out, given in zip(outputs, inputs)
@@ -414,6 +416,7 @@ class FarwireBackend(_Base or object):
         (output,) = outputs
         flat, whole = _flat(output), None
         if opts.rootRank == self.rank():
+            _check_equal("scatter", output, inputs[0])
             whole = torch.cat([one.reshape(-1) for one in inputs[0]])
         operation = self._comm(opts).scatter(flat, whole, opts.rootRank, async_=True)
         return FarwireWork([operation], outputs, _back(outputs, [flat]))
@@ -456,12 +459,12 @@ def _flat(tensor):
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1)
 
 
-def _check_equal(call, given, outputs):
-    """Every rank's tensor has the same number of elements."""
-    for output in outputs:
-        if output.numel() != given.numel():
+def _check_equal(call, mine, others):
+    """What a rank has for itself and for each of the others has the same number of elements."""
+    for other in others:
+        if other.numel() != mine.numel():
             raise CallError(
-                f"{call} of {given.numel()} elements to an output of {output.numel()}; "
+                f"{call} of tensors with {mine.numel()} and with {other.numel()} elements; "
                 "give tensors of one size, on all ranks"
             )
 
