@@ -12,7 +12,7 @@ and `than Open MPI` say how many times as fast, as the median over rounds of rat
 the same place; through a codec, against dense. `CPU s` is what all ranks together used for one operation (shaped hosts
 also share their cores with the relay between them). `wrong` counts elements, over all ranks, in one checked operation.
 
-A round takes about two and a half minutes on two cores.
+A round takes about three minutes on two cores. Ctrl-C ends it early, with a table of what there is.
 """
 
 import argparse
@@ -253,20 +253,28 @@ def on_one_host(ranks, quick):
     return Case(f"one host, {ranks} ranks", {1 << 20: 50} if quick else sizes, ranks)
 
 
+def over_loopback(quick):
+    sizes = {4 << 10: 300, 64 << 20: 10}
+    return Case("one host, 2 ranks, network links", {1 << 20: 20} if quick else sizes, 2)
+
+
 def on_shaped_hosts(rate, megabytes, quick):
     size = megabytes * 1_000_000 // (10 if quick else 1)
     return Case(f"4 hosts, {rate[:-4]} {rate[-4].upper()}bit/s", {size: 3}, 4, rate)
 
 
 class Farwire:
-    def __init__(self, link, codec="none"):
-        self.link, self.codec = link, codec
+    def __init__(self, link, codec="none", connections=None):
+        self.link, self.codec, self.settings = link, codec, {"FARWIRE_LINK": link}
         self.name = f"farwire, {link}" + ("" if codec == "none" else f", {codec}")
+        if connections:
+            self.settings["FARWIRE_CONNECTIONS"] = str(connections)
+            self.name += f", {connections} connection{'s' * (connections > 1)}"
 
     def run(self, case, options):
         # A short operation is repeated more often; a sparse one is shorter.
         more = {"none": 1, "int8": 2}.get(self.codec, 10)
-        results, environment = [], {**os.environ, "FARWIRE_LINK": self.link}
+        results, environment = [], {**os.environ, **self.settings}
         for size, iterations in case.sizes.items():
             bench = [options.farwire, "bench", "all_reduce", f"--size={size}", f"--codec={self.codec}", f"--link={self.link}"]
             bench += [f"--iters={iterations * more}", f"--warmup={WARMUP}", "--json", *["--check"] * options.check]
@@ -303,9 +311,11 @@ class OpenMpi:
     name = "Open MPI"
 
     def __init__(self, options):
+        self.program = os.path.join(options.folder, "mpi_peer")
+        if os.path.exists(self.program) and not shutil.which("mpicc"):
+            return  # brought along
         if not shutil.which("mpicc"):
             install(["apt-get", "install", "-y", "openmpi-bin", "libopenmpi-dev"], options)
-        self.program = os.path.join(options.folder, "mpi_peer")
         write(self.program + ".c", MPI_SOURCE)
         subprocess.run(["mpicc", "-O3", "-o", self.program, self.program + ".c"], check=True)
 
@@ -462,24 +472,31 @@ def main():
         except (Missing, OSError, subprocess.SubprocessError) as why:
             print(f"without {peer.name}: {why}", file=sys.stderr)
     shaped = [Farwire("quic"), Farwire("tcp")] + [Farwire("quic", codec) for codec in ("int8", "topk:0.01", "randk:0.01")]
-    plan = [(on_one_host(ranks, options.quick), [Farwire("shm"), *peers]) for ranks in (2, 4)]
+    network = [Farwire("tcp"), Farwire("quic"), *(Farwire("quic", connections=count) for count in (1, 2, 4, 8))]
+    gloo = [peer for peer in peers if peer.name == Gloo.name]
+    plan = [(on_one_host(ranks, options.quick), [Farwire("shm"), *peers]) for ranks in (2, 4, 8, 16) if ranks <= max(4, os.cpu_count())]
+    plan += [(over_loopback(options.quick), network + gloo)]
     if os.geteuid() == 0:
         plan += [(on_shaped_hosts(rate, size, options.quick), shaped + peers) for rate, size in (("1gbit", 100), ("100mbit", 20))]
     else:
         print("without shaped hosts: they need root", file=sys.stderr)
 
-    table = Table()
-    for round in range(options.rounds):
-        options.check = round == 0  # with a codec, that takes longer than the rest
-        for case, contestants in plan:
-            for contestant in contestants if options.only in case.name else []:
-                try:
-                    table.add(case, contestant.name, round, contestant.run(case, options) or [])
-                except Missing as why:
-                    print(f"round {round}, {case.name}, {contestant.name}: {why}", file=sys.stderr)
-        print(f"round {round + 1} of {options.rounds} done", file=sys.stderr)
+    table, rounds = Table(), 0
+    try:
+        for round in range(options.rounds):
+            options.check = round == 0  # with a codec, that takes longer than the rest
+            for case, contestants in plan:
+                for contestant in contestants if options.only in case.name else []:
+                    try:
+                        table.add(case, contestant.name, round, contestant.run(case, options) or [])
+                    except Missing as why:
+                        print(f"round {round}, {case.name}, {contestant.name}: {why}", file=sys.stderr)
+            rounds += 1
+            print(f"round {rounds} of {options.rounds} done", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"stopped in round {rounds + 1}; what was measured so far:", file=sys.stderr)
 
-    print(f"{datetime.date.today()}, {os.cpu_count()} cores ({platform.machine()}), {options.rounds} rounds:\n")
+    print(f"{datetime.date.today()}, {os.cpu_count()} cores ({platform.machine()}), {rounds} rounds:\n")
     print("| where | size | what | ms, median | least–most | × faster than Gloo | than Open MPI | CPU s | wrong |")
     print("|---|---|---|---|---|---|---|---|---|")
     for row in table.rows():

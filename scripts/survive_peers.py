@@ -12,7 +12,9 @@ waits for those who join (1 s instead of 60), which would decide the result alon
 """
 
 import argparse
+import functools
 import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -139,7 +141,7 @@ class Steps:
             while done < steps:
                 before = self.count
                 if not self.changed.wait_for(lambda: self.count > before, until - time.monotonic()):
-                    sys.exit(f"no step of {ranks} ranks within two minutes")
+                    raise TimeoutError(f"no step of {ranks} ranks within two minutes")
                 done += self.ranks == ranks or ranks in self.told
 
 
@@ -237,12 +239,13 @@ def main():
         return pccl_peer()
     program, found = os.path.abspath(options.farwire), {}
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(options.rounds):
-            found.setdefault("torchft", []).append(torchft())
-            if importlib.util.find_spec("pccl"):
-                found.setdefault("PCCL", []).append(pccl())
-            for link in ("shm", "quic"):
-                found.setdefault(f"farwire, {link}", []).append(farwire(program, link, folder))
+        jobs = {f"farwire, {link}": functools.partial(farwire, program, link, folder) for link in ("shm", "quic")}
+        others = {name: job for name, job in (("torchft", torchft), ("PCCL", pccl)) if importlib.util.find_spec(name.lower())}
+        for _, (name, job) in itertools.product(range(options.rounds), (others | jobs).items()):
+            try:
+                found.setdefault(name, []).append(job())
+            except TimeoutError as error:
+                print(f"{name}: {error}", file=sys.stderr, flush=True)
     print("| | next step of the others, s: median, most | first step of all three, s: median, most |\n|---|---|---|")
     for name, times in found.items():
         cells = [f"{statistics.median(column):.2f}, {max(column):.2f}" for column in zip(*times)]

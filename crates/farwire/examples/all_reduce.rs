@@ -1,6 +1,6 @@
 //! Every rank contributes a vector, every rank gets the sum.
 //!
-//! Run it as four processes: `farwire launch -n 4 -- cargo run --example all_reduce`
+//! Run it as four processes: `farwire launch -n 4 -- cargo run -p farwire --example all_reduce`
 
 use farwire::{Communicator, ReduceOp};
 

@@ -1,6 +1,6 @@
 //! Rank 0 hands out work by name: any rank calls it and gets an answer.
 //!
-//! Run it as four processes: `farwire launch -n 4 -- cargo run --example call`
+//! Run it as four processes: `farwire launch -n 4 -- cargo run -p farwire --example call`
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;

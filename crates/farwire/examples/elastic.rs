@@ -1,7 +1,7 @@
 //! Steps on a group whose ranks come and go.
 //!
 //! ```sh
-//! farwire launch --elastic -n 4 -- cargo run --example elastic
+//! farwire launch --elastic -n 4 -- cargo run -p farwire --example elastic
 //! kill -9 one of the processes; another is started, and joins
 //! ```
 

@@ -1,6 +1,6 @@
 //! A message goes around the ring of ranks, and each adds its number.
 //!
-//! Run it as four processes: `farwire launch -n 4 -- cargo run --example send_recv`
+//! Run it as four processes: `farwire launch -n 4 -- cargo run -p farwire --example send_recv`
 
 use farwire::Communicator;
 

@@ -1,6 +1,6 @@
 //! Even and odd ranks form groups of their own.
 //!
-//! Run it as four processes: `farwire launch -n 4 -- cargo run --example split`
+//! Run it as four processes: `farwire launch -n 4 -- cargo run -p farwire --example split`
 
 use farwire::{Communicator, ReduceOp};
 
