@@ -95,7 +95,11 @@ fn what_waits_on_a_group_of_living_ranks_ends_when_the_world_changes() {
         for comm in farwire::local(3).unwrap() {
             scope.spawn(move || {
                 let pair = comm.split(comm.rank() as u32 / 2, 0).unwrap();
-                comm.barrier().wait().unwrap();
+                // Rank 2 goes when both others are here: a death ends what is under way.
+                match comm.rank() {
+                    2 => (0..2).for_each(|rank| drop(comm.recv::<u32>(1, rank, 0).wait().unwrap())),
+                    _ => drop(comm.send(vec![0_u32], 2, 0)),
+                }
                 match comm.rank() {
                     0 => {
                         let error = pair.recv::<u32>(1, 1, 0).wait().unwrap_err();
