@@ -17,6 +17,8 @@ use farwire_codec::{samples, typical};
 use farwire_cuda::*;
 use half::{bf16, f16};
 
+mod common;
+
 /// The device of a rank of this process.
 fn device(rank: usize) -> Option<Arc<Device>> {
     static DEVICES: [OnceLock<Option<Arc<Device>>>; 2] = [const { OnceLock::new() }; 2];
@@ -62,11 +64,11 @@ fn gradient(rank: usize, step: u64, len: usize) -> Vec<f32> {
 }
 
 fn codecs() -> impl Iterator<Item = &'static str> {
-    samples()
+    samples().filter(|name| common::is_asked_for(name))
 }
 
 fn usual() -> impl Iterator<Item = &'static str> {
-    typical().filter(|name| *name != "none")
+    typical().filter(|name| *name != "none" && common::is_asked_for(name))
 }
 
 fn bits(values: &[f32]) -> Vec<u32> {
@@ -174,6 +176,9 @@ const BOTH: [ReduceOp; 2] = [ReduceOp::Sum, ReduceOp::Mean];
 #[test]
 fn cards_and_hosts_have_the_same_bits_with_every_codec() {
     let Some(_alone) = card() else { return };
+    if std::env::var("FARWIRE_CUDA_CASES").is_ok_and(|cases| cases == "1") {
+        return compare(codecs(), &[4097], &[ReduceOp::Mean]); // under a sanitizer
+    }
     compare(codecs(), &[0, 1, 2, 3, 1009, 4097], &BOTH);
     compare(codecs(), &[32_769], &[ReduceOp::Mean]);
 }

@@ -426,6 +426,8 @@ extern "C" __global__ void block_encode_any(const __grid_constant__ Encode a, u3
 #else
         scale_for(top, &scale, &inverse);
 #endif
+    } else {
+        __syncthreads(); // who quantises an element is not who has just set it to zero
     }
 #else
     scale_for(__uint_as_float(largest), &scale, &inverse);
