@@ -7,6 +7,7 @@
 //! already in `A` if it is itself a partial result. For most types the two are one.
 
 use crate::dtype::{DType, Element, ReduceOp, types};
+use crate::team::{Teamed, each_part};
 use crate::{dtypes, with_type};
 
 /// `running = a`, `running ∘= x`, `running = a ∘ b`, `out = finish(running)`: what a reduction is
@@ -17,6 +18,8 @@ pub(crate) struct Arithmetic {
     pub(crate) op: ReduceOp,
     /// What a mean divides by.
     pub(crate) ranks: u32,
+    /// Who works on long vectors.
+    pub(crate) team: Teamed,
 }
 
 /// An operand: elements, or partial results in the accumulator's type.
@@ -26,37 +29,77 @@ pub(crate) enum Operand<'a> {
     Partial(&'a [u8]),
 }
 
+impl<'a> Operand<'a> {
+    fn bytes(self) -> &'a [u8] {
+        let (Self::Elements(bytes) | Self::Partial(bytes)) = self;
+        bytes
+    }
+
+    /// Others of the same type.
+    fn of(self, bytes: &[u8]) -> Operand<'_> {
+        match self {
+            Self::Elements(_) => Operand::Elements(bytes),
+            Self::Partial(_) => Operand::Partial(bytes),
+        }
+    }
+}
+
 impl Arithmetic {
     /// `running = x`.
     pub(crate) fn set(&self, running: &mut [u8], x: Operand<'_>) {
-        with_type!(self.dtype, T => set::<T>(running, x));
+        self.each_part(running, [x.bytes(), &[]], &|running, [bytes, _]| {
+            with_type!(self.dtype, T => set::<T>(running, x.of(bytes)));
+        });
     }
 
     /// `running = running ∘ x`.
     pub(crate) fn fold(&self, running: &mut [u8], x: Operand<'_>) {
-        with_type!(self.dtype, T => fold::<T, false>(self.op, running, x));
+        self.each_part(running, [x.bytes(), &[]], &|running, [bytes, _]| {
+            with_type!(self.dtype, T => fold::<T, false>(self.op, running, x.of(bytes)));
+        });
     }
 
     /// `running = x ∘ running`.
     pub(crate) fn fold_in_front(&self, running: &mut [u8], x: Operand<'_>) {
-        with_type!(self.dtype, T => fold::<T, true>(self.op, running, x));
+        self.each_part(running, [x.bytes(), &[]], &|running, [bytes, _]| {
+            with_type!(self.dtype, T => fold::<T, true>(self.op, running, x.of(bytes)));
+        });
     }
 
     /// `running = a ∘ b`, in one pass.
     pub(crate) fn combine(&self, running: &mut [u8], a: Operand<'_>, b: Operand<'_>) {
-        with_type!(self.dtype, T => combine::<T>(self.op, running, a, b));
+        self.each_part(running, [a.bytes(), b.bytes()], &|running, [x, y]| {
+            with_type!(self.dtype, T => combine::<T>(self.op, running, a.of(x), b.of(y)));
+        });
+    }
+
+    /// Has the team work on parts of a running value, each with its part of the operands.
+    fn each_part(
+        &self,
+        running: &mut [u8],
+        operands: [&[u8]; 2],
+        work: &(dyn Fn(&mut [u8], [&[u8]; 2]) + Sync),
+    ) {
+        let count = running.len() / self.dtype.accumulator().size();
+        each_part(self.team, count, running, operands, work);
     }
 
     /// `out = running`, divided by the number of ranks for a mean, in the element type.
     pub(crate) fn finish(&self, out: &mut [u8], running: &[u8]) {
-        with_type!(self.dtype, T => finish::<T>(self.divisor(), out, running));
+        let count = out.len() / self.dtype.size();
+        each_part(self.team, count, out, [running, &[]], &|out, [running, _]| {
+            with_type!(self.dtype, T => finish::<T>(self.divisor(), out, running));
+        });
     }
 
     /// [`finish`](Self::finish) where the running value already is in the output; only for types
     /// that are their own accumulator.
     pub(crate) fn finish_in_place(&self, out: &mut [u8]) {
         if let Some(divisor) = self.divisor() {
-            with_type!(self.dtype, T => divide::<T>(divisor, out));
+            let count = out.len() / self.dtype.size();
+            each_part(self.team, count, out, [&[], &[]], &|out, _| {
+                with_type!(self.dtype, T => divide::<T>(divisor, out));
+            });
         }
     }
 
@@ -287,9 +330,10 @@ mod tests {
     use half::{bf16, f16};
 
     use super::*;
+    use crate::team::tests::threads;
 
     fn apply<T: Element>(op: ReduceOp, a: T, b: T) -> T {
-        let arithmetic = Arithmetic { dtype: T::DTYPE, op, ranks: 2 };
+        let arithmetic = Arithmetic { dtype: T::DTYPE, op, ranks: 2, team: None };
         let mut running = vec![0; T::DTYPE.accumulator().size()];
         let mut out = vec![0; T::DTYPE.size()];
         let (a, b) = (bytemuck::bytes_of(&a), bytemuck::bytes_of(&b));
@@ -307,7 +351,7 @@ mod tests {
     #[test]
     fn sixteen_bit_floats_round_once() {
         // 256 + 1 + 1 is 258 in f32; in bf16 each step would round back to 256.
-        let arithmetic = Arithmetic { dtype: DType::Bf16, op: ReduceOp::Sum, ranks: 3 };
+        let arithmetic = Arithmetic { dtype: DType::Bf16, op: ReduceOp::Sum, ranks: 3, team: None };
         let one = bytemuck::bytes_of(&bf16::ONE).to_vec();
         let mut running = vec![0; 4];
         let big = bf16::from_f32(256.0);
@@ -349,9 +393,44 @@ mod tests {
         let mut bytes = vec![0u8; 1];
         bytes.extend_from_slice(bytemuck::cast_slice(&[1.0f32, 2.0, 3.0]));
         let mut running = bytes.clone();
-        let arithmetic = Arithmetic { dtype: DType::F32, op: ReduceOp::Sum, ranks: 2 };
+        let arithmetic = Arithmetic { dtype: DType::F32, op: ReduceOp::Sum, ranks: 2, team: None };
         arithmetic.fold(&mut running[1..], Operand::Elements(&bytes[1..]));
         let sums: Vec<f32> = running[1..].chunks(4).map(bytemuck::pod_read_unaligned).collect();
         assert_eq!(sums, [2.0, 4.0, 6.0]);
+    }
+
+    #[test]
+    fn a_team_computes_what_one_thread_does() {
+        let count = 20_011;
+        let bytes = |seed: u32, size: usize| -> Vec<u8> {
+            let next = |state: &mut u32| {
+                *state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                Some((*state >> 24) as u8)
+            };
+            std::iter::repeat(()).scan(seed, |state, ()| next(state)).take(count * size).collect()
+        };
+        let operators =
+            [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Prod, ReduceOp::Min, ReduceOp::Max];
+        for (dtype, op) in DType::ALL.iter().flat_map(|dtype| operators.map(|op| (*dtype, op))) {
+            if op == ReduceOp::Mean && !dtype.is_float() {
+                continue; // which calls refuse
+            }
+            let work = |team: Teamed| {
+                let arithmetic = Arithmetic { dtype, op, ranks: 3, team };
+                let (a, b) = (bytes(1, dtype.size()), bytes(2, dtype.size()));
+                let partial = bytes(3, dtype.accumulator().size());
+                let mut running = vec![0; count * dtype.accumulator().size()];
+                arithmetic.set(&mut running, Operand::Elements(&a));
+                arithmetic.fold(&mut running, Operand::Elements(&b));
+                arithmetic.fold_in_front(&mut running, Operand::Partial(&partial));
+                let mut pair = running.clone();
+                arithmetic.combine(&mut pair, Operand::Elements(&b), Operand::Partial(&running));
+                let mut out = vec![0; count * dtype.size()];
+                arithmetic.finish(&mut out, &pair);
+                arithmetic.finish_in_place(&mut out);
+                (running, pair, out)
+            };
+            assert_eq!(work(Some(threads(3))), work(None), "{op} of {dtype}");
+        }
     }
 }

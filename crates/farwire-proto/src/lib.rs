@@ -109,6 +109,7 @@ mod placement;
 mod plan;
 mod schedule;
 mod spare;
+pub mod team;
 pub mod tune;
 mod workspace;
 
@@ -136,4 +137,5 @@ pub use schedule::{
     Source,
 };
 pub use spare::Spare;
+pub use team::Team;
 pub use workspace::Workspace;

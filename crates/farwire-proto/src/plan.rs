@@ -19,11 +19,19 @@ use crate::tune::{self, Links};
 /// in any type.
 const MAX_SEGMENT: usize = 1 << 28;
 
+const SEGMENT_BYTES: NonZeroUsize = NonZeroUsize::new(64 << 10).expect("64 Ki is not zero");
+/// Frames that a shard has at least, where they are longer than they need to be.
+const FRAMES_PER_SHARD: usize = 32;
+
 /// What plans depend on besides the call. All ranks of a job must have the same.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Tuning {
     /// Bytes per frame, unless [`Options::segment`] says otherwise.
     pub segment_bytes: NonZeroUsize,
+    /// Bytes that frames of long vectors may have between ranks of one host, where nobody else
+    /// shares the way, and several threads may work on a frame. As many times
+    /// [`segment_bytes`](Self::segment_bytes) as fit, and leave enough frames to overlap.
+    pub host_segment_bytes: NonZeroUsize,
     /// What the links are like.
     pub links: Links,
     /// In which order floats are added up where some ranks share a host.
@@ -33,10 +41,20 @@ pub struct Tuning {
 impl Default for Tuning {
     fn default() -> Self {
         Self {
-            segment_bytes: const { NonZeroUsize::new(64 << 10).expect("64 Ki is not zero") },
+            segment_bytes: SEGMENT_BYTES,
+            host_segment_bytes: SEGMENT_BYTES,
             links: Links::default(),
             order: SumOrder::default(),
         }
+    }
+}
+
+impl Tuning {
+    /// Bytes per frame between ranks of one host, for shards of so many bytes.
+    fn segment_on_host(&self, shard: usize) -> usize {
+        let (least, most) = (self.segment_bytes.get(), self.host_segment_bytes.get());
+        let times = shard / (least * FRAMES_PER_SHARD);
+        least * times.clamp(1, (most / least).max(1))
     }
 }
 
@@ -109,10 +127,13 @@ impl Plan {
         let terms = call.terms(me, world)?;
         // Parcels are bytes, whatever they stand for.
         let size = if call.is_parcels() { 1 } else { terms.dtype.map_or(1, DType::size) };
-        let segment = options
-            .segment
-            .map_or(tuning.segment_bytes.get() / size, NonZeroUsize::get)
-            .clamp(1, MAX_SEGMENT);
+        let segment_bytes = if placement.hosts() > 1 || call.is_parcels() {
+            tuning.segment_bytes.get()
+        } else {
+            tuning.segment_on_host(terms.count * size / world.len())
+        };
+        let segment =
+            options.segment.map_or(segment_bytes / size, NonZeroUsize::get).clamp(1, MAX_SEGMENT);
         let algorithm = match (call.is_parcels(), options.algorithm) {
             (true, _) => Algorithm::Parcels,
             (false, Some(algorithm)) if kind.algorithms().contains(&algorithm) => algorithm,

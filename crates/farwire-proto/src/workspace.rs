@@ -7,6 +7,7 @@ use crate::dtype::DType;
 use crate::partition::Span;
 use crate::plan::{Frames, Plan};
 use crate::schedule::{Action, Emit, Fold, InPlace, Level, Local, Mine, Own, Running, Source};
+use crate::team::{self, Teamed};
 
 /// The arithmetic of one operation on one rank, and the scratch space it needs.
 ///
@@ -24,6 +25,7 @@ use crate::schedule::{Action, Emit, Fold, InPlace, Level, Local, Mine, Own, Runn
 pub struct Workspace {
     dtype: DType,
     arithmetic: Option<Arithmetic>,
+    team: Teamed,
     local: Local,
     in_place: InPlace,
     /// Partial results that wait to be sent on, in the accumulator's type.
@@ -48,11 +50,11 @@ impl Workspace {
     /// Scratch space for `plan`. Slots are allocated here; a segment's worth more on first use, for
     /// types that widen.
     pub fn new(plan: &Plan) -> Self {
-        Self::with_scratch(plan, Scratch::default())
+        Self::with_scratch(plan, Scratch::default(), None)
     }
 
-    /// The same, with room that another has [left](Self::into_scratch).
-    pub(crate) fn with_scratch(plan: &Plan, scratch: Scratch) -> Self {
+    /// The same, with room that another has [left](Self::into_scratch), and a team.
+    pub(crate) fn with_scratch(plan: &Plan, scratch: Scratch, team: Teamed) -> Self {
         let Scratch { slots: mut room, wide, staging } = scratch;
         let dtype = plan.dtype();
         let accumulator = dtype.accumulator();
@@ -66,7 +68,9 @@ impl Workspace {
                 dtype,
                 op,
                 ranks: plan.world().get(),
+                team,
             }),
+            team,
             local: plan.frames().map_or(Local::Nothing, Frames::local),
             in_place: plan.in_place().unwrap_or_default(),
             slots: room,
@@ -139,7 +143,9 @@ impl Workspace {
         );
         match action {
             Action::Nothing => {}
-            Action::Store(span) => output[span.bytes(self.dtype)].copy_from_slice(payload),
+            Action::Store(span) => {
+                team::copy(self.team, &mut output[span.bytes(self.dtype)], payload);
+            }
             Action::Fold(fold) => self.fold(fold, payload, input, output),
         }
     }

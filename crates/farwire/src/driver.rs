@@ -13,10 +13,11 @@ use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use farwire_codec::collective::{Abandoned, CodedCollective};
+use farwire_proto::team::Teamed;
 use farwire_proto::{
     Buffers, Call, Coding, CommId, DType, Engine, Fault, FrameKind, HEADER_LEN, Header, Input,
     Lane, Machine, MachineEvent, Nonsense, OpId, OpenError, Options, Peer, Placement, Plan, Rank,
-    Refusal, Refused, Time, Transmit, Verdict, WorldSize,
+    Refusal, Refused, Team, Time, Transmit, Verdict, WorldSize,
 };
 use rustc_hash::FxHashSet as HashSet;
 
@@ -57,6 +58,8 @@ pub(crate) struct Driver {
     members: Option<Members>,
     /// When time zero was.
     origin: Instant,
+    /// Who helps to move bytes.
+    team: Teamed,
 }
 
 /// The driver, behind its lock.
@@ -176,7 +179,15 @@ impl Driver {
             links,
             closed: HashSet::default(),
             origin: Instant::now(),
+            team: None,
         }
+    }
+
+    /// These threads help to move and to combine bytes.
+    pub(crate) fn set_team(&mut self, team: &'static dyn Team) {
+        self.team = Some(team);
+        self.machine.set_team(team);
+        self.links.iter_mut().flatten().for_each(|link| link.set_team(team));
     }
 
     pub(crate) fn open(&mut self, comm: CommId, members: &[Peer]) -> Result<(), OpenError> {

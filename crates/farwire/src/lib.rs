@@ -56,6 +56,7 @@ mod settings;
 mod shm;
 mod sync;
 mod tcp;
+mod team;
 mod token;
 
 pub use comm::Communicator;

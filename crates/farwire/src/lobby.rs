@@ -6,7 +6,7 @@ use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
-use farwire_proto::Peer;
+use farwire_proto::{Config, Peer};
 use tokio::sync::mpsc::Receiver;
 use tokio::time::timeout;
 
@@ -16,7 +16,7 @@ use crate::join::rendezvous::{Book, Entry, JOINER, Member, Purpose};
 use crate::join::running::show_book;
 use crate::link::{LinkChoice, Pair, Wanted};
 use crate::node::Node;
-use crate::process::{Healths, acquaint};
+use crate::process::{Healths, acquaint, longest_payload};
 use crate::quic::control::Beats;
 use crate::shm::bell::Bell;
 
@@ -38,7 +38,7 @@ pub(crate) struct Lobby {
     /// What this process calls its host.
     pub(crate) host: String,
     pub(crate) link: LinkChoice,
-    pub(crate) payload: usize,
+    pub(crate) config: Config,
     pub(crate) bell: Bell,
     pub(crate) connections: Wanted,
     pub(crate) beats: Beats,
@@ -69,11 +69,12 @@ impl Lobby {
         };
         let address = self.again.address_of(&known.connection);
         let member = known.member.clone();
+        let same_host = member.is_on(&self.host);
         let pair = Pair {
             me,
             peer: JOINER,
-            same_host: member.is_on(&self.host),
-            payload: self.payload,
+            same_host,
+            payload: longest_payload(&self.config, same_host),
             bell: self.bell.clone(),
             connections: self.connections,
             met: Some(Met {

@@ -11,6 +11,7 @@ use crate::link::Link;
 use crate::node::Node;
 use crate::observe::Observer;
 use crate::process::longest_payload;
+use crate::settings::default_config;
 use crate::shm::bell::Bell;
 use crate::shm::link::SharedLink;
 use crate::shm::ring;
@@ -45,7 +46,7 @@ pub(crate) const INPROC: &str = "inproc";
 ///
 /// If `ranks` is zero or does not fit 32 bits.
 pub fn local(ranks: usize) -> Result<Vec<Communicator>, Error> {
-    local_with(ranks, Config::default())
+    local_with(ranks, default_config())
 }
 
 /// [`local`], with settings.
@@ -65,7 +66,7 @@ pub fn local_with(ranks: usize, config: Config) -> Result<Vec<Communicator>, Err
 /// If there are no ranks, or more than fit 32 bits.
 pub fn local_on_hosts(hosts: &[u64], config: Config) -> Result<Vec<Communicator>, Error> {
     let start = |(driver, bell)| {
-        let node = Node::start(driver, bell, hosts.len(), None)
+        let node = Node::start(driver, bell, hosts.len(), None, None)
             .map_err(|error| Error::System { what: "could not start a thread", error })?;
         Communicator::of_world(node)
     };
@@ -78,7 +79,7 @@ pub(crate) fn drivers(hosts: &[u64], config: Config) -> Result<Vec<(Driver, Bell
     let world = u32::try_from(ranks).ok().and_then(WorldSize::new);
     let world = world.expect("a world has 1 to 2³² − 1 ranks");
     let system = |error| Error::System { what: "could not get shared memory", error };
-    let payload = longest_payload(&config);
+    let payload = longest_payload(&config, true);
     let bells = (0..ranks).map(|_| Bell::new()).collect::<Result<Vec<_>, _>>().map_err(system)?;
     let mut links: Vec<Vec<Option<Box<dyn Link>>>> =
         (0..ranks).map(|_| (0..ranks).map(|_| None).collect()).collect();

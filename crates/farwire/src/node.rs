@@ -7,6 +7,7 @@
 //! node's own *keeper* thread takes the role.
 
 use std::fmt;
+use std::num::NonZeroUsize;
 use std::ops::Deref;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -20,6 +21,7 @@ use crate::coder;
 use crate::completion::Completion;
 use crate::driver::{Driver, DriverGuard, SharedDriver};
 use crate::shm::bell::Bell;
+use crate::team;
 
 #[derive(Debug)]
 pub(crate) struct Node {
@@ -37,7 +39,7 @@ pub(crate) struct Node {
     crowded: [bool; 2],
     /// How long waiting takes, lately, in microseconds.
     typical: AtomicU32,
-    /// Cores for each rank on this host.
+    /// Threads that work for this rank.
     share: usize,
     /// Places for results that have been taken, for operations to come.
     spare: Mutex<Spare<Arc<Completion>>>,
@@ -131,14 +133,19 @@ const NAP: Duration = Duration::from_millis(100);
 
 impl Node {
     /// A node whose peers ring `bell`; `threads` of this and other ranks want this host's cores
-    /// while it waits.
+    /// while it waits. It works with `wanted` threads, or with as many as there are cores for.
     pub(crate) fn start(
-        driver: Driver,
+        mut driver: Driver,
         bell: Bell,
         threads: usize,
+        wanted: Option<NonZeroUsize>,
         network: Option<Box<dyn Network>>,
     ) -> std::io::Result<Arc<Membership>> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let share = wanted.map_or(cores / threads.max(1), NonZeroUsize::get).max(1);
+        if let Some(team) = team::crew(share)? {
+            driver.set_team(team);
+        }
         let keeper = Arc::new(Keeper::default());
         let node = Arc::new(Self {
             driver: SharedDriver::new(driver),
@@ -149,7 +156,7 @@ impl Node {
             keeper: keeper.clone(),
             crowded: [threads, 2 * threads].map(|threads| threads > cores),
             typical: AtomicU32::new(0),
-            share: (cores / threads.max(1)).max(1),
+            share,
             spare: Mutex::default(),
         });
         let weak = Arc::downgrade(&node);
@@ -248,8 +255,8 @@ impl Node {
     fn drive(&self, done: impl Fn() -> bool) {
         // Turns without effect, and since when.
         let (mut idle, mut since) = (0, None);
+        let mut resting = None;
         loop {
-            let count = self.bell.count();
             let (moved, short, coding) = {
                 let mut driver = self.driver();
                 let moved = driver.turn();
@@ -267,7 +274,7 @@ impl Node {
                 return;
             }
             if moved {
-                idle = 0;
+                (idle, resting) = (0, None);
                 continue;
             }
             idle += 1;
@@ -275,9 +282,15 @@ impl Node {
             let waited = now.saturating_duration_since(*since.get_or_insert(now));
             let spin = self.spin(coding);
             if idle > LEAST_TURNS && waited >= spin {
-                let patience = self.driver().patience();
-                self.bell.sleep(count, patience.min(NAP));
-                idle = 0;
+                // Nobody rings for it before it says that it rests, so it looks once more then.
+                match resting.take() {
+                    None => resting = Some(self.bell.rest()),
+                    Some(resting) => {
+                        let patience = self.driver().patience();
+                        resting.sleep(patience.min(NAP));
+                        idle = 0;
+                    }
+                }
             } else if idle > LEAST_TURNS / 2 {
                 std::thread::yield_now(); // which costs little if nobody wants the core
             } else {

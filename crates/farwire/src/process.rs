@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use farwire_proto::membership::MAX_MESSAGE;
-use farwire_proto::{Config, Engine, Options, Peer, WorldSize};
+use farwire_proto::{Config, Engine, Options, Peer, Tuning, WorldSize};
 use tokio::runtime::Runtime;
 use tokio::sync::mpsc;
 
@@ -83,9 +83,10 @@ impl Builder {
         let healths = network.healths.clone();
         let members = Members::founding(rank, world, settings.membership(&links));
         let members = members.map(|members| members.limited_to(settings.max_ranks));
-        let payload = longest_payload(&settings.config);
+        let payload = longest_payload(&settings.config, false);
         let driver = Driver::new(engine, links, payload, observer, members);
-        let node = Node::start(driver, bell.clone(), threads, Some(Box::new(network)));
+        let node =
+            Node::start(driver, bell.clone(), threads, settings.threads, Some(Box::new(network)));
         let node = node.map_err(system("could not start a thread"))?;
         if let Some(listener) = metrics {
             handle.spawn(metrics::serve(listener, rank.0, node.downgrade()));
@@ -135,10 +136,11 @@ impl Builder {
         let healths = network.healths.clone();
         let members = Members::new(me, view, settings.membership(&links));
         let members = members.limited_to(settings.max_ranks);
-        let payload = longest_payload(&settings.config);
+        let payload = longest_payload(&settings.config, false);
         let mut driver = Driver::new(engine, links, payload, observer, Some(members));
         driver.enter(early);
-        let node = Node::start(driver, bell.clone(), threads, Some(Box::new(network)));
+        let node =
+            Node::start(driver, bell.clone(), threads, settings.threads, Some(Box::new(network)));
         let node = node.map_err(system("could not start a thread"))?;
         if let Some(listener) = metrics {
             handle.spawn(metrics::serve(listener, me.0, node.downgrade()));
@@ -198,10 +200,9 @@ impl Settings {
         healths: Healths,
         bell: Bell,
     ) -> Lobby {
-        let (link, payload) = (self.link, longest_payload(&self.config));
-        let beats = self.preset.beats();
+        let (link, config, beats) = (self.link, self.config, self.preset.beats());
         let (connections, host) = (self.connections, self.host.clone());
-        Lobby { host, node, addresses, again, healths, link, payload, bell, connections, beats }
+        Lobby { host, node, addresses, again, healths, link, config, bell, connections, beats }
     }
 
     fn terms(&self, master: SocketAddr, lobby: Option<mpsc::Sender<Newcomer>>) -> Terms<'_> {
@@ -259,16 +260,16 @@ impl Settings {
         let addresses = Arc::new(Mutex::new(addresses));
 
         let members: Vec<_> = peers.iter().flatten().map(|peer| peer.member.clone()).collect();
-        let payload = longest_payload(&self.config);
         let pair = |(known, index): (Option<Acquaintance>, u32)| {
             let (known, peer) = (known?, Peer(index));
             let (connection, again) = (known.connection.clone(), again.clone());
             let met = Met { connection, called: known.called, peer, again };
+            let same_host = known.member.is_on(&self.host);
             let pair = Pair {
                 me,
                 peer,
-                same_host: known.member.is_on(&self.host),
-                payload,
+                same_host,
+                payload: longest_payload(&self.config, same_host),
                 bell: bell.clone(),
                 connections: self.connections,
                 met: Some(met),
@@ -342,8 +343,10 @@ fn crowd(member: &Member, same_host: bool, members: &[Member]) -> u32 {
 
 /// The longest payload of a frame: partial results of 16-bit types travel in 32 bits, and what is
 /// said about members must fit, too.
-pub(crate) fn longest_payload(config: &Config) -> usize {
-    (2 * config.tuning.segment_bytes.get()).max(MAX_MESSAGE)
+pub(crate) fn longest_payload(config: &Config, same_host: bool) -> usize {
+    let Tuning { segment_bytes, host_segment_bytes, .. } = config.tuning;
+    let on_host = if same_host { host_segment_bytes.get() } else { 0 };
+    (2 * segment_bytes.get().max(on_host)).max(MAX_MESSAGE)
 }
 
 /// Agrees with a peer on how data will travel, and begins to ask whether it lives: at once, because

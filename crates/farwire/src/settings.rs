@@ -2,7 +2,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::net::SocketAddr;
-use std::num::NonZeroU32;
+use std::num::{NonZeroU32, NonZeroUsize};
 use std::path::PathBuf;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
@@ -59,6 +59,15 @@ const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
 /// Frames that a lane may have under way, as [`Config::credit`] counts them.
 const CREDIT: NonZeroU32 = NonZeroU32::new(4).expect("it is not zero");
 
+/// Bytes that frames of long vectors may have between ranks of one host: about a core's cache.
+const HOST_SEGMENT_BYTES: NonZeroUsize = NonZeroUsize::new(256 << 10).expect("it is not zero");
+
+/// The configuration of a job, unless somebody says otherwise.
+pub(crate) fn default_config() -> Config {
+    let tuning = Tuning { host_segment_bytes: HOST_SEGMENT_BYTES, ..Tuning::default() };
+    Config { tuning, ..Config::default() }
+}
+
 /// How to join a job. Made by [`Communicator::builder`](crate::Communicator::builder).
 ///
 /// # What counts
@@ -75,6 +84,7 @@ const CREDIT: NonZeroU32 = NonZeroU32::new(4).expect("it is not zero");
 /// | [`token`](Self::token) | `FARWIRE_TOKEN`, else `FARWIRE_TOKEN_FILE` | on loopback, the user's key file |
 /// | [`link`](Self::link) | `FARWIRE_LINK` | `auto`: shared memory on one host, TCP within 5 ms, else QUIC |
 /// | | `FARWIRE_CONNECTIONS` | `auto`: one QUIC connection each way to a peer; on one host, as many as there are cores for |
+/// | | `FARWIRE_THREADS` | `auto`: the threads of a rank that move, add up and code long vectors, as many as there are cores for |
 /// | | `FARWIRE_CONGESTION` | for QUIC, `auto`: CUBIC within 5 ms, else a model of the path |
 /// | | `FARWIRE_TCP_CONGESTION` | for TCP, the system's default (`bbr` or `cubic`, say) |
 /// | [`preset`](Self::preset) | `FARWIRE_PRESET` | `lan` |
@@ -295,6 +305,8 @@ impl Builder {
             let told = variables.text("LOCAL_WORLD_SIZE").and_then(|ranks| ranks.parse().ok());
             Wanted::auto(told.unwrap_or(if place.is_local() { world } else { 1 }), world)
         });
+        let what = "auto, or a number of threads from 1 on";
+        let threads = variables.or(None, THREADS, what, parse_threads)?.flatten();
         let congestion_of_tcp = variables.text("FARWIRE_TCP_CONGESTION");
         let tcp = TcpSettings { congestion: congestion_of_tcp.filter(|name| !name.is_empty()) };
         let what = "a port from 1 to 65535, or 0 for any";
@@ -303,7 +315,7 @@ impl Builder {
         let join_timeout = variables.time(self.join_timeout, "FARWIRE_JOIN_TIMEOUT")?;
         let deadline = self.deadline.or(self.config.map(|config| config.deadline));
         let deadline = variables.time(deadline, "FARWIRE_DEADLINE")?;
-        let config = self.config.unwrap_or_default();
+        let config = self.config.unwrap_or_else(default_config);
         let tuning = Tuning { order, ..config.tuning };
         let deadline = deadline.unwrap_or(config.deadline);
         let config = Config { credit: CREDIT, deadline, tuning, ..config };
@@ -343,6 +355,7 @@ impl Builder {
             link: link.unwrap_or_default(),
             congestion: congestion.unwrap_or_default(),
             connections,
+            threads,
             tcp,
             port: port.unwrap_or(0),
             interface: interface.filter(|name| !name.is_empty()),
@@ -404,6 +417,13 @@ impl Variables<'_> {
     }
 }
 
+/// How many threads work for a rank.
+const THREADS: &str = "FARWIRE_THREADS";
+
+fn parse_threads(text: &str) -> Option<Option<NonZeroUsize>> {
+    if text == "auto" { Some(None) } else { text.parse().ok().map(Some) }
+}
+
 /// What is to agree with those that join, once it is known.
 pub(crate) type Later = Arc<OnceLock<String>>;
 
@@ -421,6 +441,8 @@ pub(crate) struct Settings {
     pub(crate) link: LinkChoice,
     pub(crate) congestion: Congestion,
     pub(crate) connections: Wanted,
+    /// Threads that work for this rank; nothing for as many as there are cores for.
+    pub(crate) threads: Option<NonZeroUsize>,
     pub(crate) tcp: TcpSettings,
     /// This rank's UDP port; 0 for any.
     pub(crate) port: u16,

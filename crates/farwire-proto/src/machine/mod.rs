@@ -25,6 +25,7 @@ use crate::ids::{CommId, OpId, OpSeq, Peer, Time, WorldSize};
 use crate::plan::{Plan, Way};
 use crate::schedule::{Action, Outcome, Source};
 use crate::spare::Spare;
+use crate::team::{Team, Teamed};
 use crate::workspace::{Scratch, Workspace};
 use parceled::Parceled;
 pub use parceled::{Coding, CodingWork, Nonsense, Rounds};
@@ -72,6 +73,8 @@ pub struct Machine<M: Buffers, R, T> {
     /// Notices that found no room.
     held_notices: VecDeque<Transmit>,
     events: VecDeque<MachineEvent<M::Buffer, R, T>>,
+    /// Who moves and combines bytes.
+    team: Teamed,
 }
 
 /// What an operation works on.
@@ -209,7 +212,13 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
             spare_scratch: Spare::default(),
             held_notices: VecDeque::new(),
             events: VecDeque::new(),
+            team: None,
         }
+    }
+
+    /// Has these threads move and combine bytes, for operations that are submitted from now on.
+    pub fn set_team(&mut self, team: &'static dyn Team) {
+        self.team = Some(team);
     }
 
     /// What it decides with.
@@ -302,7 +311,7 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         if let Err(error) = checked {
             return Err(Refused { why: Refusal::Call(error), input: Input::Buffer(input) });
         }
-        let mut work = Workspace::with_scratch(plan, self.spare_scratch.take());
+        let mut work = Workspace::with_scratch(plan, self.spare_scratch.take(), self.team);
         if plan.in_place().is_some() {
             return Ok(Memory::Shared { work, memory: input });
         }

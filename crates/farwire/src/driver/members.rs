@@ -358,6 +358,9 @@ impl Driver {
             match members.lobby.remove(process) {
                 Some(Waiting { mut link, host }) => {
                     link.set_peer(*peer);
+                    if let Some(team) = self.team {
+                        link.set_team(team);
+                    }
                     self.machine.set_host(*peer, host_number(&host, *peer));
                     self.links[peer.index()] = Some(link);
                 }

@@ -16,7 +16,7 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use farwire_proto::{CommId, Header, Lane, OpSeq, Peer};
+use farwire_proto::{CommId, Header, Lane, OpSeq, Peer, Team};
 
 use crate::doctor::Finding;
 use crate::join::again::Met;
@@ -176,6 +176,8 @@ pub(crate) trait Link: Send + std::fmt::Debug {
     fn liveness(&self) -> Option<Arc<dyn Liveness>>;
     /// The peer, which had no number when the link was made, has this one. Nothing has arrived yet.
     fn set_peer(&mut self, from: Peer);
+    /// These threads help with long copies, for a link that makes any.
+    fn set_team(&mut self, _team: &'static dyn Team) {}
 }
 
 /// The way through a network to a peer, as this side knows it.

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use farwire_proto::membership::{Message, View};
-use farwire_proto::{FrameKind, Peer};
+use farwire_proto::{Config, FrameKind, Peer};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::timeout_at;
@@ -85,7 +85,7 @@ impl Settings {
         let mut calls = Calls::new(Suitor {
             joiner: joiner.clone(),
             link: self.link,
-            payload: longest_payload(&self.config),
+            config: self.config,
             bell: bell.clone(),
             connections: self.connections,
             beats: self.preset.beats(),
@@ -151,7 +151,7 @@ impl Settings {
 struct Suitor {
     joiner: Joiner,
     link: LinkChoice,
-    payload: usize,
+    config: Config,
     bell: Bell,
     connections: Wanted,
     beats: Beats,
@@ -175,7 +175,7 @@ impl Suitor {
             me: JOINER,
             peer,
             same_host,
-            payload: self.payload,
+            payload: longest_payload(&self.config, same_host),
             bell: self.bell,
             connections: self.connections,
             met: Some(Met {

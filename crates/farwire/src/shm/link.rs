@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use farwire_proto::{Header, Lane, Peer};
+use farwire_proto::{Header, Lane, Peer, Team};
 
 use super::bell::Bell;
 use super::ring::{Receiver, Sender};
@@ -113,5 +113,9 @@ impl Link for SharedLink {
 
     fn set_peer(&mut self, from: Peer) {
         self.receiver.set_peer(from);
+    }
+
+    fn set_team(&mut self, team: &'static dyn Team) {
+        self.sender.set_team(team);
     }
 }

@@ -9,6 +9,7 @@
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use farwire_proto::team::Teamed;
 use loom::cell::UnsafeCell;
 use loom::sync::{Arc, Condvar, Mutex, atomic};
 use loom::thread;
@@ -73,7 +74,7 @@ impl Memory for ModelMemory {
         &self.words[if index < 48 { index / 16 } else { index - 45 }]
     }
 
-    unsafe fn write(&self, at: usize, source: &[u8]) {
+    unsafe fn write(&self, at: usize, source: &[u8], _team: Teamed) {
         // SAFETY: the checker would have panicked.
         self.bytes[at].with_mut(|cell| unsafe { (*cell).copy_from_slice(source) });
     }
@@ -107,7 +108,7 @@ fn frames_and_a_goodbye(weak: Option<usize>) {
                     None => thread::yield_now(),
                 }
             };
-            sender.write(&mut slot, 0, &[frame]);
+            sender.write(&mut slot, 0, &[frame], None);
             sender.pass(slot);
         }
         sender.close();
@@ -219,13 +220,12 @@ fn two_rings<const FENCED: bool>() {
             Words { rings: &bell[0], sleepers: &bell[1] }.ring();
         })
     });
-    let words = Words { rings: &bell[0], sleepers: &bell[1] };
     loop {
-        let count = words.count();
+        let resting = Words { rings: &bell[0], sleepers: &bell[1] }.rest();
         if said.iter().all(|said| said.load(Ordering::Relaxed) == 1) {
             break;
         }
-        words.sleep(count, Duration::MAX);
+        resting.sleep(Duration::MAX);
     }
     ringers.into_iter().for_each(|ringer| ringer.join().unwrap());
 }

@@ -34,6 +34,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use super::slots::Memory;
+use farwire_proto::team::{self, Teamed};
 
 /// Shared memory: control words, then bytes.
 #[derive(Debug)]
@@ -149,11 +150,12 @@ impl Memory for Region {
         unsafe { AtomicU32::from_ptr(self.start.as_ptr().cast::<u32>().add(index)) }
     }
 
-    unsafe fn write(&self, at: usize, source: &[u8]) {
+    unsafe fn write(&self, at: usize, source: &[u8], team: Teamed) {
         let target = self.place(at, source.len());
-        // SAFETY: inside the mapping, checked by `place`; `source` is not, so they do not overlap
-        // (slices of the mapping come from `read` only, and the caller owns these bytes alone).
-        unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), target, source.len()) };
+        // SAFETY: inside the mapping, checked by `place`, and initialised (the file is zero-filled).
+        // The caller owns these bytes alone, and `source` is not among them.
+        let target = unsafe { std::slice::from_raw_parts_mut(target, source.len()) };
+        team::copy(team, target, source);
     }
 
     unsafe fn read(&self, at: usize, len: usize) -> &[u8] {
@@ -209,7 +211,7 @@ mod tests {
         }
         assert!(all(&region).iter().all(|byte| *byte == 0));
         // SAFETY: nobody else has this region.
-        unsafe { region.write(0, &vec![7; region.bytes()]) };
+        unsafe { region.write(0, &vec![7; region.bytes()], None) };
         assert!(
             (0..region.words).all(|index| region.word(index).load(Ordering::Relaxed) == u32::MAX)
         );
@@ -221,7 +223,7 @@ mod tests {
         let region = Region::new(1, 100).unwrap();
         let bytes: Vec<u8> = (0..100).collect();
         // SAFETY: nobody else has this region.
-        unsafe { region.write(0, &bytes) };
+        unsafe { region.write(0, &bytes, None) };
         for (at, len) in (0..20).flat_map(|at| (0..40).map(move |len| (at, len))) {
             let mut copy = vec![0; len];
             region.copy_out(at, &mut copy);
@@ -234,7 +236,7 @@ mod tests {
     fn writing_past_the_end_is_caught() {
         let region = Region::new(1, 10).unwrap();
         // SAFETY: nobody else has this region.
-        unsafe { region.write(region.bytes() - 1, &[1, 2]) };
+        unsafe { region.write(region.bytes() - 1, &[1, 2], None) };
     }
 
     #[test]

@@ -19,7 +19,8 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
 
-use farwire_proto::{HEADER_LEN, Header, Lane, Peer, Spare};
+use farwire_proto::team::Teamed;
+use farwire_proto::{HEADER_LEN, Header, Lane, Peer, Spare, Team};
 use rustc_hash::{FxHashMap as HashMap, FxHashSet as HashSet};
 
 use super::region::Region;
@@ -89,6 +90,7 @@ pub(crate) struct Sender {
     /// Lanes that were told to wait.
     refused: HashSet<Lane>,
     writable: VecDeque<Lane>,
+    team: Teamed,
 }
 
 impl Sender {
@@ -112,7 +114,13 @@ impl Sender {
             on_its_way: HashMap::default(),
             refused: HashSet::default(),
             writable: VecDeque::new(),
+            team: None,
         }
+    }
+
+    /// These threads help with long copies.
+    pub(crate) fn set_team(&mut self, team: &'static dyn Team) {
+        self.team = Some(team);
     }
 
     /// Publishes a frame; `false` if its lane has to wait until
@@ -139,8 +147,8 @@ impl Sender {
         let behind = behind_header(payload);
         let mut front = [behind; FRONT];
         front[..HEADER_LEN].copy_from_slice(&header.encode());
-        self.end.write(&mut slot, 0, &front);
-        self.end.write(&mut slot, HEADER_LEN + usize::from(behind), payload);
+        self.end.write(&mut slot, 0, &front, None);
+        self.end.write(&mut slot, HEADER_LEN + usize::from(behind), payload, self.team);
         self.lane_of[slot.number()] = lane;
         if let Some(lane) = lane {
             *self.on_its_way.entry(lane).or_insert(0) += 1;

@@ -29,6 +29,8 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 
+use farwire_proto::team::Teamed;
+
 use crate::link::Broken;
 
 /// A word in shared memory. A trait, so that a model checker's words will do as well.
@@ -54,12 +56,12 @@ pub(crate) trait Memory {
     /// A control word.
     fn word(&self, index: usize) -> &Self::Word;
 
-    /// Copies into bytes.
+    /// Copies into bytes, with the help of a team.
     ///
     /// # Safety
     ///
     /// Nobody else accesses them meanwhile, and `source` is not among them.
-    unsafe fn write(&self, at: usize, source: &[u8]);
+    unsafe fn write(&self, at: usize, source: &[u8], team: Teamed);
 
     /// Bytes, in place.
     ///
@@ -251,17 +253,17 @@ impl<M: Memory, S: Side, const SLOTS: usize> End<M, S, SLOTS> {
 }
 
 impl<M: Memory, const SLOTS: usize> End<M, Sending, SLOTS> {
-    /// Copies into a slot.
+    /// Copies into a slot, with the help of a team.
     ///
     /// # Panics
     ///
     /// If the slot is another end's, or too short.
-    pub(crate) fn write(&self, slot: &mut Slot<Sending>, from: usize, source: &[u8]) {
+    pub(crate) fn write(&self, slot: &mut Slot<Sending>, from: usize, source: &[u8], team: Teamed) {
         let at = self.place(slot, from, source.len());
         // SAFETY: by rules 1 and 2 this end owns the slot as long as it holds the handle, and the
         // handle is borrowed mutably. `source` may lie in another slot, which the other end of a
         // pair reads, but not in this one.
-        unsafe { self.memory.write(at, source) };
+        unsafe { self.memory.write(at, source, team) };
     }
 
     /// Says that nothing more will be passed on.
@@ -397,7 +399,7 @@ mod tests {
         claim(&sender.memory, RETURNED, start, &[]);
         for round in 0..4u8 {
             for (k, mut slot) in (0..).zip(std::mem::take(&mut free)) {
-                sender.write(&mut slot, 3, &[round, k]);
+                sender.write(&mut slot, 3, &[round, k], None);
                 sender.pass(slot);
             }
             for k in 0..SLOTS as u8 {
@@ -425,6 +427,6 @@ mod tests {
     #[should_panic(expected = "bytes of a slot lie in it")]
     fn a_slot_is_not_written_past_its_end() {
         let (end, mut slots) = sending::<_, SLOTS>(memory(), 8);
-        end.write(&mut slots[0], 7, &[1, 2]);
+        end.write(&mut slots[0], 7, &[1, 2], None);
     }
 }
