@@ -655,6 +655,19 @@ mod tests {
     }
 
     #[test]
+    fn threads_are_as_many_as_asked_for_or_as_fit_the_host() {
+        let threads = |text: &str| {
+            settings(Builder::default(), &[(THREADS, text)]).map(|settings| settings.threads)
+        };
+        assert_eq!(threads("3").unwrap(), NonZeroUsize::new(3));
+        assert_eq!(threads("auto").unwrap(), None);
+        for text in ["0", "-1", "many", "", "1.5", "99999999999999999999"] {
+            let error = threads(text).unwrap_err().to_string();
+            assert!(error.contains(THREADS), "{error}");
+        }
+    }
+
+    #[test]
     fn odd_names_of_jobs_are_names_or_errors() {
         let job = |text: &str| {
             settings(Builder::default(), &[("FARWIRE_JOB", text)]).map(|settings| settings.job)

@@ -16,7 +16,7 @@ use rand_chacha::ChaCha8Rng;
 #[test]
 fn every_collective_equals_the_oracle_over_every_link() {
     for link in common::links() {
-        for n in [1, 2, 3, 5, 8] {
+        for n in [1, 2, 3, 5, 7, 8] {
             on_processes("every_collective_equals_the_oracle_over_every_link", n, link, |comm| {
                 for len in [0, 1, n - 1, n, n + 1, 1009] {
                     every_collective::<f32>(&comm, len, ReduceOp::Sum);
@@ -44,6 +44,26 @@ fn several_connections_to_a_peer_carry_one_link() {
         });
         for (rank, child) in ranks.into_iter().enumerate() {
             assert_succeeds(child, &format!("rank {rank} with {connections} connections"));
+        }
+    }
+}
+
+/// Also if there are more threads than cores, so that mates come late or not at all.
+#[test]
+fn threads_that_help_change_no_bit() {
+    const TEST: &str = "threads_that_help_change_no_bit";
+    for threads in ["2", "4"] {
+        let settings = [("FARWIRE_THREADS", threads)];
+        let ranks = start_processes_with(TEST, 3, "shm", &settings, |comm| {
+            long_collectives(&comm, 3_145_729);
+            for op in [ReduceOp::Sum, ReduceOp::Max] {
+                every_collective::<f32>(&comm, 200_003, op);
+                every_collective::<bf16>(&comm, 200_003, op);
+            }
+            comm.shutdown().unwrap();
+        });
+        for (rank, child) in ranks.into_iter().enumerate() {
+            assert_succeeds(child, &format!("rank {rank} with {threads} threads"));
         }
     }
 }
