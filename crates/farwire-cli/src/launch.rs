@@ -432,6 +432,13 @@ impl Job {
             let status = status.map_err(system("could not wait for a rank"))?;
             alive.remove(&rank);
             let joined = board.as_ref().map(Board::joined).unwrap_or_default();
+            // Those that were to take the places of others have nobody to join any more.
+            let is_over = !joined.is_empty()
+                && !self.is_on_several()
+                && !alive.iter().any(|rank| joined.contains(rank));
+            if let Some(board) = board.as_ref().filter(|_| is_over) {
+                board.end();
+            }
             // A job may lose many in its time, and should keep nothing of them.
             let mut part_with = async |rank: u32| {
                 said.show(self.ranks);
@@ -446,6 +453,7 @@ impl Job {
                 eprintln!("farwire: rank {rank} has left; {} on", go(alive.len()));
                 part_with(rank).await;
                 have_left = true;
+                is_ending |= is_over;
                 continue;
             }
             let died = status.exit_status() != Some(0);

@@ -630,3 +630,26 @@ fn a_rank_that_is_killed_before_all_have_come_holds_nobody_up() {
         });
     }
 }
+
+/// Rank 1 is killed, and before the one in its place has found the others, there are none.
+#[test]
+fn one_that_is_started_while_the_last_rank_leaves_does_not_wait_for_it() {
+    with_folder("late", |folder| {
+        let mut job = with_gate(folder, "[ -n \"$FARWIRE_JOIN\" ]", &["-n", "2"]);
+        let mut errors = BufReader::new(job.launcher.stderr.take().unwrap()).lines();
+        job.next("step");
+        job.kill(1);
+        read_to(&mut job.lines, "at the gate");
+        kill(job.rank(0).0, Signal::USR1);
+        read_to(&mut errors, "rank 0 has left; 1 goes on");
+        open_gate(folder);
+        let said: Vec<String> = errors.map(|line| line.unwrap()).collect();
+        let said = said.join("\n");
+        assert!(
+            said.contains("was not let in") && said.contains("have left or are lost"),
+            "{said}"
+        );
+        assert!(!said.contains("[3]"), "nobody else is started: {said}");
+        assert_eq!(job.launcher.wait().unwrap().code(), Some(128 + 10), "{said}");
+    });
+}

@@ -1,8 +1,10 @@
 //! What a launcher and its ranks tell each other about an elastic job: a file in memory, which the
-//! launcher has open, and to which they add lines.
+//! launcher has open, and to which either side adds lines.
 //!
 //! - A rank writes `joined RANK` once it is in the job. So the launcher knows whether the group has
 //!   formed when a rank dies, and which of its processes still wait to be let in.
+//! - The launcher writes `ended` when none of the job's ranks is left. Those that it has started
+//!   since would else call them for as long as they may.
 //!
 //! It is only ever a hint: a rank that cannot open the file, perhaps because it runs as another user,
 //! goes without.
@@ -18,6 +20,7 @@ use rustix::fs::MemfdFlags;
 pub(crate) const VARIABLE: &str = "FARWIRE_BOARD";
 
 const JOINED: &str = "joined";
+const ENDED: &str = "ended";
 
 /// What a launcher and its ranks tell each other, on the launcher's side.
 #[derive(Debug)]
@@ -43,6 +46,11 @@ impl Board {
         read(&self.path()).lines().filter_map(number).collect()
     }
 
+    /// None of the job's ranks is left.
+    pub fn end(&self) {
+        add(&self.path(), ENDED);
+    }
+
     fn path(&self) -> PathBuf {
         format!("/proc/{}/fd/{}", std::process::id(), self.file.as_raw_fd()).into()
     }
@@ -61,6 +69,11 @@ impl RankBoard {
     pub(crate) fn say_joined(&self) {
         add(&self.path, &format!("{JOINED} {}", self.rank));
     }
+
+    /// Whether the launcher says that there is nobody left to join.
+    pub(crate) fn is_ended(&self) -> bool {
+        read(&self.path).lines().any(|line| line == ENDED)
+    }
 }
 
 fn read(path: &Path) -> String {
@@ -78,11 +91,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_launcher_knows_who_has_joined() {
+    fn a_launcher_knows_who_has_joined_and_ranks_that_the_job_has_ended() {
         let board = Board::new().unwrap();
         let rank = |rank: &str| RankBoard { path: board.variable().1.into(), rank: rank.into() };
         assert!(board.joined().is_empty());
         [rank("2"), rank("10")].iter().for_each(RankBoard::say_joined);
+        assert_eq!(board.joined(), [2, 10]);
+        assert!(!rank("3").is_ended());
+        board.end();
+        assert!(rank("3").is_ended());
         assert_eq!(board.joined(), [2, 10]);
     }
 }
