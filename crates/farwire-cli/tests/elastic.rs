@@ -574,3 +574,82 @@ fn launchers_restart_their_own_ranks_and_the_death_of_one_ends_only_those() {
         job.end_alike();
     });
 }
+
+/// A job of which some ranks wait at a gate before they begin: those for which a shell finds `who`
+/// true. They say so, and go on when [`open_gate`] is called.
+fn with_gate(folder: &Path, who: &str, launch: &[&str]) -> Job {
+    assert!(Command::new("mkfifo").arg(folder.join("gate")).status().unwrap().success());
+    let farwire = env!("CARGO_BIN_EXE_farwire");
+    let wait = format!("if {who}; then echo at the gate; read line < gate; fi");
+    let script = format!("{wait}; exec {farwire} {TRAIN} --elastic");
+    let mut command = Command::new(farwire);
+    command
+        .args(["launch", "--elastic"])
+        .args(launch)
+        .args(["--", "sh", "-c", &script])
+        .current_dir(folder)
+        .stderr(Stdio::piped())
+        // Longer than a test may take.
+        .envs([
+            ("FARWIRE_JOIN_TIMEOUT", "10m"),
+            ("FARWIRE_LINK", "shm"),
+            ("FARWIRE_FLIGHT_DIR", ""),
+        ]);
+    Job::of(&mut command)
+}
+
+/// Lets one through, once it is there.
+fn open_gate(folder: &Path) {
+    std::fs::write(folder.join("gate"), "go\n").unwrap();
+}
+
+/// Reads up to a line that ends so.
+fn read_to(lines: &mut impl Iterator<Item = std::io::Result<String>>, end: &str) {
+    assert!(lines.any(|line| line.unwrap().ends_with(end)), "the job ended before {end:?}");
+}
+
+/// Rank 2 is late, and while the others wait for it, one of the three is killed. That one is started
+/// again, and nobody waits for the dead.
+#[test]
+fn a_rank_that_is_killed_before_all_have_come_holds_nobody_up() {
+    for victim in [2, 1, 0] {
+        with_folder(&format!("early-{victim}"), |folder| {
+            let launch = ["-n", "3", "--restarts", "1"];
+            let mut job = with_gate(folder, "[ $RANK = 2 ]", &launch);
+            read_to(&mut job.lines, "at the gate");
+            job.kill(victim);
+            if victim == 2 {
+                read_to(&mut job.lines, "at the gate");
+            }
+            open_gate(folder);
+            job.next("step");
+            kill(job.launcher.id(), Signal::TERM);
+            let changes = job.next("summary")["changes"].as_array().unwrap().clone();
+            assert_eq!(changes, ["at the end, all replicas have the same bits"]);
+            assert_eq!(job.launcher.wait().unwrap().code(), Some(128 + 15), "it was told to stop");
+        });
+    }
+}
+
+/// Rank 1 is killed, and before the one in its place has found the others, there are none.
+#[test]
+fn one_that_is_started_while_the_last_rank_leaves_does_not_wait_for_it() {
+    with_folder("late", |folder| {
+        let mut job = with_gate(folder, "[ -n \"$FARWIRE_JOIN\" ]", &["-n", "2"]);
+        let mut errors = BufReader::new(job.launcher.stderr.take().unwrap()).lines();
+        job.next("step");
+        job.kill(1);
+        read_to(&mut job.lines, "at the gate");
+        kill(job.rank(0).0, Signal::USR1);
+        read_to(&mut errors, "rank 0 has left; 1 goes on");
+        open_gate(folder);
+        let said: Vec<String> = errors.map(|line| line.unwrap()).collect();
+        let said = said.join("\n");
+        assert!(
+            said.contains("was not let in") && said.contains("have left or are lost"),
+            "{said}"
+        );
+        assert!(!said.contains("[3]"), "nobody else is started: {said}");
+        assert_eq!(job.launcher.wait().unwrap().code(), Some(128 + 10), "{said}");
+    });
+}

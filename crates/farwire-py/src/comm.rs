@@ -112,7 +112,7 @@ pub(crate) fn join(
     if let Some(deadline) = deadline {
         builder = builder.deadline(seconds("deadline", deadline)?);
     }
-    let had_joined = process::has_joined();
+    let had_joined = process::has_joined().map_err(|failure| failure.raise(py))?;
     let joined = interruptible(py, move || builder.join())?;
     joined.map(Comm::new).map_err(|error| match (had_joined, Failure::from(error)) {
         (true, failure) => {

@@ -710,12 +710,6 @@ impl Gradients {
         Ok(self.inner(py)?.step().number)
     }
 
-    #[setter]
-    fn set_step(&self, py: Python<'_>, number: u64) -> PyResult<()> {
-        self.inner(py)?.step().number = number;
-        Ok(())
-    }
-
     /// What a parameter goes through in the next step, and the share of its elements that is sent.
     fn codec(
         &self,
@@ -738,11 +732,13 @@ impl Gradients {
         Ok(PyBytes::new(py, &bytes.unwrap_or_default()))
     }
 
-    /// Goes on with what `residuals` returned.
-    fn load_residuals(&self, py: Python<'_>, bytes: &[u8]) -> PyResult<()> {
-        let feedback = compressor::feedback(py, bytes)?;
+    /// Goes on with what `residuals` returned after so many steps; or changes nothing, if that cannot
+    /// be read.
+    fn load(&self, py: Python<'_>, residuals: &[u8], number: u64) -> PyResult<()> {
+        let feedback = compressor::feedback(py, residuals)?;
         let mut step = self.inner(py)?.step();
         step.compressor = step.compressor.clone().with_feedback(feedback);
+        step.number = number;
         Ok(())
     }
 }

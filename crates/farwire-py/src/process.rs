@@ -5,6 +5,7 @@
 //! every call looks whether it is in the process that joined, before it touches anything; and what
 //! the child drops is forgotten.
 
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 
 use farwire::Communicator;
@@ -29,18 +30,12 @@ impl<T> Mine<T> {
 
     /// The value, unless this is a forked child.
     pub(crate) fn get(&self) -> Result<&T, Failure> {
-        let here = std::process::id();
-        if here == self.process {
-            return Ok(self.value.as_ref().expect("it has not been dropped"));
-        }
-        Err(Failure::new(
-            "Forked",
-            format!(
-                "farwire cannot be used in process {here}, which was forked from the one that \
-                 joined ({}); call it there, or in processes that were spawned and joined",
-                self.process
-            ),
-        ))
+        if std::process::id() == self.process { Ok(self.peek()) } else { Err(forked(self.process)) }
+    }
+
+    /// The value, be this a forked child. What was locked there when it was forked stays locked.
+    fn peek(&self) -> &T {
+        self.value.as_ref().expect("it has not been dropped")
     }
 
     /// The value itself, unless this is a forked child.
@@ -57,14 +52,29 @@ impl<T> Drop for Mine<T> {
     }
 }
 
+/// Why a child of the process that joined cannot go on.
+fn forked(joined: u32) -> Failure {
+    let here = std::process::id();
+    let message = format!(
+        "farwire cannot be used in process {here}, which was forked from the one that joined \
+         ({joined}); call it there, or in processes that were spawned and joined"
+    );
+    Failure::new("Forked", message)
+}
+
 /// A communicator, until it is closed.
 pub(crate) type Slot = RwLock<Option<Communicator>>;
 
 /// Communicators that say goodbye when the process ends.
 static OPEN: Mutex<Option<Mine<Vec<Weak<Slot>>>>> = Mutex::new(None);
 
+/// The process that they belong to; 0 as long as there were none. It is not behind a lock, which a
+/// forked child could not wait for.
+static JOINED: AtomicU32 = AtomicU32::new(0);
+
 /// Keeps a communicator until it is closed, or dropped, or the process ends.
 pub(crate) fn opened(comm: Communicator) -> Arc<Slot> {
+    JOINED.store(std::process::id(), Ordering::Relaxed);
     let slot = Arc::new(RwLock::new(Some(comm)));
     let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
     let known = open.take().and_then(|open| open.get().ok().cloned()).unwrap_or_default();
@@ -74,12 +84,28 @@ pub(crate) fn opened(comm: Communicator) -> Arc<Slot> {
     slot
 }
 
-/// Whether this process has a communicator that is open.
-pub(crate) fn has_joined() -> bool {
-    let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-    let slots = open.as_ref().and_then(|open| open.get().ok());
-    let is_open = |slot: Arc<Slot>| slot.read().unwrap_or_else(PoisonError::into_inner).is_some();
-    slots.into_iter().flatten().filter_map(Weak::upgrade).any(is_open)
+/// Whether this process has a communicator that is open. An error, if it was forked from one that
+/// has: it would join in that one's place.
+pub(crate) fn has_joined() -> Result<bool, Failure> {
+    let joined = JOINED.load(Ordering::Relaxed);
+    if joined == 0 {
+        return Ok(false);
+    }
+    if joined == std::process::id() {
+        let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_open =
+            |slot: Arc<Slot>| slot.read().unwrap_or_else(PoisonError::into_inner).is_some();
+        let slots = open.as_ref().into_iter().flat_map(Mine::peek);
+        return Ok(slots.filter_map(Weak::upgrade).any(is_open));
+    }
+    // Whoever held a lock when this process was forked was using a communicator, and is not here to
+    // let go of it.
+    let is_closed = |slot: Arc<Slot>| slot.try_read().is_ok_and(|comm| comm.is_none());
+    let are_closed = OPEN.try_lock().is_ok_and(|open| {
+        let slots = open.as_ref().into_iter().flat_map(Mine::peek);
+        slots.filter_map(Weak::upgrade).all(is_closed)
+    });
+    if are_closed { Ok(false) } else { Err(forked(joined)) }
 }
 
 /// Closes one.

@@ -20,6 +20,7 @@ ON_TWO = [
     ("trained", "topk:0.01", GENTLY),
     ("books", "topk:0.02", {}),
     ("resume", "topk:0.02", {}),
+    ("bad_state", "topk:0.02", {}),
     ("unused", "topk:0.02", {}),
     ("unused", "none", {}),
     ("infinity", "topk:0.02", {"on_nan": "skip"}),
@@ -92,6 +93,12 @@ def test_nothing_is_lost_over_rebuilt_buckets_accumulation_and_a_checkpoint(two,
 def test_a_resumed_run_goes_on_bit_for_bit(two):
     for whole, resumed in two("resume", "topk:0.02"):
         assert whole == resumed
+
+
+def test_a_state_that_is_refused_changes_nothing(two):
+    for said in two("bad_state", "topk:0.02"):
+        assert all(error.startswith("CallError: step is") for error in said[:-1]), said
+        assert said[-1].startswith("CallError: ") and "step" not in said[-1], said
 
 
 @pytest.mark.parametrize("codec", ["topk:0.02", "none"])

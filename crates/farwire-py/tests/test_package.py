@@ -51,6 +51,12 @@ def test_forked_children_do_no_harm_and_are_told_so(run):
         assert "the parent goes on: 2.0" in output
 
 
+def test_a_forked_child_cannot_join_in_its_parents_place(run):
+    for output in run(2, "faults.py", "join_in_a_child"):
+        assert "beside its parent, a child got Forked: farwire cannot be used in" in output
+        assert "after its parent, a child has joined: 2.0" in output
+
+
 def test_waiting_releases_the_interpreter(run):
     assert "counted while waiting" in run(2, "faults.py", "threads")[0]
 

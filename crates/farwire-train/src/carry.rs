@@ -1,5 +1,6 @@
 //! Named tensors and files between ranks.
 
+use std::collections::BTreeMap;
 use std::fmt::Display;
 
 use farwire::Communicator;
@@ -17,9 +18,12 @@ struct Header(Vec<(String, Vec<usize>)>);
 
 impl Header {
     fn of(arrays: &Arrays) -> Result<Vec<u8>, TrainError> {
-        let header =
-            Self(arrays.iter().map(|(name, array)| (name.clone(), array.shape.clone())).collect());
-        serde_json::to_vec(&header).map_err(|error| TrainError::Settings(error.to_string()))
+        Self(arrays.iter().map(|(name, array)| (name.clone(), array.shape.clone())).collect())
+            .bytes()
+    }
+
+    fn bytes(&self) -> Result<Vec<u8>, TrainError> {
+        serde_json::to_vec(self).map_err(|error| TrainError::Settings(error.to_string()))
     }
 
     fn parse(bytes: &[u8]) -> Result<Self, TrainError> {
@@ -87,6 +91,23 @@ pub(crate) fn broadcast(
         take(&name, Array { shape, data })?;
     }
     Ok(())
+}
+
+/// Shapes of tensors by name.
+pub(crate) type Shapes = BTreeMap<String, Vec<usize>>;
+
+/// What every rank has: on rank 0, all of it; none elsewhere.
+pub(crate) fn gather_shapes(
+    comm: &Communicator,
+    mine: Shapes,
+) -> Result<Option<Shapes>, TrainError> {
+    let all = gather(comm, Header(mine.into_iter().collect()).bytes()?)?;
+    let Some(all) = all else { return Ok(None) };
+    let mut shapes = Shapes::new();
+    for theirs in all {
+        shapes.extend(Header::parse(&theirs)?.0);
+    }
+    Ok(Some(shapes))
 }
 
 /// Every rank's bytes: on rank 0, by rank; none elsewhere.

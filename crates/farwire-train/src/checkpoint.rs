@@ -28,9 +28,9 @@ use aws_lc_rs::digest::{self, SHA256};
 use farwire::{CodecChoice, CodecPolicy};
 use serde::{Deserialize, Serialize};
 
-use crate::carry;
+use crate::carry::{self, Shapes};
 use crate::error::TrainError;
-use crate::param::{Arrays, read_safetensors, write_safetensors};
+use crate::param::{Array, Arrays, read_safetensors, write_safetensors};
 use crate::settings::Settings;
 use crate::text;
 use crate::trainer::Trainer;
@@ -75,6 +75,10 @@ const MODEL: &str = "model.safetensors";
 const OPTIMIZER: &str = "optimizer.safetensors";
 const JOB: &str = "job.json";
 const SUMS: &str = "SHA256SUMS";
+
+/// Before a parameter's name, in those of its moments.
+pub(crate) const FIRST: &str = "first";
+pub(crate) const SECOND: &str = "second";
 
 impl Trainer {
     /// Finds out before a run, rather than after its first hours, whether checkpoints can be kept
@@ -133,10 +137,12 @@ impl Trainer {
     /// [why newer ones were passed over](Checkpoint::damaged).
     ///
     /// A checkpoint of another model, seed or text, or of other settings that change the result, is
-    /// an error.
+    /// an error on all ranks, and changes nothing.
     pub fn resume(&mut self, dir: &Path) -> Result<Checkpoint, TrainError> {
-        let is_first = self.mesh().world().rank() == 0;
-        let found = if is_first { self.read_newest(dir).map(Some) } else { Ok(None) };
+        let found = match self.gathered_shapes()? {
+            Some(model) => self.read_newest(dir, &model).map(Some),
+            None => Ok(None),
+        };
         let world = self.mesh().world();
         let found = carry::tell(world, found)?;
         let json = |error: serde_json::Error| bad(dir, error.to_string());
@@ -159,7 +165,11 @@ impl Trainer {
     }
 
     /// The newest checkpoint that is whole, if it is one of this run.
-    fn read_newest(&mut self, dir: &Path) -> Result<(Checkpoint, Saved), TrainError> {
+    fn read_newest(
+        &mut self,
+        dir: &Path,
+        model: &Shapes,
+    ) -> Result<(Checkpoint, Saved), TrainError> {
         let mut damaged = Vec::new();
         for (_, folder) in steps_in(dir)?.into_iter().rev() {
             let name = folder.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -169,6 +179,7 @@ impl Trainer {
                     let continues = self.asked_settings().continues(&about.settings);
                     continues
                         .and_then(|()| same_data(self.batches().sha256(), &about.data))
+                        .and_then(|()| same_model(&saved.tensors, model))
                         .map_err(|what| bad(&folder, what))?;
                     // What was owed belongs to ranks: in another layout it is left behind.
                     if self.settings().layout() != about.settings.layout() {
@@ -194,12 +205,15 @@ impl Trainer {
     /// must call it.
     pub fn load_weights(&mut self, path: &Path) -> Result<(), TrainError> {
         let mut weights = Ok(None);
-        if self.mesh().world().rank() == 0 {
+        if let Some(model) = self.gathered_shapes()? {
             let read = || {
                 // What is no file, a pipe for example, might never end.
                 let is_file = fs::metadata(path).map_err(|error| error.to_string())?.is_file();
                 is_file.then_some(()).ok_or("it is not a file")?;
-                read_safetensors(&fs::read(path).map_err(|error| error.to_string())?)
+                let bytes = fs::read(path).map_err(|error| error.to_string())?;
+                let weights = read_safetensors(&bytes)?;
+                let fits = has_all(&weights, &model);
+                fits.map(|()| weights).map_err(|what| format!("{what}; give weights of this model"))
             };
             weights = read().map(Some).map_err(|error| bad(path, error));
         }
@@ -216,6 +230,35 @@ fn same_data(mine: &str, theirs: &str) -> Result<(), String> {
         "it has learned from another text, of SHA-256 {theirs}, not {mine}; give the same (--data), or \
          start without resuming"
     ))
+}
+
+/// Whether these are the tensors of this model and no others: a model of other sizes has the same
+/// names.
+fn same_model(tensors: &Arrays, model: &Shapes) -> Result<(), String> {
+    let is_known = |key: &String| match key.split_once('.') {
+        Some((FIRST | SECOND, name)) => model.contains_key(name),
+        _ => model.contains_key(key),
+    };
+    let too_many = tensors.keys().find(|key| !is_known(key));
+    let too_many = too_many.map(|key| format!("it has `{key}`, which the model does not have"));
+    has_all(tensors, model)
+        .and_then(|()| too_many.map_or(Ok(()), Err))
+        .map_err(|what| format!("{what}; give the same model, or start without resuming"))
+}
+
+/// Whether each of a model's parameters is there, in its shape, and moments that are there are, too.
+fn has_all(tensors: &Arrays, model: &Shapes) -> Result<(), String> {
+    for (name, needed) in model {
+        if !tensors.contains_key(name) {
+            return Err(format!("it has no `{name}`, which the model has"));
+        }
+        for key in [name.clone(), format!("{FIRST}.{name}"), format!("{SECOND}.{name}")] {
+            if let Some(Array { shape, .. }) = tensors.get(&key).filter(|it| it.shape != *needed) {
+                return Err(format!("`{key}` is {shape:?}, but the model needs {needed:?}"));
+            }
+        }
+    }
+    Ok(())
 }
 
 fn write(

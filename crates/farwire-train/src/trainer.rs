@@ -16,6 +16,7 @@ use farwire::{CodecPolicy, Communicator, ErrorFeedback, ReduceOp};
 
 use crate::adamw::{AdamW, Gradient, Moments};
 use crate::carry;
+use crate::checkpoint::{FIRST, SECOND};
 use crate::compressed::{Compressed, groups};
 use crate::corpus::Batches;
 use crate::elastic::Seating;
@@ -686,6 +687,19 @@ impl Trainer {
         self.gather(|param| self.weights(&param.name))
     }
 
+    /// The shapes of the whole model's parameters: on rank 0 of the world, none elsewhere. All ranks
+    /// must call it.
+    pub(crate) fn gathered_shapes(&self) -> Result<Option<carry::Shapes>, TrainError> {
+        let whole = |param: &Param| {
+            let mut shape = param.shape.clone();
+            if let Some(cut) = param.cut {
+                shape[cut.dim] *= self.tensor.size();
+            }
+            (param.name.clone(), shape)
+        };
+        carry::gather_shapes(self.mesh.world(), self.params().map(whole).collect())
+    }
+
     /// The whole model's gradients of the last step by name, as
     /// [`gathered_weights`](Self::gathered_weights) gives weights.
     pub fn gathered_gradients(&self) -> Result<Option<Arrays>, TrainError> {
@@ -706,8 +720,8 @@ impl Trainer {
         Ok(Some(
             first
                 .into_iter()
-                .map(named("first"))
-                .chain(second.into_iter().map(named("second")))
+                .map(named(FIRST))
+                .chain(second.into_iter().map(named(SECOND)))
                 .collect(),
         ))
     }
@@ -801,7 +815,7 @@ impl Trainer {
         let mut set_weights = 0;
         carry::broadcast(self.mesh.world(), arrays, |name, whole| {
             let (kind, bare) = match name.split_once('.') {
-                Some((kind @ ("first" | "second"), bare)) => (Some(kind), bare),
+                Some((kind @ (FIRST | SECOND), bare)) => (Some(kind), bare),
                 _ => (None, name),
             };
             let Some(Place { param, chunk }) = self.params.get(bare) else { return Ok(()) };
@@ -824,7 +838,7 @@ impl Trainer {
                 Some(kind) => {
                     let moments = moments.entry(bare.to_owned()).or_default();
                     let moment =
-                        if kind == "first" { &mut moments.first } else { &mut moments.second };
+                        if kind == FIRST { &mut moments.first } else { &mut moments.second };
                     *moment = share.data;
                 }
             }

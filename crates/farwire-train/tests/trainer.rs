@@ -249,3 +249,48 @@ fn a_trained_model_writes_bytes_it_has_seen() {
     assert_eq!(written, writer.write("", 60, 0.0, 1).unwrap());
     assert!(written[1..].bytes().all(|byte| text().contains(&byte)), "{written}");
 }
+
+/// The library with a model of another size than the settings say.
+struct Resized {
+    width: usize,
+    layers: usize,
+}
+
+impl Library for Resized {
+    fn stage(&self, mut spec: StageSpec<'_>) -> LibraryResult<Box<dyn Stage>> {
+        (spec.model.width, spec.model.layers) = (self.width, self.layers);
+        TOY.stage(spec)
+    }
+}
+
+/// The settings are the same, so only the tensors themselves tell the two models apart.
+#[test]
+fn a_checkpoint_of_a_model_with_other_shapes_is_refused_on_all_ranks_and_changes_nothing() {
+    let Config { width, layers, .. } = settings().model;
+    let narrow = Resized { width: width / 2, layers };
+    for (other, says) in [
+        (narrow, "`blocks.0.bias` is [4], but the model needs [8]"),
+        (Resized { width, layers: layers / 2 }, "it has no `blocks.2.bias`, which the model has"),
+        (Resized { width, layers: layers * 2 }, "`blocks.4.bias`, which the model does not have"),
+    ] {
+        let name = format!("farwire-shapes-{}-{}", std::process::id(), other.width * other.layers);
+        let dir = std::env::temp_dir().join(name);
+        let comm = farwire::local(1).unwrap().remove(0);
+        let mut saved = Trainer::new(&other, &comm, settings(), &text()).unwrap();
+        saved.save(&dir, serde_json::Value::Null).unwrap();
+        for layout in [settings()].into_iter().chain(layouts()) {
+            on_threads(layout.ranks(), |comm| {
+                let mut trainer = Trainer::new(&TOY, &comm, layout.clone(), &text()).unwrap();
+                let weights = |trainer: &Trainer| -> Vec<Vec<f32>> {
+                    trainer.params().map(|param| trainer.weights(&param.name).unwrap()).collect()
+                };
+                let before = weights(&trainer);
+                let error = trainer.resume(&dir).unwrap_err().to_string();
+                assert!(error.contains(says) && error.contains("step-00000000"), "{error}");
+                assert_eq!(before, weights(&trainer), "nothing moves");
+                trainer.step(false).unwrap();
+            });
+        }
+        std::fs::remove_dir_all(dir).unwrap();
+    }
+}

@@ -21,7 +21,8 @@ use crate::token::TokenError;
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The call was wrong; nothing was sent.
+    /// The call was wrong: it was not made, and nothing was sent. Ranks whose call was not wrong
+    /// wait for this one's next.
     #[error("{error}")]
     Call {
         /// How.

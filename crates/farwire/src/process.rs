@@ -17,6 +17,7 @@ use crate::driver::Driver;
 use crate::driver::members::{Members, host_number};
 use crate::error::Error;
 use crate::join::again::{Again, Met};
+use crate::join::board::RankBoard;
 use crate::join::env::Place;
 use crate::join::gathering::Newcomer;
 use crate::join::identity::Identity;
@@ -95,6 +96,7 @@ impl Builder {
             let lobby = settings.lobby(node.downgrade(), addresses, again, healths, bell);
             handle.spawn(lobby.keep(newcomers));
         }
+        settings.board.iter().for_each(RankBoard::say_joined);
         Communicator::of_world(node)
     }
 
@@ -147,6 +149,7 @@ impl Builder {
         }
         let lobby = settings.lobby(node.downgrade(), addresses, again, healths, bell);
         handle.spawn(lobby.keep(newcomers));
+        settings.board.iter().for_each(RankBoard::say_joined);
         Communicator::of_newest(node, Options::default())
     }
 }

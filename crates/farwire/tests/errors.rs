@@ -9,8 +9,8 @@ use std::io;
 use common::on_threads;
 use farwire::codec::EncodeError;
 use farwire::{
-    Algorithm, CodecChoice, CodecSpec, Compressor, DecodeError, Error, ErrorFeedback, JoinError,
-    Options, Place, ReduceOp, Token,
+    Algorithm, CodecChoice, CodecSpec, Compressor, DecodeError, Error, ErrorFeedback, Fault,
+    JoinError, Options, Place, ReduceOp, Token,
 };
 
 /// Whether something in a chain of errors, as `anyhow` prints them one below the other, is said
@@ -114,6 +114,30 @@ fn refused_calls_give_their_vector_back() {
         assert!(matches!(busy, Error::Feedback { .. }), "{busy}");
         assert_eq!(busy.take_input::<f32>(), Some(floats()));
         first.wait().unwrap();
+    });
+}
+
+/// It sends nothing, so the others wait: for the call as it should have been, or for another, which
+/// is an error on all.
+#[test]
+fn a_call_that_is_refused_on_one_rank_was_not_made() {
+    let ints = || vec![1i32, 2, 3];
+    on_threads(2, |comm| {
+        let refuse = || {
+            if comm.rank() == 0 {
+                let error = comm.all_gather_varied(ints(), &[4, 4]).wait().unwrap_err();
+                assert!(matches!(error, Error::Call { .. }), "{error}");
+            }
+        };
+        refuse();
+        let all = comm.all_gather_varied(ints(), &[3, 3]).wait().unwrap();
+        assert_eq!(all, [ints(), ints()].concat());
+        refuse();
+        let error = match comm.rank() {
+            0 => comm.barrier().wait().unwrap_err(),
+            _ => comm.all_gather_varied(ints(), &[3, 3]).wait().unwrap_err(),
+        };
+        assert!(matches!(error.fault(), Some(Fault::Desync(..))), "{error}");
     });
 }
 

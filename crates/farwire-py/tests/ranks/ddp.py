@@ -187,6 +187,26 @@ def resume(codec):
     return whole, digest(again)
 
 
+def bad_state(codec):
+    """States that cannot be loaded: the one that is there stays."""
+    model, state, optimizer = make(codec)
+    train(model, optimizer, range(3))
+    other = state.state_dict()
+    train(model, optimizer, range(3, 5))
+    before, said = state.state_dict(), []
+    damaged = {"step": 3, "residuals": other["residuals"][:-1]}
+    for bad in [*({**other, "step": step} for step in (-1, 2**64, "three", None)), damaged]:
+        try:
+            state.load_state_dict(bad)
+            raise AssertionError(f"a state was loaded with step {bad['step']!r}")
+        except (ValueError, TypeError, OverflowError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+        after = state.state_dict()
+        assert after["step"] == before["step"] == 5, "the step has changed"
+        assert after["residuals"].equal(before["residuals"]), f"residuals have changed: {said[-1]}"
+    return said
+
+
 def unused(codec):
     """A branch is used by all, by nobody, or by rank 0 alone."""
     model, state, optimizer = make(codec, unused=True)

@@ -72,6 +72,34 @@ elif what == "fork":
     print("the parent goes on:", one[0])
     comm.shutdown()
 
+elif what == "join_in_a_child":
+
+    def in_a_child(what):
+        child = os.fork()
+        if child == 0:
+            what()
+            sys.exit(0)
+        return child
+
+    def join_beside_the_parent():
+        try:
+            farwire.init(join_timeout=5)
+        except farwire.Error as error:
+            print(f"beside its parent, a child got {type(error).__name__}: {error}")
+
+    def join_after_the_parent():
+        comm = farwire.init()
+        comm.all_reduce(one)
+        print("after its parent, a child has joined:", one[0])
+        comm.shutdown()
+
+    _, status = os.waitpid(in_a_child(join_beside_the_parent), 0)
+    assert status == 0, status
+    comm.barrier()
+    comm.shutdown()
+    _, status = os.waitpid(in_a_child(join_after_the_parent), 0)
+    assert status == 0, status
+
 elif what == "threads":
     if comm.rank == 0:
         counted, ended = 0, threading.Event()

@@ -11,10 +11,9 @@ use tokio::time::{Instant, sleep, sleep_until};
 use super::meeting::Calls;
 use super::refusals::Refusals;
 use super::rendezvous::{Acquaintance, Answer, Purpose, turn_away, write};
-use crate::quic::transport::KEEP_ALIVE;
 
-/// A process that is alive is heard of in this time, since its connection is kept alive.
-const SIGN_OF_LIFE: Duration = Duration::from_millis(KEEP_ALIVE.as_millis() as u64 + 1500);
+/// A process that is alive is heard of in this time, once something was said to it.
+const SIGN_OF_LIFE: Duration = Duration::from_millis(1500);
 /// How often to look who has answered the roll call.
 const LOOK: Duration = Duration::from_millis(2);
 
@@ -65,7 +64,7 @@ impl Gathering {
         loop {
             while !self.expected.is_empty() {
                 tokio::select! {
-                    Some(newcomer) = newcomers.recv() => self.take(newcomer),
+                    Some(newcomer) = newcomers.recv() => self.take(newcomer).await,
                     () = calls.are_due() => calls.make(&self.expected),
                     () = sleep_until(deadline) => return Err(names(&self.expected)),
                 }
@@ -74,7 +73,7 @@ impl Gathering {
             while !silent.is_empty() {
                 tokio::select! {
                     Some(newcomer) = newcomers.recv() => {
-                        self.take(newcomer);
+                        self.take(newcomer).await;
                         break;
                     }
                     () = sleep(LOOK) => silent.retain(|(rank, before)| self.heard(*rank) == *before),
@@ -96,11 +95,16 @@ impl Gathering {
         let mut silent = Vec::new();
         for rank in self.me.0 + 1..self.peers.len() as u32 {
             silent.push((rank, self.heard(rank)));
-            if let Some(peer) = &mut self.peers[rank as usize] {
-                let _ = write(&mut peer.to, &Answer::Heard).await; // one that is lost stays silent
-            }
+            self.call(rank).await;
         }
         silent
+    }
+
+    /// Says something to a rank, which its connection acknowledges if the process is still there.
+    async fn call(&mut self, rank: u32) {
+        if let Some(peer) = &mut self.peers[rank as usize] {
+            let _ = write(&mut peer.to, &Answer::Heard).await; // one that is lost stays silent
+        }
     }
 
     /// Packets that have come from a rank.
@@ -109,7 +113,7 @@ impl Gathering {
         peer.map_or(0, |peer| peer.connection.stats().udp_rx.datagrams)
     }
 
-    fn take(&mut self, newcomer: Newcomer) {
+    async fn take(&mut self, newcomer: Newcomer) {
         let Newcomer { process, purpose, known, heard_before } = newcomer;
         let rank = known.member.rank;
         // Ranks that are not below the size of the world were refused before.
@@ -134,6 +138,7 @@ impl Gathering {
                 // Which of the two is alive? The first may have been killed and started again.
                 None => {
                     self.expected.push(rank);
+                    self.call(rank).await;
                     let door = self.door.clone();
                     tokio::spawn(async move {
                         sleep(SIGN_OF_LIFE).await;

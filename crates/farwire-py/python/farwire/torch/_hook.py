@@ -76,9 +76,15 @@ class Gradients:
         return {"step": self.step, "residuals": torch.frombuffer(residuals, dtype=torch.uint8)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what `state_dict` returned."""
-        self._native.load_residuals(bytes(state["residuals"].cpu().contiguous().numpy()))
-        self._native.step = int(state["step"])
+        """Goes on with what `state_dict` returned. If that is not what this is, nothing changes."""
+        residuals = bytes(state["residuals"].cpu().contiguous().numpy())
+        try:
+            step = int(state["step"])
+        except (TypeError, ValueError, OverflowError):
+            step = -1
+        if not 0 <= step < 2**64:
+            raise CallError(f"step is {state['step']!r}; load what state_dict() returned")
+        self._native.load(residuals, step)
 
     def _begin(self):
         """Begins a step. One before it that was broken off is taken back."""

@@ -218,3 +218,71 @@ async fn a_certificate_of_another_job_is_not_of_this_one() {
         assert!(!of("c").is_of_this_job(connection, Peer(1)));
     }
 }
+
+/// As a launcher starts it again, where it listened.
+#[tokio::test]
+async fn a_rank_calls_again_when_rank_0_is_lost_before_all_have_come() {
+    let (token, job) = (Token::generate(), JobName::new("here").unwrap());
+    let mut master = SocketAddr::from(([127, 0, 0, 1], 0));
+    let (tcp, later) = (TcpSettings::default(), Later::default());
+    let places = [0, 1].map(|rank| Place {
+        rank: Peer(rank),
+        world: WorldSize::new(2).unwrap(),
+        master_host: String::new(),
+        master_port: 1,
+        job: None,
+        source: "the test",
+    });
+    let terms = |rank: usize, master: SocketAddr| Terms {
+        place: &places[rank],
+        job: &job,
+        host: "here",
+        agree_on: "",
+        agree_later: &later,
+        epoch: Epoch(0),
+        master,
+        port_is_held: false,
+        tcp: Some(&tcp),
+        port: 0,
+        interface: None,
+        timeout: LONG,
+        lobby: Some(mpsc::channel(1).0),
+    };
+    let identity = |rank| Arc::new(Identity::new(&token, Peer(rank), Epoch(0), &job).unwrap());
+    // A rank 0 that hears rank 1, and dies.
+    let (first, mut heard) = {
+        let terms = terms(0, master);
+        let Ears { endpoint, server, tcp, .. } = listen(&terms, &identity(0)).unwrap();
+        let (door, newcomers) = mpsc::channel(1);
+        let listener = Listener {
+            identity: identity(0),
+            hello: Hello::new(&terms, Purpose::Start).unwrap(),
+            refusals: Arc::default(),
+            expected: Arc::default(),
+            door,
+            side_door: mpsc::channel(1).0,
+            lobby: None,
+            agree_later: Later::default(),
+        };
+        listener.keep(endpoint.clone(), server, Transport::default(), tcp.tunnels().clone());
+        (endpoint, newcomers)
+    };
+    master = first.local_addr().unwrap();
+    let again = async {
+        drop(heard.recv().await.unwrap());
+        first.close(0u32.into(), b"");
+        first.wait_idle().await;
+        drop((first, heard));
+        loop {
+            match join(&terms(0, master), identity(0), Transport::default()).await {
+                // The port is free once the tasks of the first have ended.
+                Err(JoinError::Listen { .. }) => tokio::task::yield_now().await,
+                joined => break joined,
+            }
+        }
+    };
+    let terms = terms(1, master);
+    let (rank_1, rank_0) = tokio::join!(join(&terms, identity(1), Transport::default()), again);
+    assert!(rank_0.unwrap().peers[1].is_some());
+    assert!(rank_1.unwrap().peers[0].is_some());
+}
