@@ -342,10 +342,10 @@ impl Builder {
         let what = "a port, which launchers set";
         let held_port: Option<u16> =
             variables.or(None, held_port::VARIABLE, what, |text| text.parse().ok())?;
-        let board = lookup(board::VARIABLE).map(|path| RankBoard {
-            path: path.into(),
-            rank: variables.text("RANK").unwrap_or_default(),
-        });
+        let what = "the path of a launcher's open file, which launchers set";
+        let board = variables
+            .or(None, board::VARIABLE, what, board::parse)?
+            .map(|path| RankBoard { path, rank: variables.text("RANK").unwrap_or_default() });
         let path = |set: Option<PathBuf>, name| set.or_else(|| lookup(name).map(PathBuf::from));
         let own_port = if place.rank == Peer(0) { Some(place.master_port) } else { port };
         Ok(Settings {

@@ -10,7 +10,7 @@
 //! goes without.
 
 use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
@@ -21,6 +21,8 @@ pub(crate) const VARIABLE: &str = "FARWIRE_BOARD";
 
 const JOINED: &str = "joined";
 const ENDED: &str = "ended";
+/// Bytes of all lines: more than ranks write in years.
+const MOST: u64 = 16 << 20;
 
 /// What a launcher and its ranks tell each other, on the launcher's side.
 #[derive(Debug)]
@@ -76,8 +78,19 @@ impl RankBoard {
     }
 }
 
+/// The path that the variable's value names, if that is one of the kind a launcher sets: nothing
+/// else is to be read, and have lines added to it.
+pub(crate) fn parse(text: &str) -> Option<PathBuf> {
+    let (process, file) = text.strip_prefix("/proc/")?.split_once("/fd/")?;
+    let is_number = |text: &str| text.parse::<u32>().is_ok();
+    (is_number(process) && is_number(file)).then(|| text.into())
+}
+
 fn read(path: &Path) -> String {
-    std::fs::read_to_string(path).unwrap_or_default()
+    let mut text = String::new();
+    let file = File::open(path).map(|file| file.take(MOST));
+    file.and_then(|mut file| file.read_to_string(&mut text))
+        .map_or_else(|_| String::new(), |_| text)
 }
 
 fn add(path: &Path, line: &str) {
@@ -89,6 +102,15 @@ fn add(path: &Path, line: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_files_that_a_process_has_open_are_boards() {
+        assert!(parse("/proc/17/fd/3").is_some());
+        for text in ["", "/dev/zero", "/proc/17/fd/", "/proc/self/fd/3", "/proc/1/fd/../../x", "3"]
+        {
+            assert_eq!(parse(text), None, "{text}");
+        }
+    }
 
     #[test]
     fn a_launcher_knows_who_has_joined_and_ranks_that_the_job_has_ended() {
