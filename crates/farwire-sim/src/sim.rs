@@ -3,7 +3,7 @@
 mod transit;
 
 use std::cmp::Ordering;
-use std::collections::{BinaryHeap, HashMap, HashSet, VecDeque};
+use std::collections::{BinaryHeap, VecDeque};
 use std::num::NonZeroU32;
 use std::time::Duration;
 
@@ -15,6 +15,7 @@ use farwire_proto::{
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use rustc_hash::{FxHashMap as HashMap, FxHashSet as HashSet};
 
 use crate::model::{CodedModel, Coder, Task};
 use crate::network::{Interface, Network, Trouble};
@@ -254,20 +255,20 @@ impl Sim {
             happenings: 0,
             nodes,
             submissions: Vec::new(),
-            followers: HashMap::new(),
+            followers: HashMap::default(),
             pending: 0,
             flights: Vec::new(),
             free_flights: Vec::new(),
-            sender_free: HashMap::new(),
-            receiver_free: HashMap::new(),
-            link_free: HashMap::new(),
-            planned: HashMap::new(),
+            sender_free: HashMap::default(),
+            receiver_free: HashMap::default(),
+            link_free: HashMap::default(),
+            planned: HashMap::default(),
             relay_free: Time::ZERO,
-            cores: HashMap::new(),
-            coders: HashMap::new(),
-            last_arrival: HashMap::new(),
-            last_read: HashMap::new(),
-            severed: HashSet::new(),
+            cores: HashMap::default(),
+            coders: HashMap::default(),
+            last_arrival: HashMap::default(),
+            last_read: HashMap::default(),
+            severed: HashSet::default(),
             report,
         }
     }
