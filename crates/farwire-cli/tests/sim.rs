@@ -53,12 +53,20 @@ fn json_has_the_promised_fields() {
     assert_eq!(run["ranks"], 8);
     assert_eq!(run["bytes"], 100_000_000);
     assert_eq!(run["algorithm"], "two-phase");
+    assert_eq!(run["segment"], 65_536);
     assert_eq!(run["rounds"], 2);
     let number =
         |field: &str| run[field].as_f64().unwrap_or_else(|| panic!("{field} is a number: {run}"));
     assert!(number("wire_bytes_mean") <= number("wire_bytes_max"));
     assert!(number("bound_ms") <= number("virtual_ms"));
     assert!(number("virtual_ms") <= 1.05 * number("bound_ms"));
+}
+
+#[test]
+fn a_run_that_is_not_checked_is_the_same_and_says_so() {
+    let long = "sim all_reduce --ranks 8 --size 100MB";
+    assert_eq!(json(&format!("{long} --json")), json(&format!("{long} --json --unchecked")));
+    assert!(words(&format!("{long} --unchecked")).contains("not checked, as asked"));
 }
 
 #[test]
