@@ -7,7 +7,8 @@
     python3 scripts/scaling.py plot OUT                OUT.svg from OUT.json, and a table, in ms
     python3 scripts/scaling.py memory                  what a rank needs for each peer, over QUIC and TCP
 
-`--farwire PATH` is the program. `speeds` and `check` take a few minutes, `curves` an hour on two cores.
+`--farwire PATH` is the program. `speeds` and `check` take a few minutes, `curves` about 20 minutes of CPU time, and up to 3 GB
+for each of the simulations that are made at once (`--jobs`).
 """
 
 import argparse
@@ -59,7 +60,7 @@ def speeds(options, path):
 
 
 def simulated(options, path, arguments):
-    return rows(farwire(options, f"sim all_reduce --size 100MB --speeds {path} --json {arguments}"))[0]["virtual_ms"]
+    return rows(farwire(options, f"sim all_reduce --size 100MB --speeds {path} --unchecked --json {arguments}"))[0]
 
 
 def check(options, path):
@@ -69,7 +70,7 @@ def check(options, path):
     for rate in ("1gbit", "100mbit"):
         for codec in CODECS:
             cores = os.cpu_count()
-            foretold = simulated(options, path, f"-n 4 --bandwidth {rate} --latency {LATENCY} --cores {cores} --codec {codec}")
+            foretold = simulated(options, path, f"-n 4 --bandwidth {rate} --latency {LATENCY} --cores {cores} --codec {codec}")["virtual_ms"]
             iterations = {"none": 3, "int8": 5}.get(codec, 20)
             bench = f"{options.farwire} bench all_reduce --size 100MB --codec {codec} --iters {iterations} --warmup 2 --json"
             runs = [rows(farwire(options, f"netlab {LAB} --rate {rate} -- {bench}"))[0] for _ in range(options.rounds)]
@@ -93,12 +94,15 @@ def curves(options, path, out):
             ranks, rate, codec, way = case
             hosts = f"-n {ranks} --hosts {ranks // PER_HOST} --host-cores {HOST_CORES} --algorithm {way}"
             network = f"--bandwidth {rate} --latency {LATENCY} --codec {codec}"
-            ms = simulated(options, speeds.name, f"{hosts} {network}")
-            return {"ranks": ranks, "rate": rate, "codec": codec, "way": way, "ms": ms}
+            run = simulated(options, speeds.name, f"{hosts} {network}")
+            done = {"ranks": ranks, "rate": rate, "codec": codec, "way": way}
+            return done | {"ms": run["virtual_ms"], "segment": run["segment"]}
 
-        for done in pool.map(point, todo):
-            print(*done.values(), flush=True)
-            found.append(done)
+        # The largest first, so that no core has one of them left when the others are done.
+        for done in concurrent.futures.as_completed([pool.submit(point, case) for case in reversed(todo)]):
+            print(*done.result().values(), flush=True)
+            found.append(done.result())
+            found.sort(key=lambda point: point["ranks"])
             with open(f"{out}.json", "w") as file:
                 json.dump(found, file, indent=1)
 
