@@ -367,7 +367,8 @@ impl<'a> Task<'a> {
             args.crash.iter().map(|(rank, step)| Trouble::Crash { peer: Peer(*rank), step: *step });
         let speeds = args.speeds.as_deref().map(Speeds::read).transpose()?;
         let network = Network {
-            bandwidth: bandwidth * speeds.as_ref().map_or(1.0, Speeds::line_share),
+            bandwidth: bandwidth
+                * speeds.as_ref().map_or(1.0, |speeds| speeds.line_share(bandwidth)),
             costs: match &speeds {
                 Some(speeds) => speeds.costs(args.cores.is_some())?,
                 None => Costs::default(),

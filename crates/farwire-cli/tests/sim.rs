@@ -251,3 +251,30 @@ fn work_takes_time_and_cores_are_shared() {
     let said = refusal("sim all_reduce --cores 2");
     assert!(said.contains("--speeds"), "{said}");
 }
+
+#[test]
+fn what_was_measured_is_used_where_it_belongs() {
+    let said = |name: &str, more: &str| {
+        let speeds = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+        std::fs::write(&speeds, format!("{SPEEDS}{more}\n")).unwrap();
+        format!("sim all_reduce -n 4 --latency 100us --json --speeds {}", speeds.display())
+    };
+    let ms = |arguments: &str| json(arguments)["virtual_ms"].as_f64().unwrap();
+    let barrier = |link: &str| {
+        let costs = r#""ranks":2,"wire_bytes":64,"cpu_s":0.004,"iters":1"#;
+        format!(r#"{{"op":"barrier","link":"{link}",{costs}}}"#)
+    };
+    // Frames have the cost of the link that bytes have theirs of.
+    let without = ms(&said("no_frames.json", ""));
+    assert!(ms(&said("frames.json", &barrier("quic"))) > without);
+    let message = refusal(&said("other_frames.json", &barrier("tcp")));
+    assert!(message.contains("bench barrier --ranks 8 --link quic"), "{message}");
+    // What flows fill of a line, at its rate.
+    let half = said("half.json", r#"{"line_share":0.475,"bandwidth":12500000}"#);
+    let whole = said("whole.json", "");
+    let ratio = |rate: &str| {
+        ms(&format!("{half} --bandwidth {rate}")) / ms(&format!("{whole} --bandwidth {rate}"))
+    };
+    assert!((1.9..2.1).contains(&ratio("100mbit")), "{}", ratio("100mbit"));
+    assert_eq!(ratio("200mbit"), 1.0);
+}
