@@ -7,7 +7,8 @@
     python3 scripts/scaling.py plot OUT                OUT.svg from OUT.json, and a table, in ms
     python3 scripts/scaling.py memory                  what a rank needs for each peer, over QUIC and TCP
 
-`--farwire PATH` is the program. `speeds` and `check` take a few minutes, `curves` an hour on two cores.
+`--farwire PATH` is the program. `speeds` and `check` take a few minutes, `curves` about 20 minutes of CPU time, and up to 3 GB
+for each of the simulations that are made at once (`--jobs`).
 """
 
 import argparse
@@ -27,6 +28,8 @@ RANKS = [16, 64, 256, 1024]
 PER_HOST, HOST_CORES = 8, 16
 LAB = "--hosts 4 --queue 20ms --delay 0.1ms"
 LATENCY = "100us"
+# What a byte costs depends on the link, so every run names it: TCP, which is meant for hosts less than 5 ms apart.
+LINK = "tcp"
 
 
 def rows(output):
@@ -41,25 +44,32 @@ def farwire(options, arguments):
     return done.stdout
 
 
+def measured(options, rate, arguments, relay=None):
+    """The line of `bench` between the hosts of a laboratory."""
+    to = f" --json {relay}" if relay else ""
+    bench = f"{options.farwire} bench all_reduce --link {LINK} --json {arguments}"
+    return rows(farwire(options, f"netlab {LAB} --rate {rate}{to} -- {bench}"))[0]
+
+
 def speeds(options, path):
     """What work costs: codecs, frames, bytes that cross a network, the laboratory's relay; and what flows fill of a line."""
-    out = farwire(options, "bench codec --size 64MiB --codec int8 --codec topk:0.01 --codec randk:0.01 --json")
-    out += farwire(options, "bench barrier --ranks 8 --link quic --size 4 --json")
+    out = farwire(options, "bench codec --size 64MiB --codec int8 --codec topk:0.01 --codec randk:0.01 --iters 20 --json")
+    out += farwire(options, f"bench barrier --ranks 8 --link {LINK} --size 4 --json")
     with tempfile.NamedTemporaryFile("r") as relay:
         # CPU time counts here, not how long it takes.
-        bench = f"{options.farwire} bench all_reduce --size 100MB --iters 3 --warmup 1 --json"
-        row = rows(farwire(options, f"netlab {LAB} --rate 1gbit --json {relay.name} -- {bench}"))[0]
+        row = measured(options, "1gbit", "--size 100MB --iters 3 --warmup 1", relay.name)
         out += json.dumps(row) + "\n" + relay.read()
-    # Here only the line counts: 20 MB at a tenth of the rate, half again as many bytes on each line.
-    bench = f"{options.farwire} bench all_reduce --size 20MB --iters 3 --warmup 1 --json"
-    row = rows(farwire(options, f"netlab {LAB} --rate 100mbit -- {bench}"))[0]
-    out += json.dumps({"line_share": 1.5 * 20e6 / 12.5e6 / (row["p50_us"] / 1e6)}) + "\n"
+    # Here only the line counts: 20 MB at a tenth of the rate, half again as many bytes on each line. A faster one cannot be
+    # filled by a relay that is one thread.
+    row = measured(options, "100mbit", "--size 20MB --iters 3 --warmup 1")
+    share = 1.5 * 20e6 / 12.5e6 / (row["p50_us"] / 1e6)
+    out += json.dumps({"line_share": share, "bandwidth": 12.5e6}) + "\n"
     with open(path, "w") as file:
         file.write(out)
 
 
 def simulated(options, path, arguments):
-    return rows(farwire(options, f"sim all_reduce --size 100MB --speeds {path} --json {arguments}"))[0]["virtual_ms"]
+    return rows(farwire(options, f"sim all_reduce --size 100MB --speeds {path} --unchecked --json {arguments}"))[0]
 
 
 def check(options, path):
@@ -69,14 +79,13 @@ def check(options, path):
     for rate in ("1gbit", "100mbit"):
         for codec in CODECS:
             cores = os.cpu_count()
-            foretold = simulated(options, path, f"-n 4 --bandwidth {rate} --latency {LATENCY} --cores {cores} --codec {codec}")
+            foretold = simulated(options, path, f"-n 4 --bandwidth {rate} --latency {LATENCY} --cores {cores} --codec {codec}")["virtual_ms"]
             iterations = {"none": 3, "int8": 5}.get(codec, 20)
-            bench = f"{options.farwire} bench all_reduce --size 100MB --codec {codec} --iters {iterations} --warmup 2 --json"
-            runs = [rows(farwire(options, f"netlab {LAB} --rate {rate} -- {bench}"))[0] for _ in range(options.rounds)]
-            times = [run["p50_us"] / 1e3 for run in runs]
-            measured = statistics.median(times)
+            bench = f"--size 100MB --codec {codec} --iters {iterations} --warmup 2"
+            times = [measured(options, rate, bench)["p50_us"] / 1e3 for _ in range(options.rounds)]
+            median = statistics.median(times)
             spread = f"{min(times):,.0f}–{max(times):,.0f}"
-            print(f"| {rate}, {codec} | {foretold:,.0f} | {measured:,.0f} | {spread} | {foretold / measured:.2f} |", flush=True)
+            print(f"| {rate}, {codec} | {foretold:,.0f} | {median:,.0f} | {spread} | {foretold / median:.2f} |", flush=True)
 
 
 def curves(options, path, out):
@@ -93,12 +102,15 @@ def curves(options, path, out):
             ranks, rate, codec, way = case
             hosts = f"-n {ranks} --hosts {ranks // PER_HOST} --host-cores {HOST_CORES} --algorithm {way}"
             network = f"--bandwidth {rate} --latency {LATENCY} --codec {codec}"
-            ms = simulated(options, speeds.name, f"{hosts} {network}")
-            return {"ranks": ranks, "rate": rate, "codec": codec, "way": way, "ms": ms}
+            run = simulated(options, speeds.name, f"{hosts} {network}")
+            done = {"ranks": ranks, "rate": rate, "codec": codec, "way": way}
+            return done | {"ms": run["virtual_ms"], "segment": run["segment"]}
 
-        for done in pool.map(point, todo):
-            print(*done.values(), flush=True)
-            found.append(done)
+        # The largest first, so that no core has one of them left when the others are done.
+        for done in concurrent.futures.as_completed([pool.submit(point, case) for case in reversed(todo)]):
+            print(*done.result().values(), flush=True)
+            found.append(done.result())
+            found.sort(key=lambda point: point["ranks"])
             with open(f"{out}.json", "w") as file:
                 json.dump(found, file, indent=1)
 

@@ -53,12 +53,20 @@ fn json_has_the_promised_fields() {
     assert_eq!(run["ranks"], 8);
     assert_eq!(run["bytes"], 100_000_000);
     assert_eq!(run["algorithm"], "two-phase");
+    assert_eq!(run["segment"], 65_536);
     assert_eq!(run["rounds"], 2);
     let number =
         |field: &str| run[field].as_f64().unwrap_or_else(|| panic!("{field} is a number: {run}"));
     assert!(number("wire_bytes_mean") <= number("wire_bytes_max"));
     assert!(number("bound_ms") <= number("virtual_ms"));
     assert!(number("virtual_ms") <= 1.05 * number("bound_ms"));
+}
+
+#[test]
+fn a_run_that_is_not_checked_is_the_same_and_says_so() {
+    let long = "sim all_reduce --ranks 8 --size 100MB";
+    assert_eq!(json(&format!("{long} --json")), json(&format!("{long} --json --unchecked")));
+    assert!(words(&format!("{long} --unchecked")).contains("not checked, as asked"));
 }
 
 #[test]
@@ -242,4 +250,31 @@ fn work_takes_time_and_cores_are_shared() {
     assert!(said.contains("for all_reduce of f32 alone"), "{said}");
     let said = refusal("sim all_reduce --cores 2");
     assert!(said.contains("--speeds"), "{said}");
+}
+
+#[test]
+fn what_was_measured_is_used_where_it_belongs() {
+    let said = |name: &str, more: &str| {
+        let speeds = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(name);
+        std::fs::write(&speeds, format!("{SPEEDS}{more}\n")).unwrap();
+        format!("sim all_reduce -n 4 --latency 100us --json --speeds {}", speeds.display())
+    };
+    let ms = |arguments: &str| json(arguments)["virtual_ms"].as_f64().unwrap();
+    let barrier = |link: &str| {
+        let costs = r#""ranks":2,"wire_bytes":64,"cpu_s":0.004,"iters":1"#;
+        format!(r#"{{"op":"barrier","link":"{link}",{costs}}}"#)
+    };
+    // Frames have the cost of the link that bytes have theirs of.
+    let without = ms(&said("no_frames.json", ""));
+    assert!(ms(&said("frames.json", &barrier("quic"))) > without);
+    let message = refusal(&said("other_frames.json", &barrier("tcp")));
+    assert!(message.contains("bench barrier --ranks 8 --link quic"), "{message}");
+    // What flows fill of a line, at its rate.
+    let half = said("half.json", r#"{"line_share":0.475,"bandwidth":12500000}"#);
+    let whole = said("whole.json", "");
+    let ratio = |rate: &str| {
+        ms(&format!("{half} --bandwidth {rate}")) / ms(&format!("{whole} --bandwidth {rate}"))
+    };
+    assert!((1.9..2.1).contains(&ratio("100mbit")), "{}", ratio("100mbit"));
+    assert_eq!(ratio("200mbit"), 1.0);
 }

@@ -26,6 +26,8 @@ pub struct CodingSpeeds {
     pub decode: f64,
     /// To set it to zero before that, where a codec leaves elements out.
     pub fill: f64,
+    /// The same in memory that has just come from the system, as that of the sum of a shard has.
+    pub fresh: f64,
     /// To add it as it is.
     pub add: f64,
 }
@@ -118,9 +120,9 @@ impl Parts<'_> {
         let ranks = self.placement.world().len();
         let shard = self.elements / ranks;
         let lengths = vec![self.codec.expected_len(shard) + 1; ranks];
-        let CodingSpeeds { encode, decode, fill, .. } = *self.speeds;
+        let CodingSpeeds { encode, decode, fill, fresh, .. } = *self.speeds;
         let (whole, shard) = (self.elements as f64, shard as f64);
-        let scatter = round(lengths.clone(), encode * whole, decode * whole + fill * shard);
+        let scatter = round(lengths.clone(), encode * whole, decode * whole + fresh * shard);
         [scatter, round(lengths, encode * shard, (decode + fill) * whole)]
     }
 
@@ -143,13 +145,13 @@ impl Parts<'_> {
         };
         let passed_on = |to| if is_mate(to) { message * hosts * served } else { 0 };
 
-        let CodingSpeeds { encode, decode, fill, add } = *self.speeds;
+        let CodingSpeeds { encode, decode, fill, fresh, add } = *self.speeds;
         let (whole, own) = (self.elements as f64, (column * served) as f64);
         let cells = (cell * served) as f64;
         let between = by_rank(&to_others);
         [
             round(by_rank(&to_mates), add * whole, add * own * placement.mates(rank) as f64),
-            round(between.clone(), encode * own, decode * own + fill * cells),
+            round(between.clone(), encode * own, decode * own + fresh * cells),
             round(between, encode * cells, (decode + fill) * own),
             round(by_rank(&passed_on), 0.0, (decode + fill) * (whole - own)),
         ]

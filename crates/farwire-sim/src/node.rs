@@ -1,6 +1,6 @@
 //! One simulated process: its machine, and the frames that wait for it.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::ops::Range;
 
 use farwire_codec::collective::CodedCollective;
@@ -8,6 +8,7 @@ use farwire_proto::{
     Action, Buffers, CallError, Config, DType, Effect, Engine, Frames, Gate, Lane, Level, Machine,
     OpId, Outcome, Peer, Plan, Rank, Time,
 };
+use rustc_hash::FxHashMap as HashMap;
 
 use crate::report::JobId;
 
@@ -31,8 +32,8 @@ impl Node {
             machine: Machine::new(Engine::on_hosts(me, hosts, config), Vectors),
             alive: true,
             steps: 0,
-            inbox: HashMap::new(),
-            outstanding: HashMap::new(),
+            inbox: HashMap::default(),
+            outstanding: HashMap::default(),
             timer: None,
         }
     }

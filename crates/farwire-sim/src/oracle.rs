@@ -51,6 +51,8 @@ pub fn combined(part: &Part, shape: &Shape, algorithm: Algorithm, inputs: &[Vec<
     let owners =
         (0..world).flat_map(|rank| std::iter::repeat_n(rank, shard_len(count, world, rank)));
     let owners: Vec<_> = owners.collect();
+    let hosts = by_host(&shape.hosts);
+    let has_two_levels = hosts.len() > 1 && hosts.len() < shape.hosts.len();
     let mut result = Vec::with_capacity(span.len() * size);
     for element in span.clone() {
         let value = |i: usize| Scalar::read(dtype, &inputs[from[i]][element * size..][..size]);
@@ -58,11 +60,11 @@ pub fn combined(part: &Part, shape: &Shape, algorithm: Algorithm, inputs: &[Vec<
             ranks.map(&value).reduce(|a, b| a.combine(dtype, op, b)).expect("a part has ranks")
         };
         let total = match algorithm {
-            Algorithm::TwoLevel if has_two_levels(&shape.hosts) => {
+            Algorithm::TwoLevel if has_two_levels => {
                 // What crosses hosts is rounded: written, and read back.
                 let rounded = |sum: Scalar| Scalar::read(dtype, &sum.write(dtype, 1));
-                let on_host = |ranks: Vec<usize>| rounded(fold(&mut ranks.into_iter()));
-                let sums = by_host(&shape.hosts).into_iter().map(on_host);
+                let on_host = |ranks: &Vec<usize>| rounded(fold(&mut ranks.iter().copied()));
+                let sums = hosts.iter().map(on_host);
                 sums.reduce(|a, b| a.combine(dtype, op, b)).expect("there are hosts")
             }
             Algorithm::Ring => fold(&mut (0..world).map(|step| (owners[element] + step) % world)),
@@ -85,12 +87,6 @@ pub fn combined(part: &Part, shape: &Shape, algorithm: Algorithm, inputs: &[Vec<
 fn shard_len(count: usize, world: usize, rank: usize) -> usize {
     // Deal the elements out in turn, and count.
     (count + world - 1 - rank) / world
-}
-
-/// Whether there are several hosts, and several ranks on one of them.
-fn has_two_levels(hosts: &[u64]) -> bool {
-    let lists = by_host(hosts);
-    lists.len() > 1 && lists.len() < hosts.len()
 }
 
 /// The ranks of each host, hosts by their lowest rank.

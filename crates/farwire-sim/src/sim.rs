@@ -1,9 +1,9 @@
 //! The event loop: virtual time, and what happens in it.
 
+mod queue;
 mod transit;
 
-use std::cmp::Ordering;
-use std::collections::{BinaryHeap, HashMap, HashSet, VecDeque};
+use std::collections::VecDeque;
 use std::num::NonZeroU32;
 use std::time::Duration;
 
@@ -15,11 +15,13 @@ use farwire_proto::{
 };
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
+use rustc_hash::{FxHashMap as HashMap, FxHashSet as HashSet};
 
 use crate::model::{CodedModel, Coder, Task};
 use crate::network::{Interface, Network, Trouble};
 use crate::node::{FlightId, Job, Node, memory};
 use crate::report::{Hang, JobEnd, JobId, JobReport, RankStats, Report};
+use queue::Queue;
 use transit::Flight;
 
 /// A call for a process to make.
@@ -105,8 +107,7 @@ pub struct Sim {
     carry_bytes: bool,
     limit: Time,
     now: Time,
-    queue: BinaryHeap<Scheduled>,
-    happenings: u64,
+    queue: Queue<Happening>,
     nodes: Vec<Node>,
     submissions: Vec<Option<Submission>>,
     followers: HashMap<JobId, Vec<JobId>>,
@@ -133,35 +134,7 @@ pub struct Sim {
     report: Report,
 }
 
-/// Something that will happen. The greatest, for the heap, is the earliest, and of those the first
-/// to be scheduled.
-#[derive(Debug)]
-struct Scheduled {
-    at: Time,
-    order: u64,
-    happening: Happening,
-}
-
-impl Ord for Scheduled {
-    fn cmp(&self, other: &Self) -> Ordering {
-        (other.at, other.order).cmp(&(self.at, self.order))
-    }
-}
-
-impl PartialOrd for Scheduled {
-    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl PartialEq for Scheduled {
-    fn eq(&self, other: &Self) -> bool {
-        self.cmp(other).is_eq()
-    }
-}
-
-impl Eq for Scheduled {}
-
+/// Something that will happen.
 #[derive(Debug)]
 enum Happening {
     /// A process makes a call.
@@ -250,24 +223,23 @@ impl Sim {
             carry_bytes: true,
             limit: Time(Duration::from_secs(24 * 3600)),
             now: Time::ZERO,
-            queue: BinaryHeap::new(),
-            happenings: 0,
+            queue: Queue::default(),
             nodes,
             submissions: Vec::new(),
-            followers: HashMap::new(),
+            followers: HashMap::default(),
             pending: 0,
             flights: Vec::new(),
             free_flights: Vec::new(),
-            sender_free: HashMap::new(),
-            receiver_free: HashMap::new(),
-            link_free: HashMap::new(),
-            planned: HashMap::new(),
+            sender_free: HashMap::default(),
+            receiver_free: HashMap::default(),
+            link_free: HashMap::default(),
+            planned: HashMap::default(),
             relay_free: Time::ZERO,
-            cores: HashMap::new(),
-            coders: HashMap::new(),
-            last_arrival: HashMap::new(),
-            last_read: HashMap::new(),
-            severed: HashSet::new(),
+            cores: HashMap::default(),
+            coders: HashMap::default(),
+            last_arrival: HashMap::default(),
+            last_read: HashMap::default(),
+            severed: HashSet::default(),
             report,
         }
     }
@@ -329,9 +301,7 @@ impl Sim {
                 observe(Progress { now: self.now, frames });
             }
             match self.queue.pop() {
-                Some(Scheduled { at, happening, .. }) if at <= self.limit => {
-                    self.step(at, happening)
-                }
+                Some((at, happening)) if at <= self.limit => self.step(at, happening),
                 _ => return Err(self.hang()),
             }
         }
@@ -357,8 +327,7 @@ impl Sim {
     }
 
     fn push(&mut self, at: Time, happening: Happening) {
-        self.queue.push(Scheduled { at, order: self.happenings, happening });
-        self.happenings += 1;
+        self.queue.push(at, happening);
     }
 
     fn step(&mut self, at: Time, happening: Happening) {

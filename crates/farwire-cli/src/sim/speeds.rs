@@ -10,7 +10,8 @@ use serde::Deserialize;
 const PAYLOAD: f64 = 0.95;
 /// Bytes of a frame of the operations that were measured.
 const SEGMENT: f64 = 65_536.0;
-/// A pass that only writes takes about so much of one that reads two vectors and writes one.
+/// A pass that only writes takes about so much of one that reads two vectors and writes one, unless
+/// it was measured.
 const FILL: f64 = 0.5;
 
 /// Why speeds cannot be used.
@@ -35,14 +36,21 @@ pub(crate) enum SpeedsError {
 #[serde(untagged)]
 enum Row {
     /// Of `farwire bench codec`.
-    Codec { codec: String, encode_gbs: f64, decode_gbs: f64, add_gbs: f64 },
+    Codec {
+        codec: String,
+        encode_gbs: f64,
+        decode_gbs: f64,
+        add_gbs: f64,
+        fill_gbs: Option<f64>,
+        fresh_gbs: Option<f64>,
+    },
     /// Of `farwire bench` between ranks.
     Operation { op: String, link: String, ranks: f64, wire_bytes: f64, cpu_s: f64, iters: f64 },
     /// Of `farwire netlab --json`.
     Relay { relay_cpu_s: f64, relay_bytes: f64 },
-    /// What flows between hosts fill of their lines, of a rate that is the only limit: the bound of
-    /// an all-reduce over its time.
-    Line { line_share: f64 },
+    /// What flows between hosts fill of their lines, where the lines are the only limit: the bound
+    /// of an all-reduce over its time. At that many bytes per second, or at any.
+    Line { line_share: f64, bandwidth: Option<f64> },
 }
 
 /// All that was measured.
@@ -70,10 +78,15 @@ impl Speeds {
         Ok(Self { rows: rows?, path })
     }
 
-    /// The share of a line that payload fills.
-    pub(crate) fn line_share(&self) -> f64 {
+    /// The share of a line of so many bytes per second that payload fills. It depends on how many
+    /// packets a queue has room for, so what was measured at one rate says nothing of others.
+    pub(crate) fn line_share(&self, rate: f64) -> f64 {
         let share = self.rows.iter().find_map(|row| match row {
-            Row::Line { line_share } => Some(*line_share),
+            Row::Line { line_share, bandwidth }
+                if bandwidth.is_none_or(|measured| (measured / rate - 1.0).abs() < 0.01) =>
+            {
+                Some(*line_share)
+            }
             _ => None,
         });
         share.unwrap_or(PAYLOAD)
@@ -82,12 +95,19 @@ impl Speeds {
     /// What a codec costs; `sparse` if it leaves elements out.
     pub(crate) fn coding(&self, name: &str, sparse: bool) -> Result<CodingSpeeds, SpeedsError> {
         let speeds = self.rows.iter().find_map(|row| match row {
-            Row::Codec { codec, encode_gbs, decode_gbs, add_gbs } if codec == name => {
+            Row::Codec { codec, encode_gbs, decode_gbs, add_gbs, fill_gbs, fresh_gbs }
+                if codec == name =>
+            {
                 let per_byte = |gbs: f64| 1e-9 / gbs;
                 let add = per_byte(*add_gbs);
-                let fill = if sparse { FILL * add } else { 0.0 };
                 let (encode, decode) = (per_byte(*encode_gbs), per_byte(*decode_gbs));
-                Some(CodingSpeeds { encode, decode, fill, add })
+                let filled = |gbs: &Option<f64>| match gbs {
+                    _ if !sparse => 0.0,
+                    Some(gbs) => per_byte(*gbs),
+                    None => FILL * add,
+                };
+                let (fill, fresh) = (filled(fill_gbs), filled(fresh_gbs));
+                Some(CodingSpeeds { encode, decode, fill, fresh, add })
             }
             _ => None,
         });
@@ -102,21 +122,28 @@ impl Speeds {
             _ => None,
         });
         let add = add.ok_or_else(|| self.missing("additions", "codec --codec int8".to_owned()))?;
-        let operation = |name: &str| {
+        // Links differ in what they cost, so frames and bytes are those of one.
+        let operation = |name: &str, over: Option<&str>| {
             self.rows.iter().find_map(|row| match row {
                 Row::Operation { op, link, ranks, wire_bytes, cpu_s, iters }
-                    if op == name && link != "shm" =>
+                    if op == name && link != "shm" && over.is_none_or(|over| over == link) =>
                 {
-                    Some((*ranks, *wire_bytes, cpu_s / iters))
+                    Some((&**link, *ranks, *wire_bytes, cpu_s / iters))
                 }
                 _ => None,
             })
         };
-        let command = "all_reduce --ranks 2 --link quic --size 64MiB";
-        let (ranks, bytes, cpu) =
-            operation("all_reduce").ok_or_else(|| self.missing("a link", command.to_owned()))?;
-        let frame = operation("barrier").map(|(ranks, _, cpu)| cpu / (2.0 * ranks * (ranks - 1.0)));
-        let frame = frame.unwrap_or(0.0);
+        let command = "all_reduce --ranks 2 --link tcp --size 64MiB";
+        let (link, ranks, bytes, cpu) = operation("all_reduce", None)
+            .ok_or_else(|| self.missing("a link", command.to_owned()))?;
+        let frame = match operation("barrier", Some(link)) {
+            Some((_, ranks, _, cpu)) => cpu / (2.0 * ranks * (ranks - 1.0)),
+            None if operation("barrier", None).is_none() => 0.0,
+            None => {
+                let command = format!("barrier --ranks 8 --link {link} --size 4");
+                return Err(self.missing(&format!("frames over {link}"), command));
+            }
+        };
         // What is left for each byte, at each end. Half of what a rank receives, it adds up.
         let per_byte = cpu / (ranks * bytes) - 2.0 * frame / SEGMENT - 0.5 * add;
         let carry = per_byte.max(0.0) / 2.0;

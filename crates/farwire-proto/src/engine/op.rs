@@ -39,6 +39,8 @@ pub(super) struct Moving {
     parcels: Vec<parcels::Progress>,
     /// Rounds of parcels that have come from everyone.
     rounds: u32,
+    /// Lanes on which the next of them has not come.
+    behind: usize,
     /// Lanes with frames still to move.
     pub(super) unfinished: usize,
     /// Frames that wait for one of the counters of [`Gate::counters`].
@@ -161,6 +163,7 @@ impl Op {
             self.moving.unfinished += 1;
             self.line_up(lane, queues, credit);
         }
+        self.moving.behind = self.moving.unfinished;
     }
 
     /// Puts a lane's next frame where it belongs: among the ready ones, or behind its gate.
@@ -298,14 +301,22 @@ impl Op {
         Ok(Verdict::Take(Take { op: self.id, effect: Effect::Apply(frame.action), lane }))
     }
 
-    /// A round of parcels that has come from everyone, each once and in order.
-    fn next_round(&mut self) -> Option<u32> {
-        let slowest =
-            self.plan.others().map(|rank| self.moving.parcels[self.lane_of(rank)].into.0).min()?;
-        (slowest > self.moving.rounds).then(|| {
-            self.moving.rounds += 1;
-            self.moving.rounds - 1
-        })
+    /// A parcel of this round has come whole: the round, if it has now come from everyone. Each is
+    /// named once and in order. Lanes are counted, for with many ranks it takes long to look at all
+    /// of them whenever a parcel has come.
+    fn complete_round(&mut self, round: u32) -> Option<u32> {
+        if round != self.moving.rounds {
+            return None; // this lane is further than others
+        }
+        self.moving.behind -= 1;
+        if self.moving.behind > 0 {
+            return None;
+        }
+        self.moving.rounds += 1;
+        let next = self.moving.rounds;
+        let lanes = self.plan.others().map(|rank| self.lane_of(rank));
+        self.moving.behind = lanes.filter(|lane| self.moving.parcels[*lane].into.0 <= next).count();
+        Some(round)
     }
 
     pub(super) fn taken(
@@ -326,7 +337,7 @@ impl Op {
             if part.round + 1 == limits.recvs {
                 state.recvs = state.taken;
             }
-            if let Some(round) = self.next_round() {
+            if let Some(round) = self.complete_round(part.round) {
                 queues.events.push_back(Event::Round(self.id, round));
             }
         }
@@ -439,6 +450,7 @@ impl Moving {
         self.progress = Gate::OPEN;
         self.unfinished = 0;
         self.rounds = 0;
+        self.behind = 0;
         self.lanes.clear();
         self.parcels.clear();
         self.waiting.iter_mut().for_each(BinaryHeap::clear);
