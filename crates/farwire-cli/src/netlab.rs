@@ -23,8 +23,7 @@ use crate::units::{rate, share, size, time};
 /// relay in this process carries packets between them and makes the network as bad as asked for.
 /// The command runs once on each, or as often as --ranks-per-host says, with what `farwire launch`
 /// would set: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and FARWIRE_TOKEN, so farwire programs just
-/// work; with several ranks on a host also FARWIRE_HOST, so that they share memory with those of
-/// their host alone. GLOO_SOCKET_IFNAME is set for torch. Needs root on Linux. Nothing stays behind, however it ends.
+/// work; and FARWIRE_HOST, so that they share memory with those of their host alone. GLOO_SOCKET_IFNAME is set for torch. Needs root on Linux. Nothing stays behind, however it ends.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -156,6 +155,8 @@ impl Json {
     }
 }
 
+/// Hosts of one rank that share a core before they are told that they do.
+const CROWD: usize = 4;
 /// In a namespace of its own, any port is free.
 const PORT: u16 = 29500;
 
@@ -260,11 +261,14 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, NetlabError> {
         variables.push(("FARWIRE_LINK", "quic".to_owned()));
     }
     let ranks = args.hosts * args.ranks_per_host;
+    // Hosts have names of their own, as on a real network. But many with one rank each have one name,
+    // so that all know that they share the machine's cores, and have more patience with each other.
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let is_crowded = args.hosts as usize > CROWD * cores;
+    let is_named = args.ranks_per_host > 1 || !is_crowded;
     let host = |host: u32| RankHost {
         number: host.into(),
-        // One rank on each is the same under any name; but under one, all know that they share the
-        // machine's cores, and have more patience with each other.
-        name: (args.ranks_per_host > 1).then(|| format!("host-{host}")),
+        name: is_named.then(|| format!("host-{host}")),
         namespace: Some(lab.namespace_path(host as usize)),
     };
     let code = Job {
