@@ -255,8 +255,8 @@ impl Node {
     fn drive(&self, done: impl Fn() -> bool) {
         // Turns without effect, and since when.
         let (mut idle, mut since) = (0, None);
-        let mut resting = None;
         loop {
+            let count = self.bell.count();
             let (moved, short, coding) = {
                 let mut driver = self.driver();
                 let moved = driver.turn();
@@ -274,7 +274,7 @@ impl Node {
                 return;
             }
             if moved {
-                (idle, resting) = (0, None);
+                idle = 0;
                 continue;
             }
             idle += 1;
@@ -282,15 +282,9 @@ impl Node {
             let waited = now.saturating_duration_since(*since.get_or_insert(now));
             let spin = self.spin(coding);
             if idle > LEAST_TURNS && waited >= spin {
-                // Nobody rings for it before it says that it rests, so it looks once more then.
-                match resting.take() {
-                    None => resting = Some(self.bell.rest()),
-                    Some(resting) => {
-                        let patience = self.driver().patience();
-                        resting.sleep(patience.min(NAP));
-                        idle = 0;
-                    }
-                }
+                let patience = self.driver().patience();
+                self.bell.sleep(count, patience.min(NAP));
+                idle = 0;
             } else if idle > LEAST_TURNS / 2 {
                 std::thread::yield_now(); // which costs little if nobody wants the core
             } else {

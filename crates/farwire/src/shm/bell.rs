@@ -12,10 +12,7 @@ use super::region::Region;
 use super::slots::{Memory, Word};
 
 /// One per process. Whoever has something for the process rings it; whoever waits for something
-/// says that it is about to [rest](Self::rest), looks around once more, and sleeps until it rings.
-///
-/// As long as nobody rests, to ring is to look, and writes nothing: many may have something for a
-/// process at once, and would wait for each other to write the same word.
+/// notes the count, looks around, and sleeps until the count changes, so that no ring is missed.
 #[derive(Clone, Debug)]
 pub(crate) struct Bell {
     region: Arc<Region>,
@@ -44,19 +41,23 @@ impl Bell {
         Words { rings: self.region.word(Self::RINGS), sleepers: self.region.word(Self::SLEEPERS) }
     }
 
+    /// How often it has rung. What was done before those rings is there to be seen.
+    pub(crate) fn count(&self) -> u32 {
+        self.words().count()
+    }
+
     pub(crate) fn ring(&self) {
         self.words().ring();
     }
 
-    /// From now on it rings for this thread. What was done before somebody rang in vain is there to
-    /// be seen: look for it, then [sleep](Resting::sleep).
-    pub(crate) fn rest(&self) -> Resting<'_, AtomicU32> {
-        self.words().rest()
+    /// Sleeps until it rings, if it has not since `count` was read, or until the timeout.
+    pub(crate) fn sleep(&self, count: u32, timeout: Duration) {
+        self.words().sleep(count, timeout);
     }
 }
 
 /// A word that a thread can sleep on.
-pub(crate) trait Alarm: Word {
+pub(super) trait Alarm: Word {
     /// Adds, with release ordering.
     fn add(&self, value: u32);
     /// `std::sync::atomic::fence` with sequential consistency.
@@ -93,51 +94,32 @@ impl Alarm for AtomicU32 {
 /// What a bell does with its two words. Apart, so that a model checker can do the same with its
 /// own.
 #[derive(Debug)]
-pub(crate) struct Words<'a, A> {
+pub(super) struct Words<'a, A> {
     pub(super) rings: &'a A,
     pub(super) sleepers: &'a A,
 }
 
-impl<'a, A: Alarm> Words<'a, A> {
+impl<A: Alarm> Words<'_, A> {
+    pub(super) fn count(&self) -> u32 {
+        self.rings.load(Ordering::Acquire)
+    }
+
     pub(super) fn ring(&self) {
-        // Who rests says so before it looks around. Between the two fences, either it finds what
-        // it is rung for, or it is found here.
+        self.rings.add(1);
+        // A sleeper announces itself before the count is compared. Between the two fences, either
+        // it finds the new count, or it is found here.
         A::fence();
         if self.sleepers.load(Ordering::Relaxed) > 0 {
-            self.rings.add(1);
             self.rings.wake();
         }
     }
 
-    pub(super) fn rest(self) -> Resting<'a, A> {
+    pub(super) fn sleep(&self, count: u32, timeout: Duration) {
         self.sleepers.add(1);
         A::fence();
-        // What was done before a ring that is counted here is seen by who looks around.
-        let count = self.rings.load(Ordering::Acquire);
-        Resting { words: self, count }
-    }
-}
-
-/// A thread for which a bell rings, until this is dropped.
-#[derive(Debug)]
-#[must_use = "look around, then sleep"]
-pub(crate) struct Resting<'a, A: Alarm> {
-    words: Words<'a, A>,
-    /// How often it had rung.
-    count: u32,
-}
-
-impl<A: Alarm> Resting<'_, A> {
-    /// Sleeps until it rings, if it has not since this began, or until the timeout; or for no reason
-    /// less, which only means to look around once more.
-    pub(crate) fn sleep(self, timeout: Duration) {
-        self.words.rings.wait(self.count, timeout);
-    }
-}
-
-impl<A: Alarm> Drop for Resting<'_, A> {
-    fn drop(&mut self) {
-        self.words.sleepers.add(1u32.wrapping_neg());
+        // Waking early, for whatever reason, only means looking around once more.
+        self.rings.wait(count, timeout);
+        self.sleepers.add(1u32.wrapping_neg());
     }
 }
 
@@ -148,33 +130,31 @@ mod tests {
     #[test]
     fn a_ring_between_looking_and_sleeping_is_not_missed() {
         let bell = Bell::new().unwrap();
-        let resting = bell.rest();
+        let count = bell.count();
         bell.ring();
-        resting.sleep(Duration::from_secs(3600));
+        bell.sleep(count, Duration::from_secs(3600));
     }
 
     #[test]
     fn every_ring_wakes_every_sleeper() {
         let bell = Bell::new().unwrap();
-        let (said, seen) = (AtomicU32::new(0), AtomicU32::new(0));
-        let (bell, said, seen) = (&bell, &said, &seen);
         std::thread::scope(|scope| {
+            let seen = Arc::new(AtomicU32::new(0));
             for _ in 0..3 {
+                let (bell, seen) = (bell.clone(), seen.clone());
                 scope.spawn(move || {
                     for ring in 1..=100 {
-                        loop {
-                            let resting = bell.rest();
-                            if said.load(Ordering::Relaxed) >= ring {
-                                break;
+                        while bell.count() < ring {
+                            let count = bell.count();
+                            if count < ring {
+                                bell.sleep(count, Duration::from_secs(3600));
                             }
-                            resting.sleep(Duration::from_secs(3600));
                         }
                         seen.fetch_add(1, Ordering::SeqCst);
                     }
                 });
             }
             for ring in 1..=100 {
-                said.store(ring, Ordering::Relaxed);
                 bell.ring();
                 while seen.load(Ordering::SeqCst) < 3 * ring {
                     std::thread::yield_now();

@@ -220,12 +220,13 @@ fn two_rings<const FENCED: bool>() {
             Words { rings: &bell[0], sleepers: &bell[1] }.ring();
         })
     });
+    let words = Words { rings: &bell[0], sleepers: &bell[1] };
     loop {
-        let resting = Words { rings: &bell[0], sleepers: &bell[1] }.rest();
+        let count = words.count();
         if said.iter().all(|said| said.load(Ordering::Relaxed) == 1) {
             break;
         }
-        resting.sleep(Duration::MAX);
+        words.sleep(count, Duration::MAX);
     }
     ringers.into_iter().for_each(|ringer| ringer.join().unwrap());
 }

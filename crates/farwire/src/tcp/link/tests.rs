@@ -76,11 +76,11 @@ impl Side {
     /// Waits until something is so, and reads meanwhile. Nothing that ends a lane's wait may come.
     fn wait_for<T>(&mut self, mut found: impl FnMut(&mut TcpLink) -> Option<T>) -> T {
         loop {
-            let resting = self.bell.rest();
+            let count = self.bell.count();
             if let Some(found) = found(&mut self.link) {
                 return found;
             }
-            resting.sleep(Duration::from_millis(100));
+            self.bell.sleep(count, Duration::from_millis(100));
         }
     }
 
