@@ -2,15 +2,16 @@
 """All-reduce beside its peers: farwire, Gloo (through torch), Open MPI and nexar 0.2.0, on one host and on shaped hosts.
 
     python3 scripts/peers.py [--farwire PATH] [--rounds 5] [--quick] [--only WORD] [--no-install] [--json FILE]
+    python3 scripts/peers.py --sweep --only "one host, " --plot docs/images/peers.svg     (time against size)
 
-Needs Linux; shaped hosts need root, for `farwire netlab`. What a peer lacks is installed: Open MPI by apt, torch by
+Needs Linux; shaped hosts need root, for network namespaces. What a peer lacks is installed: Open MPI by apt, torch by
 pip and nexar by cargo, both into `--folder`; a peer that cannot be is left out, and the reason told. All peers have
 the same sizes, the same numbers of iterations and f32 sums. Each round runs all of them, one after the other.
 
 A time is the median over rounds of a run's median over iterations, each of them that of the slowest rank. `than Gloo`
 and `than Open MPI` say how many times as fast, as the median over rounds of ratios within a round, where both ran at
 the same place; through a codec, against dense. `CPU s` is what all ranks together used for one operation (shaped hosts
-also share their cores with the relay between them). `wrong` counts elements, over all ranks, in one checked operation.
+also share their cores with the kernel's network between them). `wrong` counts elements, over all ranks, in one checked operation.
 
 A round takes about three minutes on two cores. Ctrl-C ends it early, with a table of what there is.
 """
@@ -19,6 +20,7 @@ import argparse
 import datetime
 import itertools
 import json
+import math
 import os
 import platform
 import shutil
@@ -249,15 +251,46 @@ class Case:
     def arguments(self):
         return [str(WARMUP), *(f"{size}:{iterations}" for size, iterations in self.sizes.items())]
 
-    def lab(self, options):
-        """What puts a command on every host."""
-        hosts = ["--hosts", str(self.ranks), "--rate", self.rate, "--queue", "20ms", "--delay", "0.1ms"]
-        return [options.farwire, "netlab", *hosts, "--"]
+    def run_on_hosts(self, command, environment, options):
+        """Runs a command on every host: the results that its ranks print."""
+        hosts = [f"peers-{self.rate}-{number}" for number in range(self.ranks)]
+        if not os.path.exists(f"/run/netns/{hosts[0]}"):
+            shape(hosts, self.rate, options)
+        token = subprocess.run([options.farwire, "token"], check=True, capture_output=True, text=True).stdout.strip()
+        job = {"WORLD_SIZE": str(self.ranks), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": "0"}
+        job |= {"FARWIRE_TOKEN": token, "GLOO_SOCKET_IFNAME": "eth0"}
+        inside = lambda host: ["ip", "netns", "exec", host, "env", f"FARWIRE_HOST={host}", *command]
+        return run([inside(host) for host in hosts], {**environment, **job})
 
 
-def on_one_host(ranks, quick):
+def shape(hosts, rate, options):
+    """Network namespaces on one bridge, whose links the kernel limits both ways, with a queue of 20 ms: a relay like
+    netlab's would be slower than the fast ones. They last as long as this program."""
+    def system(line):
+        subprocess.run(line.split(), check=True, capture_output=True)
+
+    middle = f"peers-{rate}"
+    limit = f"root tbf rate {rate} burst 128kb latency 20ms"
+    for name in (middle, *hosts):
+        options.namespaces.append(name)
+        system(f"ip netns add {name}")
+        system(f"ip -n {name} link set lo up")
+    system(f"ip -n {middle} link add br0 type bridge")
+    system(f"ip -n {middle} link set br0 up")
+    for number, host in enumerate(hosts):
+        system(f"ip link add eth0 netns {host} type veth peer name p{number} netns {middle}")
+        system(f"ip -n {middle} link set p{number} master br0 up")
+        system(f"ip -n {host} addr add 10.77.0.{number + 1}/24 dev eth0")
+        system(f"ip -n {host} link set eth0 up")
+        system(f"tc -n {host} qdisc add dev eth0 {limit}")
+        system(f"tc -n {middle} qdisc add dev p{number} {limit}")
+
+
+def on_one_host(ranks, options):
     sizes = {4 << 10: 300, 1 << 20: 100, 64 << 20: 10}
-    return Case(f"one host, {ranks} ranks", {1 << 20: 50} if quick else sizes, ranks)
+    if options.sweep:
+        sizes = {1 << power: max(10, min(300, 1 << 27 - power)) for power in range(10, 27, 2)}
+    return Case(f"one host, {ranks} ranks", {1 << 20: 50} if options.quick else sizes, ranks)
 
 
 def over_loopback(quick):
@@ -285,8 +318,11 @@ class Farwire:
         for size, iterations in case.sizes.items():
             bench = [options.farwire, "bench", "all_reduce", f"--size={size}", f"--codec={self.codec}", f"--link={self.link}"]
             bench += [f"--iters={iterations * more}", f"--warmup={WARMUP}", "--json", *["--check"] * options.check]
-            command = case.lab(options) + bench if case.rate else [*bench, f"--ranks={case.ranks}"]
-            for row in run([command], environment):
+            if case.rate:
+                rows = case.run_on_hosts(bench, environment, options)
+            else:
+                rows = run([[*bench, f"--ranks={case.ranks}"]], environment)
+            for row in rows:
                 cpu = row["cpu_s"] / row["iters"]
                 results.append({"bytes": size, "seconds": row["p50_us"] / 1e6, "cpu": cpu, "wrong": row["wrong"] or 0})
         return results
@@ -311,7 +347,7 @@ class Gloo:
     def run(self, case, options):
         rank = [self.python, os.path.abspath(__file__), "--gloo-rank", *case.arguments()]
         if case.rate:
-            return run([[*case.lab(options), *rank]], os.environ)
+            return case.run_on_hosts(rank, os.environ, options)
         if case.name not in self.jobs:
             job = {**os.environ, "WORLD_SIZE": str(case.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
             job["GLOO_SOCKET_IFNAME"] = "lo"
@@ -367,7 +403,7 @@ class Nexar:
         if not case.rate:
             return run([command], {**os.environ, "RANKS": str(case.ranks)})
         # Each rank prints what it saw: the slowest counts, and the CPU of all.
-        seen, results = run([[*case.lab(options), *command]], os.environ), []
+        seen, results = case.run_on_hosts(command, os.environ, options), []
         for size in case.sizes:
             ranks = [rank for rank in seen if rank["bytes"] == size]
             if len(ranks) < case.ranks:
@@ -412,8 +448,8 @@ def free_port():
 
 
 def run(commands, environment):
-    """Runs commands at once, as ranks 0, 1, … The results that the first printed; netlab puts `[rank] ` in front."""
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    """Runs commands at once, as ranks 0, 1, … The results that they print."""
+    pipes = dict(stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     ranks = [subprocess.Popen(command, env={**environment, "RANK": str(rank)} if len(commands) > 1 else environment, **pipes)
              for rank, command in enumerate(commands)]
     try:
@@ -473,6 +509,45 @@ def megabytes(size):
     return f"{size / 1e6:g} MB"
 
 
+COLOURS = ["#c8542b", "#3b7dd8", "#6a737d", "#8250df"]
+
+
+def plot(table):
+    """Time against size, both by powers of ten, a panel for each number of ranks."""
+    cases = {}
+    for (case, size, name), cells in table.cells.items():
+        if case.startswith("one host") and "links" not in case:
+            seconds = statistics.median(cell["seconds"] for cell in cells.values())
+            cases.setdefault(case, {}).setdefault(name, []).append((size, seconds * 1e6))
+    wide, high, left, top, gap = 340, 280, 56, 60, 30
+    sizes = [size for lines in cases.values() for line in lines.values() for size, _ in line]
+    times = [time for lines in cases.values() for line in lines.values() for _, time in line]
+    floor, ceiling = math.floor(math.log10(min(times))), math.ceil(math.log10(max(times)))
+    width, height = left + len(cases) * (wide + gap), top + high + 44
+    font = 'font-family="system-ui, sans-serif" fill="#24292f"'
+    label = lambda x, y, what, anchor="middle": f'<text x="{x:.1f}" y="{y:.1f}" {font} font-size="11" text-anchor="{anchor}">{what}</text>'
+    svg = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">',
+           f'<rect width="{width}" height="{height}" fill="#ffffff"/>']
+    names = list(dict.fromkeys(name for lines in cases.values() for name in lines))
+    for number, name in enumerate(names):
+        x = left + 120 * number
+        svg += [f'<path d="M{x} 16h24" stroke="{COLOURS[number % 4]}" stroke-width="2"/>', label(x + 30, 20, name, "start")]
+    for number, (case, lines) in enumerate(cases.items()):
+        x, bottom = left + number * (wide + gap), top + high
+        across = lambda size: x + wide * math.log(size / min(sizes)) / math.log(max(sizes) / min(sizes))
+        up = lambda time: bottom - high * (math.log10(time) - floor) / (ceiling - floor)
+        svg.append(label(x + wide / 2, top - 12, case))
+        for power in range(floor, ceiling + 1):
+            svg.append(f'<path d="M{x} {up(10 ** power):.1f}h{wide}" stroke="#d8dee4"/>')
+            if number == 0:
+                svg.append(label(x - 6, up(10 ** power) + 4, f"{10 ** power} µs" if power < 3 else f"{10 ** (power - 3)} ms", "end"))
+        svg += [label(across(size), bottom + 16, megabytes(size)) for size in sorted(set(sizes))[::2]]
+        for name, line in lines.items():
+            points = " ".join(f"{across(size):.1f},{up(time):.1f}" for size, time in sorted(line))
+            svg.append(f'<polyline points="{points}" fill="none" stroke="{COLOURS[names.index(name) % 4]}" stroke-width="2"/>')
+    return "\n".join(svg) + "\n</svg>\n"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--farwire", default="target/release/farwire", help="the program")
@@ -481,11 +556,14 @@ def main():
     parser.add_argument("--only", default="", help="cases whose name holds this: `one host`, `4 hosts`, `2 ranks`")
     parser.add_argument("--no-install", action="store_true", help="leave out what is not there")
     parser.add_argument("--folder", default="target/peers", help="where peers are built and installed")
+    parser.add_argument("--sweep", action="store_true", help="on one host, nine sizes from 1 KiB to 64 MiB")
     parser.add_argument("--json", help="write all results here")
+    parser.add_argument("--plot", metavar="SVG", help="draw time against size, for each number of ranks on one host")
     parser.add_argument("--gloo-rank", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.gloo_rank:
         return gloo_rank(options.gloo_rank[0], options.gloo_rank[1:])
+    options.namespaces = []
     options.farwire, options.folder = os.path.abspath(options.farwire), os.path.abspath(options.folder)
     os.makedirs(options.folder, exist_ok=True)
 
@@ -495,15 +573,15 @@ def main():
             peers.append(peer(options))
         except (Missing, OSError, subprocess.SubprocessError) as why:
             print(f"without {peer.name}: {why}", file=sys.stderr)
-    shaped = [Farwire("quic"), Farwire("tcp")] + [Farwire("quic", codec) for codec in ("int8", "topk:0.01", "randk:0.01")]
+    shaped = [Farwire("quic"), Farwire("tcp")] + [Farwire("tcp", codec) for codec in ("int8", "topk:0.01", "randk:0.01")]
     network = [Farwire("tcp"), Farwire("quic"), *(Farwire("quic", connections=count) for count in (1, 2, 4, 8))]
     gloo = [peer for peer in peers if peer.name == Gloo.name]
-    plan = [(on_one_host(ranks, options.quick), [Farwire("shm"), *peers]) for ranks in (2, 4, 8, 16) if ranks <= max(4, os.cpu_count())]
+    plan = [(on_one_host(ranks, options), [Farwire("shm"), *peers]) for ranks in (2, 4, 8, 16) if ranks <= max(4, os.cpu_count())]
     plan += [(over_loopback(options.quick), network + gloo)]
-    if os.geteuid() == 0:
+    if os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc"):
         plan += [(on_shaped_hosts(rate, size, options.quick), shaped + peers) for rate, size in (("1gbit", 100), ("100mbit", 20))]
     else:
-        print("without shaped hosts: they need root", file=sys.stderr)
+        print("without shaped hosts: they need root, and `ip` and `tc`, of iproute2", file=sys.stderr)
 
     table, rounds = Table(), 0
     try:
@@ -522,12 +600,17 @@ def main():
     finally:
         for peer in gloo:
             peer.close()
+        for name in options.namespaces:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
     print(f"{datetime.date.today()}, {os.cpu_count()} cores ({platform.machine()}), {rounds} rounds:\n")
     print("| where | size | what | ms, median | least–most | × faster than Gloo | than Open MPI | CPU s | wrong |")
     print("|---|---|---|---|---|---|---|---|---|")
     for row in table.rows():
         print("| " + " | ".join(map(str, row)) + " |")
+    if options.plot:
+        with open(options.plot, "w") as file:
+            file.write(plot(table))
     if options.json:
         cells = [{"case": case, "bytes": size, "what": name, "rounds": cells} for (case, size, name), cells in table.cells.items()]
         with open(options.json, "w") as file:

@@ -7,7 +7,7 @@
 //! already in `A` if it is itself a partial result. For most types the two are one.
 
 use crate::dtype::{DType, Element, ReduceOp, types};
-use crate::team::{Teamed, each_part};
+use crate::team::{Teamed, Work, each_part};
 use crate::{dtypes, with_type};
 
 /// `running = a`, `running ∘= x`, `running = a ∘ b`, `out = finish(running)`: what a reduction is
@@ -74,12 +74,7 @@ impl Arithmetic {
     }
 
     /// Has the team work on parts of a running value, each with its part of the operands.
-    fn each_part(
-        &self,
-        running: &mut [u8],
-        operands: [&[u8]; 2],
-        work: &(dyn Fn(&mut [u8], [&[u8]; 2]) + Sync),
-    ) {
+    fn each_part(&self, running: &mut [u8], operands: [&[u8]; 2], work: Work<'_>) {
         let count = running.len() / self.dtype.accumulator().size();
         each_part(self.team, count, running, operands, work);
     }

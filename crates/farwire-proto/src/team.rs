@@ -38,6 +38,9 @@ pub fn copy(team: Teamed, target: &mut [u8], source: &[u8]) {
     });
 }
 
+/// What is done to a part of a result and of up to two operands.
+pub(crate) type Work<'a> = &'a (dyn Fn(&mut [u8], [&[u8]; 2]) + Sync);
+
 /// Runs `work` on parts of `out` and of what belongs to them in `inputs`, side by side. Each of
 /// the slices has `count` elements, of whatever size, or is empty.
 pub(crate) fn each_part(
@@ -45,7 +48,7 @@ pub(crate) fn each_part(
     count: usize,
     out: &mut [u8],
     inputs: [&[u8]; 2],
-    work: &(dyn Fn(&mut [u8], [&[u8]; 2]) + Sync),
+    work: Work<'_>,
 ) {
     match team {
         Some(team) if out.len() >= 2 * LEAST_PART => {
@@ -62,7 +65,7 @@ fn spread(
     count: usize,
     out: &mut [u8],
     inputs: [&[u8]; 2],
-    work: &(dyn Fn(&mut [u8], [&[u8]; 2]) + Sync),
+    work: Work<'_>,
 ) {
     let parts_here = parts / 2;
     if parts_here == 0 {
