@@ -14,7 +14,7 @@ use std::process::{ExitCode, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use farwire::{Board, HeldPort, Token};
+use farwire::{HeldPort, Token};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, WaitIdStatus};
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader};
 use tokio::process::{Child, Command};
@@ -332,8 +332,6 @@ impl Job {
         let system = |what| move |source| LaunchError::System { what, source };
         let mut wishes = Wishes::new().map_err(system("could not watch for signals"))?;
         let records = flight_folder();
-        let board = self.elastic.map(|_| Board::new()).transpose();
-        let board = board.map_err(system("could not get memory to share with ranks"))?;
         let output = Arc::new(tokio::sync::Mutex::new(tokio::io::stdout()));
         let errors = Arc::new(tokio::sync::Mutex::new(tokio::io::stderr()));
         let mut running = JoinSet::new();
@@ -344,8 +342,7 @@ impl Job {
         // Starts a rank, which may join those that live.
         let launch = |rank: u32, port: &OwnPort, join: Option<Vec<u16>>| {
             let local_rank = self.index_of(rank).unwrap_or(0) as u32;
-            let board = board.as_ref();
-            let place = RankPlace { rank, local_rank, port, join, board };
+            let place = RankPlace { rank, local_rank, port, join };
             let (mut child, error) = self.start(&place, records.as_deref()).map_err(|source| {
                 LaunchError::Start { command: self.command[0].clone(), source }
             })?;
@@ -431,14 +428,6 @@ impl Job {
             let Ok((rank, status, last)) = ended else { continue };
             let status = status.map_err(system("could not wait for a rank"))?;
             alive.remove(&rank);
-            let joined = board.as_ref().map(Board::joined).unwrap_or_default();
-            // Those that were to take the places of others have nobody to join any more.
-            let is_over = !joined.is_empty()
-                && !self.is_on_several()
-                && !alive.iter().any(|rank| joined.contains(rank));
-            if let Some(board) = board.as_ref().filter(|_| is_over) {
-                board.end();
-            }
             // A job may lose many in its time, and should keep nothing of them.
             let mut part_with = async |rank: u32| {
                 said.show(self.ranks);
@@ -453,7 +442,6 @@ impl Job {
                 eprintln!("farwire: rank {rank} has left; {} on", go(alive.len()));
                 part_with(rank).await;
                 have_left = true;
-                is_ending |= is_over;
                 continue;
             }
             let died = status.exit_status() != Some(0);
@@ -489,24 +477,7 @@ impl Job {
                 let is_mistake = status.exit_status().is_some_and(|status| {
                     status == i32::from(MISTAKE) || NO_PROGRAM.contains(&status)
                 });
-                // As long as no rank is in the job, the others wait for this very one.
-                let again = joined.is_empty() && status.terminating_signal().is_some();
-                if let Some(index) = self.index_of(rank).filter(|_| restarts > 0 && again) {
-                    restarts -= 1;
-                    let started =
-                        self.port_of(rank).and_then(|port| Ok((launch(rank, &port, None)?, port)));
-                    match started {
-                        Ok(((pid, child, error, end), port)) => {
-                            (pids[index], births[index]) = (Some(pid), Instant::now());
-                            (children[index], ports[index]) = (child, port);
-                            said.sockets.extend(error.map(|error| (rank, error)));
-                            running.spawn(end);
-                            alive.insert(rank);
-                            continue;
-                        }
-                        Err(error) => eprintln!("farwire: did not start it again: {error}"),
-                    }
-                } else if restarts > 0 && !is_mistake && (is_job || !was_kept_out) {
+                if restarts > 0 && !is_mistake && (is_job || !was_kept_out) {
                     restarts -= 1;
                     let new = self.number_at(pids.len());
                     // Some of these may be dead as well, which is not known yet.
@@ -688,7 +659,7 @@ impl Job {
         place: &RankPlace<'_>,
         records: Option<&Path>,
     ) -> io::Result<(Child, Option<UnixStream>)> {
-        let &RankPlace { rank, local_rank, port: own_port, ref join, board } = place;
+        let &RankPlace { rank, local_rank, port: own_port, ref join } = place;
         let own_port = match own_port {
             OwnPort::Held(held) => Some(held),
             OwnPort::Any | OwnPort::Master => None,
@@ -731,8 +702,6 @@ impl Job {
             .envs(self.elastic.map(|_| ("FARWIRE_ELASTIC", "1")))
             .envs(own_port.map(|held| ("FARWIRE_PORT", held.port().to_string())))
             .envs(own_port.map(HeldPort::variable))
-            .env_remove("FARWIRE_BOARD") // of a launcher that has started this one
-            .envs(board.map(Board::variable))
             .envs(join.as_ref().map(|ports| ("FARWIRE_JOIN", self.addresses(ports).join(","))))
             .stdout(stdio())
             .stderr(stdio())
@@ -762,7 +731,6 @@ struct RankPlace<'a> {
     port: &'a OwnPort,
     /// The ports of those that it is to join; none if it is there from the start.
     join: Option<Vec<u16>>,
-    board: Option<&'a Board>,
 }
 
 /// The address by which others reach this machine: that of its way to `host`, to which nothing is

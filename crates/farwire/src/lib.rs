@@ -78,7 +78,6 @@ pub use farwire_proto::{
     SumOrder, Tag, Tuning, UnknownName, WorldSize, tune,
 };
 pub use in_place::InPlace;
-pub use join::board::Board;
 pub use join::env::{EnvError, Place};
 pub use join::held_port::HeldPort;
 pub use join::rendezvous::JoinError;

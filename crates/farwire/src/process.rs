@@ -17,7 +17,6 @@ use crate::driver::Driver;
 use crate::driver::members::{Members, host_number};
 use crate::error::Error;
 use crate::join::again::{Again, Met};
-use crate::join::board::RankBoard;
 use crate::join::env::Place;
 use crate::join::gathering::Newcomer;
 use crate::join::identity::Identity;
@@ -96,7 +95,6 @@ impl Builder {
             let lobby = settings.lobby(node.downgrade(), addresses, again, healths, bell);
             handle.spawn(lobby.keep(newcomers));
         }
-        settings.board.iter().for_each(RankBoard::say_joined);
         Communicator::of_world(node)
     }
 
@@ -149,7 +147,6 @@ impl Builder {
         }
         let lobby = settings.lobby(node.downgrade(), addresses, again, healths, bell);
         handle.spawn(lobby.keep(newcomers));
-        settings.board.iter().for_each(RankBoard::say_joined);
         Communicator::of_newest(node, Options::default())
     }
 }

@@ -11,7 +11,6 @@ use farwire_proto::membership::{self, TieRule};
 use farwire_proto::{Config, Peer, SumOrder, Tuning};
 
 use crate::error::Error;
-use crate::join::board::{self, RankBoard};
 use crate::join::env::{self, EnvError, Place};
 use crate::join::held_port;
 use crate::join::job::{self, JobName};
@@ -342,15 +341,10 @@ impl Builder {
         let what = "a port, which launchers set";
         let held_port: Option<u16> =
             variables.or(None, held_port::VARIABLE, what, |text| text.parse().ok())?;
-        let what = "the path of a launcher's open file, which launchers set";
-        let board = variables
-            .or(None, board::VARIABLE, what, board::parse)?
-            .map(|path| RankBoard { path, rank: variables.text("RANK").unwrap_or_default() });
         let path = |set: Option<PathBuf>, name| set.or_else(|| lookup(name).map(PathBuf::from));
         let own_port = if place.rank == Peer(0) { Some(place.master_port) } else { port };
         Ok(Settings {
             port_is_held: held_port.is_some() && held_port == own_port,
-            board,
             place,
             job,
             agree_on,
@@ -454,8 +448,6 @@ pub(crate) struct Settings {
     pub(crate) port: u16,
     /// Whether a launcher keeps this process's port free for it.
     pub(crate) port_is_held: bool,
-    /// If a launcher wants to know that this process is in the job.
-    pub(crate) board: Option<RankBoard>,
     /// Nothing for whichever leads to a peer.
     pub(crate) interface: Option<String>,
     pub(crate) join_timeout: Duration,

@@ -11,9 +11,10 @@ use tokio::time::{Instant, sleep, sleep_until};
 use super::meeting::Calls;
 use super::refusals::Refusals;
 use super::rendezvous::{Acquaintance, Answer, Purpose, turn_away, write};
+use crate::quic::transport::KEEP_ALIVE;
 
-/// A process that is alive is heard of in this time, once something was said to it.
-const SIGN_OF_LIFE: Duration = Duration::from_millis(1500);
+/// A process that is alive is heard of in this time, since its connection is kept alive.
+const SIGN_OF_LIFE: Duration = Duration::from_millis(KEEP_ALIVE.as_millis() as u64 + 1500);
 /// How often to look who has answered the roll call.
 const LOOK: Duration = Duration::from_millis(2);
 
@@ -64,7 +65,7 @@ impl Gathering {
         loop {
             while !self.expected.is_empty() {
                 tokio::select! {
-                    Some(newcomer) = newcomers.recv() => self.take(newcomer).await,
+                    Some(newcomer) = newcomers.recv() => self.take(newcomer),
                     () = calls.are_due() => calls.make(&self.expected),
                     () = sleep_until(deadline) => return Err(names(&self.expected)),
                 }
@@ -73,7 +74,7 @@ impl Gathering {
             while !silent.is_empty() {
                 tokio::select! {
                     Some(newcomer) = newcomers.recv() => {
-                        self.take(newcomer).await;
+                        self.take(newcomer);
                         break;
                     }
                     () = sleep(LOOK) => silent.retain(|(rank, before)| self.heard(*rank) == *before),
@@ -95,16 +96,11 @@ impl Gathering {
         let mut silent = Vec::new();
         for rank in self.me.0 + 1..self.peers.len() as u32 {
             silent.push((rank, self.heard(rank)));
-            self.call(rank).await;
+            if let Some(peer) = &mut self.peers[rank as usize] {
+                let _ = write(&mut peer.to, &Answer::Heard).await; // one that is lost stays silent
+            }
         }
         silent
-    }
-
-    /// Says something to a rank, which its connection acknowledges if the process is still there.
-    async fn call(&mut self, rank: u32) {
-        if let Some(peer) = &mut self.peers[rank as usize] {
-            let _ = write(&mut peer.to, &Answer::Heard).await; // one that is lost stays silent
-        }
     }
 
     /// Packets that have come from a rank.
@@ -113,7 +109,7 @@ impl Gathering {
         peer.map_or(0, |peer| peer.connection.stats().udp_rx.datagrams)
     }
 
-    async fn take(&mut self, newcomer: Newcomer) {
+    fn take(&mut self, newcomer: Newcomer) {
         let Newcomer { process, purpose, known, heard_before } = newcomer;
         let rank = known.member.rank;
         // Ranks that are not below the size of the world were refused before.
@@ -138,7 +134,6 @@ impl Gathering {
                 // Which of the two is alive? The first may have been killed and started again.
                 None => {
                     self.expected.push(rank);
-                    self.call(rank).await;
                     let door = self.door.clone();
                     tokio::spawn(async move {
                         sleep(SIGN_OF_LIFE).await;

@@ -1,7 +1,6 @@
 //! How processes find each other and prove who they are.
 
 pub(crate) mod again;
-pub(crate) mod board;
 mod calling;
 pub(crate) mod door;
 pub(crate) mod env;

@@ -382,18 +382,9 @@ pub(crate) async fn join(
     });
     let (mut first, mut table) = (None, Vec::new());
     if me != Peer(0) {
+        let mut there = caller.connect(Peer(0), master).await?;
         let limit = MAX_MESSAGE + MAX_ENTRY * world.len();
-        let (mut there, answer) = loop {
-            let mut there = caller.connect(Peer(0), master).await?;
-            let answer = caller.answer(Peer(0), &mut there, limit).await;
-            // In an elastic job, another is started in the place of one that dies so early.
-            let is_gone = there.connection.close_reason().is_some();
-            match answer {
-                Err(JoinError::Lost { .. }) if is_gone && terms.lobby.is_some() => {}
-                answer => break (there, answer?),
-            }
-        };
-        table = match answer {
+        table = match caller.answer(Peer(0), &mut there, limit).await? {
             Answer::Welcome(table) if table.len() == world.len() => table,
             _ => return Err(JoinError::Lost { peer: Peer(0), reason: NONSENSE.to_owned() }),
         };

@@ -16,7 +16,6 @@ use tokio::time::timeout_at;
 use super::{Healths, acquaint, crowd, longest_payload};
 use crate::driver::members::host_number;
 use crate::join::again::{Again, Met};
-use crate::join::board::RankBoard;
 use crate::join::env::Place;
 use crate::join::gathering::Newcomer;
 use crate::join::identity::Identity;
@@ -60,8 +59,6 @@ struct Waiting {
 const LINK_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long to listen before looking again who is in the job.
 const LISTEN: Duration = Duration::from_millis(300);
-/// What became of the job, if those that were there do not answer any more.
-const ENDED: &str = "all its ranks have left or are lost";
 
 impl Settings {
     /// Calls all members of a job that runs, and waits until they let this process in.
@@ -84,7 +81,7 @@ impl Settings {
         let joiner = Joiner::new(&terms, identity, Transport { congestion: self.congestion })?;
         let mut waiting: BTreeMap<Peer, Waiting> = BTreeMap::new();
         let (mut early, mut last) = (Vec::new(), "nobody has answered".to_owned());
-        let (mut met_somebody, mut glance) = (false, started);
+        let mut met_somebody = false;
         let mut calls = Calls::new(Suitor {
             joiner: joiner.clone(),
             link: self.link,
@@ -115,16 +112,6 @@ impl Settings {
                     waiting.extend(calls.finish(&view).await);
                     return Ok(admitted(view, &joiner, waiting, early));
                 }
-                // A launcher knows sooner that its ranks are gone than one that calls them. But it
-                // knows of no others.
-                if tokio::time::Instant::now() >= glance {
-                    glance += LISTEN;
-                    let knows_nobody = waiting.is_empty() && calls.pending.is_empty();
-                    if knows_nobody && self.board.as_ref().is_some_and(RankBoard::is_ended) {
-                        let (last, waited) = (ENDED.to_owned(), started.elapsed());
-                        return Err(JoinError::NotAdmitted { address: contact, waited, last });
-                    }
-                }
                 let pause = tokio::time::sleep(Duration::from_millis(1));
                 let answer = tokio::select! {
                     answer = &mut look, if !looked => answer,
@@ -140,7 +127,8 @@ impl Settings {
                     Err(_) => {} // time is up
                 }
                 if met_somebody && waiting.is_empty() && !answered {
-                    let (last, waited) = (ENDED.to_owned(), started.elapsed());
+                    let last = "all its ranks have left or are lost".to_owned();
+                    let waited = started.elapsed();
                     return Err(JoinError::NotAdmitted { address: contact, waited, last });
                 }
                 (looked, listened) = (true, tokio::time::Instant::now() + LISTEN);
