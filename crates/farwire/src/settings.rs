@@ -305,7 +305,7 @@ impl Builder {
             let told = variables.text("LOCAL_WORLD_SIZE").and_then(|ranks| ranks.parse().ok());
             Wanted::auto(told.unwrap_or(if place.is_local() { world } else { 1 }), world)
         });
-        let what = "auto, or a number of threads from 1 on";
+        let what = "auto, or a number of threads from 1 to 256";
         let threads = variables.or(None, THREADS, what, parse_threads)?.flatten();
         let congestion_of_tcp = variables.text("FARWIRE_TCP_CONGESTION");
         let tcp = TcpSettings { congestion: congestion_of_tcp.filter(|name| !name.is_empty()) };
@@ -419,9 +419,14 @@ impl Variables<'_> {
 
 /// How many threads work for a rank.
 const THREADS: &str = "FARWIRE_THREADS";
+/// More would only get in each other's way.
+const MOST_THREADS: usize = 256;
 
 fn parse_threads(text: &str) -> Option<Option<NonZeroUsize>> {
-    if text == "auto" { Some(None) } else { text.parse().ok().map(Some) }
+    if text == "auto" {
+        return Some(None);
+    }
+    text.parse().ok().filter(|threads: &NonZeroUsize| threads.get() <= MOST_THREADS).map(Some)
 }
 
 /// What is to agree with those that join, once it is known.
@@ -661,7 +666,7 @@ mod tests {
         };
         assert_eq!(threads("3").unwrap(), NonZeroUsize::new(3));
         assert_eq!(threads("auto").unwrap(), None);
-        for text in ["0", "-1", "many", "", "1.5", "99999999999999999999"] {
+        for text in ["0", "-1", "many", "", "1.5", "257", "99999999999999999999"] {
             let error = threads(text).unwrap_err().to_string();
             assert!(error.contains(THREADS), "{error}");
         }
