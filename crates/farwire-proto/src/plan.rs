@@ -20,8 +20,8 @@ use crate::tune::{self, Links};
 const MAX_SEGMENT: usize = 1 << 28;
 
 const SEGMENT_BYTES: NonZeroUsize = NonZeroUsize::new(64 << 10).expect("64 Ki is not zero");
-/// Frames that a shard has at least, where they are longer than they need to be: enough to overlap, and
-/// with many ranks, whose rings share the cache, short.
+/// Frames that a shard has at least, where they are longer than they need to be: enough to overlap,
+/// and with many ranks, whose rings share the cache, short.
 const FRAMES_PER_SHARD: usize = 64;
 
 /// What plans depend on besides the call. All ranks of a job must have the same.
