@@ -207,8 +207,11 @@ class Job:
         """Starts a process that joins, by the addresses of all that are there."""
         ports, environment = [], {}
         for pid in self.ranks():
-            with open(f"/proc/{pid}/environ") as file:
-                found = dict(line.split("=", 1) for line in file.read().split("\0") if "=" in line)
+            try:
+                with open(f"/proc/{pid}/environ") as file:
+                    found = dict(line.split("=", 1) for line in file.read().split("\0") if "=" in line)
+            except OSError:
+                continue  # it has just ended
             if pid not in [guest.pid for guest in self.guests]:
                 environment = found
             ports.append(found.get("FARWIRE_PORT"))
