@@ -39,6 +39,8 @@ pub(crate) struct Driver {
     machine: Machine<Pool, CodedCollective, Job>,
     /// By peer; none to oneself.
     links: Vec<Option<Box<dyn Link>>>,
+    /// Whether any of them crosses a network.
+    has_network: bool,
     /// Peers that have said goodbye. What they sent is still being read.
     closed: HashSet<Peer>,
     /// Bytes that a frame's payload may have.
@@ -176,6 +178,7 @@ impl Driver {
             coder: None,
             queued: 0,
             short: VecDeque::new(),
+            has_network: links.iter().flatten().any(|link| link.crosses_network()),
             links,
             closed: HashSet::default(),
             origin: Instant::now(),
@@ -239,6 +242,11 @@ impl Driver {
     /// Where they are, if that matters to an all-reduce.
     pub(crate) fn split_placement(&self, comm: CommId) -> Option<Placement> {
         self.machine.engine().split_placement(comm).cloned()
+    }
+
+    /// Whether anything comes over a network, rather than from ranks of this host.
+    pub(crate) fn has_network(&self) -> bool {
+        self.has_network
     }
 
     /// What was sent and received, by peer, and what carries it: nothing to oneself and to those

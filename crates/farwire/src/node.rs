@@ -126,6 +126,9 @@ struct Keeper {
 const LONG_SPIN: Duration = Duration::from_micros(200);
 /// And where it usually takes longer.
 const SHORT_SPIN: Duration = Duration::from_micros(10);
+/// And where all peers are on this host: as long as it takes 16 ranks that were asleep to wake each
+/// other.
+const HOST_SPIN: Duration = Duration::from_micros(500);
 /// Turns that it makes in any case: the last of these let others have the core.
 const LEAST_TURNS: u32 = 20;
 /// The longest that anyone sleeps without looking around.
@@ -257,10 +260,10 @@ impl Node {
         let (mut idle, mut since) = (0, None);
         loop {
             let count = self.bell.count();
-            let (moved, short, coding) = {
+            let (moved, short, coding, network) = {
                 let mut driver = self.driver();
                 let moved = driver.turn();
-                (moved, driver.take_short(), driver.is_coding())
+                (moved, driver.take_short(), driver.is_coding(), driver.has_network())
             };
             let moved = coder::work_short(&self.driver, short) | moved;
             if moved && self.waiting.load(Ordering::Relaxed) > 1 {
@@ -280,7 +283,7 @@ impl Node {
             idle += 1;
             let now = Instant::now();
             let waited = now.saturating_duration_since(*since.get_or_insert(now));
-            let spin = self.spin(coding);
+            let spin = self.spin(coding, network);
             if idle > LEAST_TURNS && waited >= spin {
                 let patience = self.driver().patience();
                 self.bell.sleep(count, patience.min(NAP));
@@ -295,10 +298,14 @@ impl Node {
 
     /// For how long to look around before sleeping. On a core that another thread needs, that would
     /// only delay what is waited for.
-    fn spin(&self, coding: bool) -> Duration {
+    ///
+    /// Ranks of one host do not go by how long waiting takes, lately: one that sleeps makes the others
+    /// wait longer, so that they would sleep, too, and from then on all would wake each other.
+    fn spin(&self, coding: bool, network: bool) -> Duration {
         let typical = Duration::from_micros(self.typical.load(Ordering::Relaxed).into());
         match self.crowded[usize::from(coding)] {
             true => Duration::ZERO,
+            false if !network => HOST_SPIN,
             false if typical <= LONG_SPIN => LONG_SPIN,
             false => SHORT_SPIN,
         }

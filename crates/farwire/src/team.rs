@@ -44,8 +44,9 @@ const LOOK: Duration = Duration::from_micros(150);
 const LOOKS: u32 = 128;
 /// Offers in a row that nobody took up although a mate looked for work: it has no core.
 const MISSES: u32 = 16;
-/// Jobs that are then done alone, before mates are offered some again.
-const ALONE: u32 = 1 << 14;
+/// Jobs that are then done alone, before mates are offered some again: about one long vector's, as
+/// a core that was taken for a moment should not be missed for longer.
+const ALONE: u32 = 1 << 10;
 
 /// The mates of this process, however many communicators it has.
 static MATES: [Mate; MOST - 1] = [const { Mate::new() }; MOST - 1];

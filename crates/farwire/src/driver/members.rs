@@ -362,6 +362,7 @@ impl Driver {
                         link.set_team(team);
                     }
                     self.machine.set_host(*peer, host_number(&host, *peer));
+                    self.has_network |= link.crosses_network();
                     self.links[peer.index()] = Some(link);
                 }
                 None => {

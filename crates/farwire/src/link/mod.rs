@@ -162,7 +162,11 @@ pub(crate) trait Link: Send + std::fmt::Debug {
     fn ring(&self);
     /// The name of its kind.
     fn kind(&self) -> &'static str;
-    /// The network that it crosses, if it does.
+    /// Whether it crosses a network.
+    fn crosses_network(&self) -> bool {
+        true
+    }
+    /// That network, as far as it is known.
     fn path(&self) -> Option<NetworkPath> {
         None
     }

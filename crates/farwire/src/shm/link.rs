@@ -40,6 +40,10 @@ impl Link for SharedLink {
         if self.health.is_some() { NAME } else { INPROC }
     }
 
+    fn crosses_network(&self) -> bool {
+        false
+    }
+
     fn send(&mut self, lane: Option<Lane>, header: &Header, payload: &[u8], _last: bool) -> bool {
         self.sender.send(lane, header, payload)
     }
