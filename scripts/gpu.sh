@@ -183,11 +183,17 @@ if [ "${1:-}" = train ]; then
   python3 gpu_train.py ./farwire-train ${2:+"$2"}
   exit
 fi
-./parity
-./memory
-./training
-./all_reduce
-./codec_cuda
+failed=
+for program in parity memory training all_reduce; do
+  began=$SECONDS
+  "./$program" || failed="$failed $program"
+  echo "$program took $((SECONDS - began)) s"
+done
+./codec_cuda || failed="$failed codec_cuda"
+if [ -n "$failed" ]; then
+  echo "FAILED:$failed"
+  exit 1
+fi
 RUN
 chmod +x "$dir/run.sh"
 echo "$dir: copy it to a machine with a GPU, and start run.sh there"
