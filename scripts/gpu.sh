@@ -55,11 +55,12 @@ if ! ldconfig -p | grep -q libnvrtc; then
   done
 fi
 if [ "${1:-}" = sanitize ]; then
-  # Every test but those of memory over many steps and of killed ranks, with the smallest inputs that take kernels down
-  # all their ways, under each of three tools: a process for each tool, test and some codecs, as
-  # many at once as there are cores, or JOBS; those that take longest come first. One that takes all
-  # of the card's memory comes after the others, alone. LIMIT is the most seconds of a run, TIME of
-  # all runs together, 0: no limit. Runs whose logs are there, and clean, are not made again.
+  # Every test but those of memory over many steps and of killed ranks, with the smallest inputs
+  # that take kernels down all their ways, under each of three tools: a process for each tool, test
+  # and some codecs, as many at once as there are cores, or JOBS; those that take longest come first.
+  # One that takes all of the card's memory comes after the others, alone. LIMIT is the most seconds
+  # of a run, TIME of all runs together, 0: no limit. Runs whose logs are there, and clean, are not
+  # made again.
   for bin in /usr/local/cuda/bin /usr/local/cuda-*/bin /usr/local/cuda*/compute-sanitizer; do
     if [ -x "$bin/compute-sanitizer" ]; then PATH=$PATH:$bin; fi
   done
