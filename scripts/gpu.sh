@@ -9,8 +9,8 @@
 # `run.sh sanitize` has it look for stray, racing and uninitialised accesses. `run.sh bench` measures
 # an all-reduce between two ranks on the card, and Gloo's if torch is there.
 #
-# Where nvcc is on the PATH (cuda_toolkit.sh), also what trains on the card, for `run.sh train`: it
-# needs cuBLAS and cuRAND there, of the CUDA toolkit or of torch.
+# Where nvcc is on the PATH (cuda_toolkit.sh), also what trains on the card, in DIR-train, for its
+# `run.sh train`: that needs cuBLAS and cuRAND there, of the CUDA toolkit or of torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 dir=${1:-target/gpu}
@@ -27,17 +27,19 @@ for name in parity memory all_reduce training; do
 done
 cp "$(built codec_cuda --release --package farwire-cuda --example codec_cuda)" "$dir/codec_cuda"
 cp "$(built farwire --release --package farwire-cli --features cuda --bin farwire)" "$dir/farwire"
-programs=(parity memory all_reduce training codec_cuda farwire)
+(cd "$dir" && strip parity memory all_reduce training codec_cuda farwire)
+cp scripts/gpu_peers.py "$dir"
 if command -v nvcc > /dev/null; then
   # candle's kernels are compiled twice if another set of features comes between: a folder for them.
   export CARGO_TARGET_DIR=${TRAIN_TARGET_DIR:-${CARGO_TARGET_DIR:-target}/train-cuda}
+  mkdir -p "$dir-train"
   cp "$(built farwire --release --package farwire-cli --features train-cuda --bin farwire)" \
-    "$dir/farwire-train"
-  cp "$(built cuda --release --package farwire-candle --features cuda --test cuda)" "$dir/candle"
-  programs+=(farwire-train candle)
+    "$dir-train/farwire"
+  cp "$(built cuda --release --package farwire-candle --features cuda --test cuda)" \
+    "$dir-train/candle"
+  (cd "$dir-train" && strip farwire candle)
+  cp scripts/gpu_train.py "$dir-train"
 fi
-(cd "$dir" && strip "${programs[@]}")
-cp scripts/gpu_peers.py scripts/gpu_train.py "$dir"
 
 cat > "$dir/run.sh" <<'RUN'
 #!/usr/bin/env bash
@@ -187,9 +189,9 @@ if [ "${1:-}" = train ]; then
     if [ -d "$lib" ]; then LD_LIBRARY_PATH=${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$lib; fi
   done
   export LD_LIBRARY_PATH
-  ldd farwire-train | grep "not found" || true
-  if [ -z "${2:-}" ]; then ./candle; fi
-  python3 gpu_train.py ./farwire-train ${2:+"$2"}
+  ldd farwire | grep "not found" || true
+  if [ -z "${2:-}" ] && [ -x candle ]; then ./candle; fi
+  python3 gpu_train.py ./farwire ${2:+"$2"}
   exit
 fi
 failed=
@@ -205,4 +207,5 @@ if [ -n "$failed" ]; then
 fi
 RUN
 chmod +x "$dir/run.sh"
+if [ -d "$dir-train" ]; then cp "$dir/run.sh" "$dir-train"; fi
 echo "$dir: copy it to a machine with a GPU, and start run.sh there"
