@@ -970,6 +970,8 @@ pub(crate) struct PowerKernels {
     bands: Kernel,
     q: Kernel,
     end: Kernel,
+    /// For columns in fours, where four of them fit registers.
+    end_wide: Option<Kernel>,
 }
 
 /// The matrix that a vector is, and its factors: P row by row, Q column by column.
@@ -1010,6 +1012,7 @@ impl PowerKernels {
             bands: kernel("power_bands")?,
             q: kernel("power_q")?,
             end: kernel("power_end")?,
+            end_wide: (rank <= 8).then(|| kernel("power_end_wide")).transpose()?,
         })
     }
 
@@ -1100,9 +1103,16 @@ impl PowerKernels {
         assert!(out.len() >= len && own.len() >= matrix.columns * self.rank, "room and a factor");
         let all = self.arguments(matrix, len);
         let arguments = (Power { own: own.pointer(), out: out.pointer(), ..all },);
-        let y = grid(matrix.rows, 16).min(65_535);
+        let (rows, columns) = (matrix.rows, matrix.columns);
+        if let Some(kernel) = self.end_wide.as_ref().filter(|_| columns.is_multiple_of(4)) {
+            let (x, y) = (grid(columns, 4 * 128), grid(rows, 32).min(65_535));
+            // SAFETY: as above; the grid goes over all rows. Buffers start at multiples of 256
+            // bytes, so rows of so many elements, and those of Q, at multiples of 16.
+            return unsafe { kernel.launch((x, y), 128, 0, &arguments) };
+        }
+        let y = grid(rows, 16).min(65_535);
         // SAFETY: as above; the grid goes over all rows.
-        unsafe { self.end.launch((grid(matrix.columns, 256), y), 256, 0, &arguments) }
+        unsafe { self.end.launch((grid(columns, 256), y), 256, 0, &arguments) }
     }
 }
 

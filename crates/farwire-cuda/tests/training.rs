@@ -6,6 +6,8 @@ use std::sync::Arc;
 
 use farwire_cuda::*;
 
+mod common;
+
 fn device() -> Option<Arc<Device>> {
     match Device::new(0) {
         Ok(device) => Some(device),
@@ -29,13 +31,15 @@ fn numbers(len: usize, seed: u32) -> Vec<f32> {
     (0..len).map(|_| (next() as f32 / 2e9 - 1.0) * 2f32.powi((next() % 40) as i32 - 30)).collect()
 }
 
-const LENGTHS: [usize; 6] = [1, 31, 256, 4097, 70_001, 1 << 20];
+fn lengths() -> [usize; 6] {
+    [1, 31, 256, 4097, 70_001, common::sized(100_001, 1 << 20)]
+}
 
 #[test]
 fn adamw_moves_weights_as_on_the_cpu() {
     let Some(device) = device() else { return };
     let training = Training::new(&device).unwrap();
-    for len in LENGTHS {
+    for len in lengths() {
         let mut weights = numbers(len, 1);
         let on_card = Arc::new(device.upload(&weights).unwrap());
         let (mut first, mut second) = (vec![0.0f32; len], vec![0.0f32; len]);
@@ -74,7 +78,7 @@ fn adamw_moves_weights_as_on_the_cpu() {
 fn gradients_add_up_at_their_place_and_what_is_not_finite_is_found() {
     let Some(device) = device() else { return };
     let training = Training::new(&device).unwrap();
-    for len in LENGTHS {
+    for len in lengths() {
         let sum = Arc::new(device.upload(&vec![7.0f32; len + 9]).unwrap());
         let mut found = NotFiniteElements::new(&device, 3).unwrap();
         let (a, b) = (numbers(len, 3), numbers(len, 4));
@@ -110,7 +114,7 @@ fn gradients_add_up_at_their_place_and_what_is_not_finite_is_found() {
 fn squares_are_those_of_each_vector_and_the_same_every_time() {
     let Some(device) = device() else { return };
     let training = Training::new(&device).unwrap();
-    let all: Vec<Vec<f32>> = LENGTHS.iter().map(|len| numbers(*len, 9)).collect();
+    let all: Vec<Vec<f32>> = lengths().iter().map(|len| numbers(*len, 9)).collect();
     let mut on_card: Vec<Buffer<f32>> =
         all.iter().map(|values| device.upload(values).unwrap()).collect();
     let squares = |on_card: &[Buffer<f32>]| {

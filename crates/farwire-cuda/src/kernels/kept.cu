@@ -120,32 +120,46 @@ __device__ __forceinline__ u32 block_of(const Coding& a, u32 b, u32 shard, u64* 
     return (u32)min(a.first[shard + 1] - *from, (u64)KEPT);
 }
 
+// 32 shards at a time, a warp to each. What the warps find goes through shared memory, and one of
+// them writes it down: nothing here reads what this launch has written.
 extern "C" __global__ __launch_bounds__(1024) void bounds(const __grid_constant__ Coding a) {
+    __shared__ u32 found[32];
     const u64 total = *a.total;
-    const u32 lane = threadIdx.x & 31;
-    // A warp to a shard, which asks at 32 places at a time. The last shard ends with the list.
-    for (u32 s = threadIdx.x / 32; s < a.shards; s += 32) {
-        u64 low = 0, high = total;
-        if (s + 1 == a.shards) low = total;
-        while (low < high) {
-            const u64 step = (high - low + 31) / 32, at = low + step * lane + step - 1;
-            const u32 less = __ballot_sync(FULL, at < high && a.indices[at] < a.ends[s]);
-            // Those ascend, so the lanes that say yes are the first.
-            const u64 passed = low + step * __popc(less);
-            high = min(high, passed + step - 1);
-            low = passed;
-        }
-        if (lane == 0) a.first[s + 1] = (u32)low;
-    }
-    __syncthreads();
+    const u32 lane = threadIdx.x & 31, warp = threadIdx.x / 32;
+    u32 listed = 0, blocks = 0; // of the shards that are done
     if (threadIdx.x == 0) {
-        u32 blocks = 0;
         a.first[0] = 0;
         a.first_block[0] = 0;
-        for (u32 s = 0; s < a.shards; s++) {
-            blocks += (a.first[s + 1] - a.first[s] + KEPT - 1) / KEPT;
-            a.first_block[s + 1] = blocks;
+    }
+    for (u32 from = 0; from < a.shards; from += 32) {
+        const u32 s = from + warp;
+        if (s < a.shards) {
+            // Asks at 32 places at a time. The last shard ends with the list.
+            u64 low = s + 1 == a.shards ? total : 0, high = total;
+            while (low < high) {
+                const u64 step = (high - low + 31) / 32, at = low + step * lane + step - 1;
+                const u32 less = __ballot_sync(FULL, at < high && a.indices[at] < a.ends[s]);
+                // Those ascend, so the lanes that say yes are the first.
+                const u64 passed = low + step * __popc(less);
+                high = min(high, passed + step - 1);
+                low = passed;
+            }
+            if (lane == 0) found[warp] = (u32)low;
         }
+        __syncthreads();
+        if (warp == 0) {
+            const bool mine = from + lane < a.shards;
+            const u32 end = mine ? found[lane] : 0, last = __shfl_up_sync(FULL, end, 1);
+            const u32 count = mine ? end - (lane == 0 ? listed : last) : 0;
+            const u32 sum = blocks + warp_inclusive((count + KEPT - 1) / KEPT);
+            if (mine) {
+                a.first[from + lane + 1] = end;
+                a.first_block[from + lane + 1] = sum;
+            }
+            listed = __shfl_sync(FULL, end, 31);
+            blocks = __shfl_sync(FULL, sum, 31);
+        }
+        __syncthreads();
     }
 }
 
