@@ -375,8 +375,9 @@ fn out_of_memory_on_the_card_is_an_error_on_both_ranks_and_changes_nothing() {
             let compressor = Compressor::new("int8".parse().unwrap()).seed(7);
             let mine = gradient(rank, 0, len);
             let mut hogs = Vec::new();
-            // Kernels take memory, too.
-            on.all_reduce(vec![0.0; 1000], ReduceOp::Mean, &compressor);
+            // Kernels take memory, too. What is owed for a tensor belongs to one length.
+            let other = Compressor::new("int8".parse().unwrap());
+            on.all_reduce(vec![0.0; 1000], ReduceOp::Mean, &other);
             let barrier = || on.comm.barrier().wait().unwrap();
             let tensor =
                 on.device.as_ref().map(|comm| Arc::new(comm.device().upload(&mine).unwrap()));
