@@ -24,37 +24,12 @@ use crate::comm::card_error;
 use crate::driver::{Device, DeviceTensor, Mark, PooledPinned, ValueType};
 use crate::error::DeviceError;
 
-/// How a vector is cut, the same on all ranks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Plan {
-    /// Bytes of a piece: long enough for full speed, short enough that three overlap.
-    piece: usize,
-    /// Pieces in pinned memory at a time.
-    staged: usize,
-    /// Pieces on the network at a time.
-    travelling: usize,
-}
-
-impl Plan {
-    const DEFAULT: Self = Self { piece: 16 << 20, staged: 5, travelling: 2 };
-
-    /// For measurements: `FARWIRE_STAGING=4096,8,3` has pieces of 4,096 KiB, eight of them in
-    /// pinned memory and three on the network.
-    fn from_env() -> Self {
-        std::env::var("FARWIRE_STAGING")
-            .ok()
-            .and_then(|text| Self::parse(&text))
-            .unwrap_or(Self::DEFAULT)
-    }
-
-    fn parse(text: &str) -> Option<Self> {
-        let numbers: Option<Vec<usize>> =
-            text.split(',').map(|number| number.parse().ok().filter(|n| *n > 0)).collect();
-        let [kib, staged, travelling] = numbers?.try_into().ok()?;
-        let piece = usize::checked_mul(kib, 1024)?;
-        Some(Self { piece, staged, travelling })
-    }
-}
+/// Bytes of a piece: long enough for full speed, short enough that three overlap.
+const PIECE: usize = 16 << 20;
+/// Pieces in pinned memory at a time.
+const STAGED: usize = 5;
+/// Pieces on the network at a time.
+const TRAVELLING: usize = 2;
 
 /// The staging thread, which ends with this once its last job has.
 #[derive(Debug)]
@@ -102,7 +77,7 @@ impl Staging {
         let streams = || Ok::<_, DeviceError>((device.sibling()?, device.sibling()?));
         let (out, back) = streams().map_err(card_error)?;
         let (jobs, waiting) = channel();
-        let stager = Stager { plan: Plan::from_env(), group, out, back };
+        let stager = Stager { group, out, back };
         let thread = std::thread::Builder::new()
             .name("farwire-staging".into())
             .spawn(move || stager.work(&waiting))
@@ -144,7 +119,6 @@ impl Drop for Staging {
 
 /// What the staging thread has: a stream for each direction.
 struct Stager {
-    plan: Plan,
     group: Communicator,
     out: Arc<Device>,
     back: Arc<Device>,
@@ -201,21 +175,20 @@ impl Stager {
     }
 
     fn pieces<T: Element>(&self, tensor: &mut DeviceTensor, op: ReduceOp) -> Result<Held, Error> {
-        let Plan { piece, staged, travelling: most } = self.plan;
-        let each = piece / size_of::<T>();
+        let each = PIECE / size_of::<T>();
         let len = tensor.len();
         let mut ranges = (0..len.div_ceil(each)).map(|i| i * each..len.min((i + 1) * each));
         self.out.follow(tensor.stream()).map_err(card_error)?;
         self.back.follow(tensor.stream()).map_err(card_error)?;
         let (mut copying, mut travelling) = (VecDeque::new(), VecDeque::new());
-        for range in ranges.by_ref().take(staged) {
+        for range in ranges.by_ref().take(STAGED) {
             let pinned = self.out.pooled_pinned(range.len() * size_of::<T>());
             let copied = pinned.and_then(|pinned| self.copy_out::<T>(tensor, range, pinned));
             copying.push_back(copied.map_err(card_error)?);
         }
         let mut held = Held::default();
         loop {
-            while travelling.len() < most
+            while travelling.len() < TRAVELLING
                 && let Some((mark, staged)) = copying.pop_front()
             {
                 self.out.wait_for(mark).map_err(card_error)?;
@@ -265,19 +238,5 @@ impl<T: Element> AsMut<[T]> for Staged<T> {
     fn as_mut(&mut self) -> &mut [T] {
         let bytes = self.range.len() * size_of::<T>();
         bytemuck::cast_slice_mut(&mut self.pinned.bytes_mut()[..bytes])
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_plan_is_three_numbers() {
-        let plan = Plan { piece: 4 << 20, staged: 8, travelling: 3 };
-        assert_eq!(Plan::parse("4096,8,3"), Some(plan));
-        for text in ["", "4096", "4096,8", "4096,8,0", "4096,8,3,1", "a,8,3", "-1,8,3"] {
-            assert_eq!(Plan::parse(text), None, "{text}");
-        }
     }
 }
