@@ -159,7 +159,7 @@ if [ "${1:-}" = sanitize ]; then
   if [ $until -gt 0 ]; then until=$((began + TIME)); fi
   jobs | grep out_of_memory | run 1
   echo "those that took longest:"
-  sort -n -r "$logs.times" | head -12
+  sort -n -r "$logs.times" | sed -n 1,12p
   clean=$(grep -l "^run.sh: clean" "$logs"/* | wc -l)
   echo "$(jobs | wc -l) runs, $clean clean, $(grep -c "^FAILED" "$logs.txt" || true) failed," \
     "$(grep -c "^not" "$logs.txt" || true) not made or not finished, in $(($(date +%s) - began)) s"
@@ -175,11 +175,6 @@ if [ "${1:-}" = bench ]; then
   done
   echo "in host memory, without the card:"
   bench
-  echo "without a codec, by KiB of a piece, pieces in pinned memory and on the network:"
-  for plan in 16384,5,2 8192,8,3 4096,8,3 4096,16,6 2048,12,4 1024,16,6; do
-    echo "$plan"
-    FARWIRE_STAGING=$plan bench --device cuda | tail -n 1
-  done
   exit
 fi
 if [ "${1:-}" = train ]; then
