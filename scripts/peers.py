@@ -363,8 +363,11 @@ class Gloo:
         return [json.loads(line) for line in lines]
 
     def close(self):
-        for process in itertools.chain(*self.jobs.values()):
-            process.communicate()
+        processes = list(itertools.chain(*self.jobs.values()))
+        for process in processes:
+            process.stdin.close()  # of all before any is waited for, since they leave together
+        for process in processes:
+            process.wait()
 
 
 class OpenMpi:
