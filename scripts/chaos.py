@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Kills, stops, slows and cuts off the ranks of a training job at random, and checks that it goes on. Linux.
 
-    python3 scripts/chaos.py [--minutes 2] [--seed 1] [--ranks 5] [--links shm,quic,net] [--layout "--tp 2"] [--json FILE]
+    python3 scripts/chaos.py [--minutes 2] [--seed 1] [--ranks 5] [--links shm,quic,net] [--layout "--tp 2"]
+                             [--faults stop,kill] [--json FILE] [--log FILE]
 
 With shm and quic the job is `farwire launch --elastic -- farwire train --elastic`: the launcher starts a rank for every one
 that is lost. With net, which needs root, it is `farwire netlab`: a host for each rank, 2 ms apart, that loses 0.5 % of all
@@ -464,7 +465,9 @@ class Chaos:
             job = Job(self.options, link, folder, self.train(link))
         try:
             job.wait(lambda: job.steps > 2, "the first steps")
-            kinds = [kind for kind in TAKES_A_RANK if link in ONLY.get(kind, link) and (self.disk or kind != "full")]
+            kinds = [kind for kind in self.options.faults if link in ONLY.get(kind, link) and (self.disk or kind != "full")]
+            if not kinds:
+                raise Violation("none of these faults can be had here")
             deck = []
             while time.monotonic() < until:
                 if not deck:
@@ -509,11 +512,15 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=5)
     parser.add_argument("--links", default="shm,quic", help="which links take turns; net:2 for twice as long")
+    parser.add_argument("--faults", help="only these, with commas between")
     parser.add_argument("--layout", default="", help="more flags for `farwire train`, say --tp 2")
     parser.add_argument("--json", help="write all faults here")
     parser.add_argument("--log", type=argparse.FileType("w"), default=os.devnull, help="write what all say here")
     options = parser.parse_args()
     options.farwire = os.path.abspath(options.farwire)
+    options.faults = options.faults.split(",") if options.faults else list(TAKES_A_RANK)
+    if unknown := set(options.faults) - set(TAKES_A_RANK):
+        parser.error(f"there is no fault {', '.join(unknown)}; there are {', '.join(TAKES_A_RANK)}")
     chaos, links = Chaos(options), {}
     for link in options.links.split(","):
         name, _, share = link.partition(":")

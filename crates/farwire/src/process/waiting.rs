@@ -207,8 +207,10 @@ impl Calls {
 
     /// Calls all in a book that are not known and not being called.
     fn make(&mut self, book: &Book, is_known: impl Fn(Peer) -> bool) {
-        let members: Arc<[_]> = book.entries.iter().map(|entry| entry.member.clone()).collect();
-        for entry in &book.entries {
+        let me = self.suitor.joiner.process();
+        let others: Vec<_> = others_than(me, book).collect();
+        let members: Arc<[_]> = others.iter().map(|entry| entry.member.clone()).collect();
+        for entry in others {
             let peer = Peer(entry.number);
             if !is_known(peer) && self.pending.insert(peer) {
                 let call = self.suitor.clone().call(entry.clone(), members.clone());
@@ -237,6 +239,13 @@ impl Calls {
         self.pending.remove(&peer);
         Some((peer, result))
     }
+}
+
+/// Those in a book that a process has to call. Who looks at the moment in which it is let in finds
+/// itself among them: it would not answer itself, and hold up the others for as long as a call may
+/// take.
+fn others_than(process: u64, book: &Book) -> impl Iterator<Item = &Entry> {
+    book.entries.iter().filter(move |entry| entry.process != process)
 }
 
 fn took_too_long(peer: Peer) -> JoinError {
@@ -306,4 +315,26 @@ fn admitted(
     let (healths, addresses) = (Arc::new(Mutex::new(healths)), Arc::new(Mutex::new(addresses)));
     let (endpoint, again) = (joiner.endpoint().clone(), joiner.again.clone());
     Admitted { me, view, links, hosts, early, endpoint, healths, addresses, again }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_was_let_in_while_it_looked_does_not_call_itself() {
+        let member = |rank| Member { rank, host: String::new(), cores: 1 };
+        let entry = |number: u32| Entry {
+            number,
+            process: 100 + u64::from(number),
+            member: member(number),
+            address: None,
+        };
+        let book = Book { epoch: 3, here: 0, entries: [0, 2, 7].map(entry).into() };
+        let called = |process| others_than(process, &book).map(|entry| entry.number).collect();
+        let newcomer: Vec<_> = called(107);
+        assert_eq!(newcomer, [0, 2]);
+        let stranger: Vec<_> = called(108);
+        assert_eq!(stranger, [0, 2, 7]);
+    }
 }
