@@ -47,6 +47,7 @@ import time
 
 TRAIN = "train --layers 2 --heads 2 --width 16 --context 16 --batch 60 --codec int8 --steps 100000000 --json --audit --elastic"
 PATIENCE = 60  # seconds, for anything
+LAST_LINES = 60  # of what was said, shown after a violation
 CHECKPOINT_EVERY = 10
 TAKES_A_RANK = {
     "kill": 1, "speaker": 1, "two": 2, "newcomer": 1, "stop": 1, "pause": 0, "slow": 0, "leave": 1, "join": 0, "full": 0,
@@ -515,12 +516,14 @@ def main():
     parser.add_argument("--faults", help="only these, with commas between")
     parser.add_argument("--layout", default="", help="more flags for `farwire train`, say --tp 2")
     parser.add_argument("--json", help="write all faults here")
-    parser.add_argument("--log", type=argparse.FileType("w"), default=os.devnull, help="write what all say here")
+    parser.add_argument("--log", help="write what all say here; without it, that is kept only after a violation")
     options = parser.parse_args()
     options.farwire = os.path.abspath(options.farwire)
     options.faults = options.faults.split(",") if options.faults else list(TAKES_A_RANK)
     if unknown := set(options.faults) - set(TAKES_A_RANK):
         parser.error(f"there is no fault {', '.join(unknown)}; there are {', '.join(TAKES_A_RANK)}")
+    wanted, log = options.log, options.log or os.path.join(tempfile.gettempdir(), f"chaos-{os.getpid()}.log")
+    options.log = open(log, "w")
     chaos, links = Chaos(options), {}
     for link in options.links.split(","):
         name, _, share = link.partition(":")
@@ -564,8 +567,13 @@ def main():
         with open(options.json, "w") as file:
             about = {"seed": options.seed, "minutes": (time.monotonic() - begun) / 60, "ranks": options.ranks, "layout": options.layout}
             json.dump({**about, "faults": chaos.faults, "violation": verdict}, file, indent=1)
+    options.log.flush()
     if verdict:
-        sys.exit(f"violation: {verdict}")
+        with open(log) as file:
+            print("what was said last:", *file.read().splitlines()[-LAST_LINES:], sep="\n", file=sys.stderr)
+        sys.exit(f"violation: {verdict}; all that was said is in {log}")
+    if not wanted:
+        os.remove(log)
     print("no violation")
 
 
