@@ -255,6 +255,15 @@ impl Plan {
         self.frames().map_or(Outcome::Nothing, |frames| frames.schedule().outcome())
     }
 
+    /// Whether its lanes may be kept abreast of each other. Parcels may be: they are always read, and
+    /// where all send and receive, nobody is done before all have called.
+    pub(crate) fn keeps_step(&self) -> bool {
+        match &self.way {
+            Way::Frames(frames) => frames.schedule().keeps_step(),
+            Way::Parcels(limits) => limits.sends > 0 && limits.recvs > 0,
+        }
+    }
+
     /// Where input and output lie in the memory that they share, if this call works in place.
     pub fn in_place(&self) -> Option<InPlace> {
         self.in_place

@@ -63,6 +63,11 @@ pub(crate) trait Schedule {
     fn local(&self) -> Local {
         Local::Nothing
     }
+    /// Whether lanes between hosts may be kept abreast of each other: none of their frames waits, on
+    /// any rank, for one of theirs with a higher index.
+    fn keeps_step(&self) -> bool {
+        false
+    }
     /// Where input and output lie if they share one memory; `None` if some frame or fold could
     /// still need input that was overwritten (rule 5).
     fn in_place(&self) -> Option<InPlace> {

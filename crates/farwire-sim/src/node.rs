@@ -28,8 +28,15 @@ pub(crate) struct Node {
 
 impl Node {
     pub(crate) fn new(me: Peer, hosts: &[u64], config: Config) -> Self {
+        let mut engine = Engine::on_hosts(me, hosts, config);
+        let on_one_host = hosts.iter().all(|host| *host == hosts[0]);
+        for (peer, host) in (0..).map(Peer).zip(hosts) {
+            if on_one_host || *host != hosts[me.index()] {
+                engine.set_neighbour(peer);
+            }
+        }
         Self {
-            machine: Machine::new(Engine::on_hosts(me, hosts, config), Vectors),
+            machine: Machine::new(engine, Vectors),
             alive: true,
             steps: 0,
             inbox: HashMap::default(),

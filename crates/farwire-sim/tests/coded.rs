@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU32, NonZeroUsize};
 use std::ops::Range;
 use std::time::Duration;
 
@@ -12,7 +12,7 @@ use farwire_codec::{
     Codec, CodecSpec, CodedPlace, Context, Encoded, ErrorFeedback, Job, MessageCodec, PowerP,
     PowerQ, Residual, Shape, Transaction, Travel, VectorCodec, samples, typical,
 };
-use farwire_proto::{Call, Counts, Fault, Options, Peer, Rank, ReduceOp, Time, WorldSize};
+use farwire_proto::{Call, Config, Counts, Fault, Options, Peer, Rank, ReduceOp, Time, WorldSize};
 use farwire_sim::{Coded, JobEnd, Link, Network, Report, Sim, Submission, Trouble};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -69,7 +69,9 @@ fn network(ranks: usize, seed: u64) -> Network {
 
 /// Runs one exchange on all ranks, with frames of `segment` bytes.
 fn simulate(orders: Vec<Order>, segment: usize, network: Network) -> Report {
-    let mut sim = Sim::new(network);
+    // Lanes keep step, or go as far ahead as they like.
+    let lead = NonZeroU32::new(network.seed as u32 % 3);
+    let mut sim = Sim::with_config(network, Config { lead, ..Config::default() });
     for order in orders {
         let peer = Peer(order.rank.0);
         let options = Options { segment: NonZeroUsize::new(segment), ..Options::default() };

@@ -3,7 +3,7 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU32, NonZeroUsize};
 use std::ops::Range;
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use farwire_codec::collective::{CodedCollective, Collective, Floats, Order};
 use farwire_codec::{
     CodecSpec, CodedPlace, Context, Encoded, ErrorFeedback, Job, MessageCodec, Transaction,
 };
-use farwire_proto::{Fault, Options, Peer, Placement, Rank, ReduceOp, WorldSize};
+use farwire_proto::{Config, Fault, Options, Peer, Placement, Rank, ReduceOp, WorldSize};
 use farwire_sim::{JobEnd, Link, Network, Report, Sim, Submission, Trouble};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -67,7 +67,9 @@ fn network(hosts: &[u64], seed: u64) -> Network {
 }
 
 fn simulate(orders: Vec<Order>, segment: usize, network: Network) -> Report {
-    let mut sim = Sim::new(network);
+    // Lanes keep step, or go as far ahead as they like.
+    let lead = NonZeroU32::new(network.seed as u32 % 3);
+    let mut sim = Sim::with_config(network, Config { lead, ..Config::default() });
     for order in orders {
         let peer = Peer(order.rank.0);
         let options = Options { segment: NonZeroUsize::new(segment), ..Options::default() };

@@ -32,10 +32,14 @@ fn jittery(n: u32, window: usize, seed: u64) -> Network {
 const ALLOWANCES: [Allowance; 4] =
     [Allowance(1), Allowance(12_000), Allowance(100_000), Allowance(48 << 20)];
 
+/// How far lanes may be ahead of each other: as far as they like, hardly at all, or a little.
+const LEADS: [u32; 3] = [0, 1, 3];
+
 fn check(case: &Case, network: Network, credit: u32) -> Result<(), TestCaseError> {
     let allowance = ALLOWANCES[network.seed as usize % ALLOWANCES.len()];
+    let lead = NonZeroU32::new(LEADS[network.seed as usize / 7 % LEADS.len()]);
     let credit = NonZeroU32::new(credit).unwrap();
-    let config = Config { credit, allowance, ..Config::default() };
+    let config = Config { credit, lead, allowance, ..Config::default() };
     let mut sim = Sim::with_config(case.on(network), config);
     sim.limit(Time(Duration::from_secs(300)));
     let jobs = case.submit(&mut sim);

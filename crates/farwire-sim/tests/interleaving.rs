@@ -4,6 +4,7 @@
 
 mod common;
 
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use common::{Case, every_collective};
@@ -39,7 +40,8 @@ fn a_thousand_interleavings_of_eight_operations_are_right_bit_for_bit() {
         let on_hosts = Some(hosts.clone());
         let network =
             Network { link, local: link, hosts: on_hosts, window, seed, ..Network::lan(5) };
-        let mut sim = Sim::with_config(network, Config { allowance, ..Config::default() });
+        let lead = NonZeroU32::new(rng.random_range(0..3));
+        let mut sim = Sim::with_config(network, Config { allowance, lead, ..Config::default() });
         sim.limit(Time(Duration::from_secs(60)));
         for (comm, members) in &groups[1..] {
             sim.open(*comm, members).unwrap();

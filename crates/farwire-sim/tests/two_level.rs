@@ -4,6 +4,7 @@
 
 mod common;
 
+use std::num::NonZeroU32;
 use std::time::Duration;
 
 use common::Case;
@@ -60,16 +61,17 @@ fn awkward_lengths_on_even_and_uneven_hosts_have_the_bits_of_the_placement() {
                 let expected = case.expected();
                 // What nobody asked for has the same bits: a short vector, too.
                 case.options.algorithm = None;
-                let mut sim = Sim::new(between(hosts));
-                let jobs = case.submit(&mut sim);
-                let report = sim.run().unwrap_or_else(|hang| panic!("{hang}"));
-                for (rank, job) in jobs.into_iter().enumerate() {
-                    let result = report.job(job).result();
-                    assert_eq!(
-                        result,
-                        Some(&expected[rank][..]),
-                        "{hosts:?}, {count}, rank {rank}"
-                    );
+                for lead in [0, 1] {
+                    let lead = NonZeroU32::new(lead);
+                    let config = Config { lead, ..Config::default() };
+                    let mut sim = Sim::with_config(between(hosts), config);
+                    let jobs = case.submit(&mut sim);
+                    let report = sim.run().unwrap_or_else(|hang| panic!("{hang}"));
+                    for (rank, job) in jobs.into_iter().enumerate() {
+                        let result = report.job(job).result();
+                        let expected = Some(&expected[rank][..]);
+                        assert_eq!(result, expected, "{hosts:?}, {count}, rank {rank}, {lead:?}");
+                    }
                 }
             }
         }

@@ -167,9 +167,15 @@ impl Driver {
         observer: Observer,
         members: Option<Members>,
     ) -> Self {
+        let mut machine = Machine::new(engine, Pool::default());
+        for (peer, link) in (0..).map(Peer).zip(&links) {
+            if link.as_ref().is_some_and(|link| link.is_near()) {
+                machine.set_neighbour(peer);
+            }
+        }
         Self {
             members,
-            machine: Machine::new(engine, Pool::default()),
+            machine,
             longest,
             sent: vec![Traffic::default(); links.len()],
             received: vec![Traffic::default(); links.len()],

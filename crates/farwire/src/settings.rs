@@ -58,6 +58,9 @@ const MAX_AGREED: usize = 2048;
 const JOIN_TIMEOUT: Duration = Duration::from_secs(60);
 /// Frames that a lane may have under way, as [`Config::credit`] counts them.
 const CREDIT: NonZeroU32 = NonZeroU32::new(4).expect("it is not zero");
+/// How far a lane to a neighbour may be ahead of others, as [`Config::lead`] counts it: enough to
+/// keep a line busy while the others catch up.
+const LEAD: NonZeroU32 = NonZeroU32::new(8).expect("it is not zero");
 
 /// Bytes that frames of long vectors may have between ranks of one host: about a core's cache.
 const HOST_SEGMENT_BYTES: NonZeroUsize = NonZeroUsize::new(256 << 10).expect("it is not zero");
@@ -318,7 +321,7 @@ impl Builder {
         let config = self.config.unwrap_or_else(default_config);
         let tuning = Tuning { order, ..config.tuning };
         let deadline = deadline.unwrap_or(config.deadline);
-        let config = Config { credit: CREDIT, deadline, tuning, ..config };
+        let config = Config { credit: CREDIT, lead: Some(LEAD), deadline, tuning, ..config };
         // Ranks that differ in it find out now, and not at the first all-reduce.
         let order = match order {
             SumOrder::Host => "host",

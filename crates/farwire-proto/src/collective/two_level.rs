@@ -287,6 +287,12 @@ impl Schedule for TwoLevel {
         !self.is_mate(from) && self.shared(from) > 0
     }
 
+    /// On hosts of equal size, frames with one index are of one segment on all lanes.
+    fn keeps_step(&self) -> bool {
+        let ranks = |host| self.placement.ranks(host).len();
+        (1..self.placement.hosts()).all(|host| ranks(host) == ranks(0))
+    }
+
     /// A segment's result comes only from a rank that has folded what this rank sent of it, or
     /// whose host has; and a host's sum takes the place of elements that only this rank reads.
     fn in_place(&self) -> Option<InPlace> {

@@ -113,6 +113,11 @@ impl Schedule for TwoPhase {
         if self.world.get() == 1 { Local::InputIsResult } else { Local::Nothing }
     }
 
+    /// A result waits for frames that have its segment's index, which is lower than its own.
+    fn keeps_step(&self) -> bool {
+        true
+    }
+
     /// A segment's result comes back only from an owner that has folded this rank's frame with it.
     fn in_place(&self) -> Option<InPlace> {
         let output = if self.gets_all(self.me) { 0 } else { self.shards.block(self.me).start };

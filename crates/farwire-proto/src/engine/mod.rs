@@ -49,6 +49,10 @@ pub struct Config {
     pub deadline: Duration,
     /// Frames of one lane that may be handed out before the driver reports the first of them sent.
     pub credit: NonZeroU32,
+    /// How many frames a lane to a [neighbour](Engine::set_neighbour) may be handed out beyond what
+    /// the slowest of them has sent, in an operation that advances at the pace of the slowest
+    /// anyway; no limit, if there is none.
+    pub lead: Option<NonZeroU32>,
     /// The generation of the group.
     pub epoch: Epoch,
     /// What may lie unread at a peer; the same on all ranks.
@@ -61,6 +65,7 @@ impl Default for Config {
             tuning: Tuning::default(),
             deadline: Duration::from_secs(600),
             credit: NonZeroU32::MIN,
+            lead: None,
             epoch: Epoch(0),
             allowance: Allowance::default(),
         }
@@ -99,6 +104,8 @@ pub struct Engine {
     world: WorldSize,
     /// The number of each process's host, by peer. Only whether two are equal counts.
     hosts: Vec<u64>,
+    /// Whose lanes are kept abreast of each other, by peer.
+    neighbours: Vec<bool>,
     config: Config,
     comms: HashMap<CommId, Comm>,
     /// Communicators that were open once.
@@ -173,6 +180,7 @@ impl Engine {
             me,
             world,
             hosts: hosts.to_vec(),
+            neighbours: vec![false; world.len()],
             config,
             comms: HashMap::default(),
             closed: HashSet::default(),
@@ -200,6 +208,7 @@ impl Engine {
         self.world = self.world.max(world);
         let all = self.world.len();
         self.hosts.resize(all, 0);
+        self.neighbours.resize(all, false);
         self.early_lanes.resize(all, 0);
         while self.ahead.len() < all {
             self.ahead.push(Ahead::new(self.config.allowance));
@@ -210,6 +219,14 @@ impl Engine {
     pub fn set_host(&mut self, peer: Peer, host: u64) {
         if let Some(known) = self.hosts.get_mut(peer.index()) {
             *known = host;
+        }
+    }
+
+    /// A process is reached through a network, and is near: lanes to all such processes share what
+    /// they go through, and are kept abreast as [`Config::lead`] says, from the next operation on.
+    pub fn set_neighbour(&mut self, peer: Peer) {
+        if let Some(known) = self.neighbours.get_mut(peer.index()) {
+            *known = true;
         }
     }
 
@@ -323,7 +340,7 @@ impl Engine {
         let members = comm.members.clone();
         let moving = self.spare.pop().unwrap_or_default();
         let mut op = Op { id, seq, matched: true, plan, members, due, moving };
-        op.start(&mut self.queues, self.config.credit);
+        op.start(&self.neighbours, &mut self.queues, &self.config);
         if op.moving.unfinished == 0 {
             self.queues.events.push_back(Event::Done(id));
             self.spare.extend(op.moving.recycle());
@@ -380,7 +397,7 @@ impl Engine {
     /// operation is over, has no more of them to send, or they may not be so long.
     pub fn supply(&mut self, op: OpId, to: Rank, len: usize) -> bool {
         let op = self.ops.get_mut(&op);
-        op.is_some_and(|op| op.supply(to, len, &mut self.queues, self.config.credit))
+        op.is_some_and(|op| op.supply(to, len, &mut self.queues, &self.config))
     }
 
     /// A frame of an operation has arrived from `from`, or is offered again after
@@ -453,7 +470,7 @@ impl Engine {
     /// The payload of a taken frame has been applied.
     pub fn handle_taken(&mut self, take: Take) {
         if let Some(op) = self.ops.get_mut(&take.op) {
-            op.taken(take.lane, &take.effect, &mut self.queues, self.config.credit);
+            op.taken(take.lane, &take.effect, &mut self.queues, &self.config);
             if op.plan.partner().is_some() {
                 let (channel, _) = Channel::of(op.plan.comm(), op.seq);
                 let payload = take.effect.wire_bytes(op.plan.dtype());
@@ -469,7 +486,7 @@ impl Engine {
         if let Payload::Operation { op: id, .. } | Payload::Parcel { op: id, .. } = transmit.payload
             && let Some(op) = self.ops.get_mut(&id)
         {
-            op.sent(transmit.lane, &mut self.queues, self.config.credit);
+            op.sent(transmit.lane, &mut self.queues, &self.config);
             self.complete_if_done(id);
         }
     }
@@ -540,17 +557,17 @@ impl Engine {
             let (id, lane) = self.queues.ready.pop_front()?;
             // A failed operation's lanes may still be queued.
             let Some(op) = self.ops.get_mut(&id) else { continue };
-            let (peer, epoch, credit) = (op.peer_of(lane), self.config.epoch, self.config.credit);
+            let (peer, epoch, config) = (op.peer_of(lane), self.config.epoch, &self.config);
             if op.has_heard(lane) {
-                return Some(op.transmit(lane, epoch, &mut self.queues, credit));
+                return Some(op.transmit(lane, epoch, &mut self.queues, config));
             }
             let (channel, number) = Channel::of(op.plan.comm(), op.seq);
             let ahead = &mut self.ahead[peer.index()];
             match ahead.leave(channel, number, (id, lane)) {
                 Leave::No => self.ask(peer),
-                Leave::Free => return Some(op.transmit(lane, epoch, &mut self.queues, credit)),
+                Leave::Free => return Some(op.transmit(lane, epoch, &mut self.queues, config)),
                 Leave::Counted => {
-                    let transmit = op.transmit(lane, epoch, &mut self.queues, credit);
+                    let transmit = op.transmit(lane, epoch, &mut self.queues, config);
                     let opens_lane = transmit.header.index == 0 && !transmit.last;
                     let cost = Allowance::cost(transmit.header.payload as usize, opens_lane);
                     ahead.charge(channel, number, cost, &mut self.queues.ready);

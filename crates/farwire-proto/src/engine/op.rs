@@ -2,10 +2,9 @@
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
-use std::num::NonZeroU32;
 use std::sync::Arc;
 
-use super::{Address, Effect, Event, Lane, Payload, Queues, Take, Transmit, Verdict, Wait};
+use super::{Address, Config, Effect, Event, Lane, Payload, Queues, Take, Transmit, Verdict, Wait};
 use crate::collective::message::End;
 use crate::fingerprint::Fingerprint;
 use crate::header::{FrameKind, Header};
@@ -45,6 +44,8 @@ pub(super) struct Moving {
     pub(super) unfinished: usize,
     /// Frames that wait for one of the counters of [`Gate::counters`].
     waiting: [BinaryHeap<Reverse<(usize, Frame)>>; 4],
+    /// Lanes that are too far ahead of others.
+    leading: Vec<usize>,
 }
 
 /// The next frame of a lane.
@@ -52,6 +53,20 @@ pub(super) struct Moving {
 enum Frame {
     Out(usize),
     In(usize),
+}
+
+/// Where a lane's next frame is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Next {
+    /// Nowhere: it is not there yet, or the lane has no credit left, or there is none.
+    #[default]
+    Unknown,
+    /// In the ready queue.
+    Ready,
+    /// Behind its gate.
+    Gated,
+    /// Among those that are too far ahead.
+    Leading,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
@@ -64,8 +79,9 @@ struct LaneState {
     polled: usize,
     /// Reported sent.
     sent: usize,
-    /// The next frame is in the ready queue, or waits for its gate.
-    pending: bool,
+    next: Next,
+    /// It is kept abreast of others.
+    abreast: bool,
     recvs: usize,
     taken: usize,
     /// A frame is being taken.
@@ -80,6 +96,11 @@ struct LaneState {
 impl LaneState {
     fn is_done(&self) -> bool {
         self.sent == self.sends && self.taken == self.recvs
+    }
+
+    /// Whether others are kept abreast of it: it has frames that its link could take now, or soon.
+    fn sets_the_pace(&self) -> bool {
+        self.abreast && (self.sent < self.polled || self.next == Next::Ready)
     }
 
     /// The next frame is due and has not come.
@@ -140,7 +161,9 @@ impl Op {
         }
     }
 
-    pub(super) fn start(&mut self, queues: &mut Queues, credit: NonZeroU32) {
+    /// Lanes to `neighbours` are kept abreast, if the operation can bear that.
+    pub(super) fn start(&mut self, neighbours: &[bool], queues: &mut Queues, config: &Config) {
+        let keeps_step = self.plan.keeps_step();
         let lanes = if self.plan.partner().is_some() { 1 } else { self.plan.world().len() };
         self.moving.lanes.resize(lanes, LaneState::default());
         if matches!(self.plan.way(), Way::Parcels(_)) {
@@ -148,7 +171,9 @@ impl Op {
         }
         for rank in self.plan.others() {
             let lane = self.lane_of(rank);
+            let abreast = keeps_step && neighbours[self.peer_of(lane).index()];
             let state = &mut self.moving.lanes[lane];
+            state.abreast = abreast;
             match self.plan.way() {
                 Way::Frames(frames) => {
                     state.sends = frames.sends(rank);
@@ -161,27 +186,51 @@ impl Op {
                 }
             }
             self.moving.unfinished += 1;
-            self.line_up(lane, queues, credit);
+            self.line_up(lane, queues, config);
         }
         self.moving.behind = self.moving.unfinished;
     }
 
     /// Puts a lane's next frame where it belongs: among the ready ones, or behind its gate.
-    fn line_up(&mut self, lane: usize, queues: &mut Queues, credit: NonZeroU32) {
+    fn line_up(&mut self, lane: usize, queues: &mut Queues, config: &Config) {
         let rank = self.rank_of(lane);
-        let state = &mut self.moving.lanes[lane];
-        let outstanding = state.polled - state.sent;
-        if state.pending || state.polled == state.supplied || outstanding >= credit.get() as usize {
+        let LaneState { next, abreast, supplied, polled, sent, .. } = self.moving.lanes[lane];
+        if next != Next::Unknown
+            || polled == supplied
+            || polled - sent >= config.credit.get() as usize
+        {
             return;
         }
-        state.pending = true;
         let gate = match self.plan.way() {
-            Way::Frames(frames) => frames.send(rank, state.polled).gate,
+            Way::Frames(frames) => frames.send(rank, polled).gate,
             Way::Parcels(_) => Gate::OPEN,
         };
-        if self.moving.wait_for(&gate, Frame::Out(lane)).is_ok() {
+        self.moving.lanes[lane].next = if abreast && polled >= self.moving.limit(config) {
+            self.moving.leading.push(lane);
+            Next::Leading
+        } else if self.moving.wait_for(&gate, Frame::Out(lane)).is_err() {
+            Next::Gated
+        } else {
             queues.ready.push_back((self.id, lane));
-        }
+            Next::Ready
+        };
+    }
+
+    /// Lets go on who was too far ahead, and is not any more.
+    fn catch_up(&mut self, queues: &mut Queues, config: &Config) {
+        let limit = self.moving.limit(config);
+        let mut leading = std::mem::take(&mut self.moving.leading);
+        leading.retain(|lane| {
+            let state = &mut self.moving.lanes[*lane];
+            if state.polled >= limit {
+                return true;
+            }
+            state.next = Next::Unknown;
+            self.line_up(*lane, queues, config);
+            false
+        });
+        leading.append(&mut self.moving.leading);
+        self.moving.leading = leading;
     }
 
     /// The next parcel to `to` is there; `false` if there is none left to come, or it is too long.
@@ -190,7 +239,7 @@ impl Op {
         to: Rank,
         len: usize,
         queues: &mut Queues,
-        credit: NonZeroU32,
+        config: &Config,
     ) -> bool {
         let lane = self.lane_of(to);
         let Way::Parcels(limits) = self.plan.way() else { return false };
@@ -203,7 +252,7 @@ impl Op {
         if progress.is_supplied(limits) {
             state.sends = state.supplied;
         }
-        self.line_up(lane, queues, credit);
+        self.line_up(lane, queues, config);
         true
     }
 
@@ -212,7 +261,7 @@ impl Op {
         lane: usize,
         epoch: Epoch,
         queues: &mut Queues,
-        credit: NonZeroU32,
+        config: &Config,
     ) -> Transmit {
         let rank = self.rank_of(lane);
         let state = &mut self.moving.lanes[lane];
@@ -229,7 +278,7 @@ impl Op {
             }
         };
         state.polled += 1;
-        state.pending = false;
+        state.next = Next::Unknown;
         let last = state.polled == state.sends;
         let header = Header {
             frame: FrameKind::Data,
@@ -240,11 +289,11 @@ impl Op {
             index: index as u32,
             fingerprint: self.plan.fingerprint_for(rank),
         };
-        self.line_up(lane, queues, credit);
+        self.line_up(lane, queues, config);
         Transmit { to: self.peer_of(lane), header, payload, last, lane }
     }
 
-    pub(super) fn sent(&mut self, lane: usize, queues: &mut Queues, credit: NonZeroU32) {
+    pub(super) fn sent(&mut self, lane: usize, queues: &mut Queues, config: &Config) {
         let downstream =
             self.plan.frames().and_then(Frames::downstream) == Some(self.rank_of(lane));
         let state = &mut self.moving.lanes[lane];
@@ -252,9 +301,12 @@ impl Op {
         self.moving.unfinished -= usize::from(state.is_done());
         if downstream {
             self.moving.progress.sent += 1;
-            self.wake(queues, credit);
+            self.wake(queues, config);
         }
-        self.line_up(lane, queues, credit);
+        self.line_up(lane, queues, config);
+        if !self.moving.leading.is_empty() {
+            self.catch_up(queues, config);
+        }
     }
 
     /// Judges the next frame of a lane.
@@ -324,7 +376,7 @@ impl Op {
         lane: usize,
         effect: &Effect,
         queues: &mut Queues,
-        credit: NonZeroU32,
+        config: &Config,
     ) {
         let from = self.rank_of(lane);
         let upstream = self.plan.frames().is_some_and(|frames| frames.is_upstream(from));
@@ -353,16 +405,16 @@ impl Op {
                 Level::All => self.moving.progress.folded += 1,
             }
         }
-        self.wake(queues, credit);
+        self.wake(queues, config);
     }
 
     /// Moves on every frame whose gate has opened.
-    fn wake(&mut self, queues: &mut Queues, credit: NonZeroU32) {
+    fn wake(&mut self, queues: &mut Queues, config: &Config) {
         while let Some(frame) = self.moving.next_opened() {
             match frame {
                 Frame::Out(lane) => {
-                    self.moving.lanes[lane].pending = false;
-                    self.line_up(lane, queues, credit);
+                    self.moving.lanes[lane].next = Next::Unknown;
+                    self.line_up(lane, queues, config);
                 }
                 Frame::In(lane) => {
                     self.moving.lanes[lane].held = false;
@@ -423,6 +475,13 @@ impl Op {
 }
 
 impl Moving {
+    /// The first frame that is too far ahead of what the slowest lane has sent.
+    fn limit(&self, config: &Config) -> usize {
+        let Some(lead) = config.lead else { return usize::MAX };
+        let slowest = self.lanes.iter().filter(|lane| lane.sets_the_pace()).map(|lane| lane.sent);
+        slowest.min().map_or(usize::MAX, |sent| sent + lead.get() as usize)
+    }
+
     /// `Ok` if the gate is open; else the frame waits for the first counter that is short.
     fn wait_for(&mut self, gate: &Gate, frame: Frame) -> Result<(), ()> {
         let counters = gate.counters().into_iter().zip(self.progress.counters());
@@ -454,6 +513,7 @@ impl Moving {
         self.lanes.clear();
         self.parcels.clear();
         self.waiting.iter_mut().for_each(BinaryHeap::clear);
+        self.leading.clear();
         (self.lanes.capacity() > 0).then_some(self)
     }
 }

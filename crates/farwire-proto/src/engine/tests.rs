@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
+use crate::call::Algorithm;
 use crate::dtype::{DType, ReduceOp};
 use crate::fingerprint::Fingerprint;
 use crate::header::tests::any_header;
@@ -437,6 +438,48 @@ fn a_lane_hands_out_no_more_frames_than_its_credit() {
     engine.handle_sent(first);
     assert_eq!(engine.poll_transmit().map(|next| next.to), Some(to), "one sent, one more");
     assert!(engine.poll_transmit().is_none());
+}
+
+/// Lanes to neighbours are kept abreast, whichever of them the links take first; the lane to a rank
+/// that is no neighbour goes as it likes.
+#[test]
+fn a_lane_gets_no_further_ahead_of_others_than_its_lead() {
+    let world = WorldSize::new(5).unwrap();
+    let [credit, lead] = [2, 3].map(|frames| NonZeroU32::new(frames).unwrap());
+    let config = Config { credit, lead: Some(lead), ..Config::default() };
+    let mut engine = Engine::new(Peer(0), world, config);
+    (1..4).for_each(|peer| engine.set_neighbour(Peer(peer)));
+    let call = Call::AllReduce { count: 500, dtype: DType::F32, op: ReduceOp::Sum };
+    let options = Options {
+        segment: std::num::NonZeroUsize::new(1),
+        algorithm: Some(Algorithm::TwoPhase),
+        ..Options::default()
+    };
+    let plan = engine.plan(CommId::WORLD, &call, &options).unwrap();
+    engine.submit(Time::ZERO, plan).unwrap();
+
+    // The links take as much as they get to all but rank 2; to that one, nothing for a while.
+    let mut handed = [0; 5];
+    let mut waiting = Vec::new();
+    let mut take =
+        |engine: &mut Engine, handed: &mut [u32; 5], sent: &dyn Fn(&Transmit) -> bool| {
+            let mut held = std::mem::take(&mut waiting);
+            loop {
+                held.extend(std::iter::from_fn(|| engine.poll_transmit()).inspect(|frame| {
+                    handed[frame.to.index()] += u32::from(frame.header.frame == FrameKind::Data);
+                }));
+                let Some(at) = held.iter().position(sent) else { break };
+                engine.handle_sent(held.remove(at));
+            }
+            waiting = held;
+        };
+    take(&mut engine, &mut handed, &|frame| frame.to != Peer(2));
+    assert_eq!(handed, [0, 3, 2, 3, 100], "rank 2 has its credit, its neighbours their lead");
+    let next = std::cell::Cell::new(true);
+    take(&mut engine, &mut handed, &|frame| frame.to != Peer(2) || next.replace(false));
+    assert_eq!(handed, [0, 4, 3, 4, 100], "one more to rank 2, one more to each");
+    take(&mut engine, &mut handed, &|_| true);
+    assert_eq!(handed, [0, 100, 100, 100, 100], "and all of the first phase");
 }
 
 /// Steady state: an operation reuses what the one before it allocated.

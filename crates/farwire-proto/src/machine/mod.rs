@@ -404,6 +404,11 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         self.engine.set_host(peer, host);
     }
 
+    /// As [`Engine::set_neighbour`].
+    pub fn set_neighbour(&mut self, peer: Peer) {
+        self.engine.set_neighbour(peer);
+    }
+
     /// As [`Engine::retire_all`].
     pub fn retire_all(&mut self) {
         self.engine.retire_all();

@@ -362,6 +362,9 @@ impl Driver {
                         link.set_team(team);
                     }
                     self.machine.set_host(*peer, host_number(&host, *peer));
+                    if link.is_near() {
+                        self.machine.set_neighbour(*peer);
+                    }
                     self.has_network |= link.crosses_network();
                     self.links[peer.index()] = Some(link);
                 }

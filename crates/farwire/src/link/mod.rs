@@ -166,6 +166,10 @@ pub(crate) trait Link: Send + std::fmt::Debug {
     fn crosses_network(&self) -> bool {
         true
     }
+    /// Whether that network is short, so that a few frames fill it.
+    fn is_near(&self) -> bool {
+        false
+    }
     /// That network, as far as it is known.
     fn path(&self) -> Option<NetworkPath> {
         None

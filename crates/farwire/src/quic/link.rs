@@ -70,6 +70,8 @@ const WINDOWS_PER_PATH: u64 = 2;
 const QUEUE: usize = 2;
 /// Frames of all lanes that were read and wait here, but for the next of each.
 const SPARE_FRAMES: usize = 512;
+/// Streams of one lane on each connection, at least: while one waits for room, another sends.
+const STREAMS_PER_WAY: u64 = 2;
 /// Streams of one lane, at most: with these, 8 MiB of one operation can be under way to a peer
 /// nearby, and 64 MiB to one that is not.
 const NEAR_STREAMS: u64 = 16;
@@ -138,6 +140,7 @@ pub(crate) struct Connections {
 #[derive(Debug)]
 struct Reach {
     near: bool,
+    least_round_trip: Duration,
     carried: Meter,
     frames: Arc<AtomicU32>,
 }
@@ -146,11 +149,24 @@ impl Reach {
     /// By what was measured when the peers met, when there was nothing to wait for.
     fn new(near: bool) -> Self {
         let frames = AtomicU32::new(if near { FEW_FRAMES } else { MANY_FRAMES });
-        Self { near, carried: Meter::new(), frames: Arc::new(frames) }
+        let (least_round_trip, carried) = (Duration::MAX, Meter::new());
+        Self { near, least_round_trip, carried, frames: Arc::new(frames) }
     }
 
-    fn streams(&self) -> u64 {
+    fn most_streams(&self) -> u64 {
         if self.near { NEAR_STREAMS } else { FAR_STREAMS }
+    }
+
+    /// Bytes that should be under way on a path. Its window is that, and between neighbours also all
+    /// that its queues hold, since CUBIC fills them. A lane that did so would hold up others, and the
+    /// acknowledgements of what comes back.
+    fn window(&mut self, window: u64, round_trip: Duration) -> u64 {
+        if !self.near {
+            return window;
+        }
+        self.least_round_trip = self.least_round_trip.min(round_trip);
+        let without_queue = self.least_round_trip.as_secs_f64() / round_trip.as_secs_f64();
+        (window as f64 * without_queue) as u64
     }
 
     /// So many bytes were taken: whether more frames of `longest` bytes may be read ahead now.
@@ -451,13 +467,14 @@ impl QuicLink {
 
     /// How many streams a lane should have, as far as is known of the path. All lanes together leave
     /// half of those that may be open to lanes that are yet to come.
-    fn lane_streams(&self) -> usize {
+    fn lane_streams(&mut self) -> usize {
         let ways = &self.ways[..self.demand.ways];
-        let windows: u64 = ways.iter().map(|(to, _)| to.stats().path.cwnd).sum();
+        let paths = ways.iter().map(|(to, _)| to.stats().path);
+        let windows: u64 = paths.map(|path| self.reach.window(path.cwnd, path.rtt)).sum();
         let streams = WINDOWS_PER_PATH * windows / STREAM_WINDOW.into_inner();
-        let least = ways.len().max(2) as u64;
+        let least = STREAMS_PER_WAY * ways.len() as u64;
         let fair = STREAMS.into_inner() / 2 / (1 + self.outgoing.len() as u64);
-        streams.clamp(least, self.reach.streams().min(fair).max(least)) as usize
+        streams.clamp(least, self.reach.most_streams().min(fair).max(least)) as usize
     }
 
     /// Room for a lane's next frame, if one of its streams has any.
@@ -490,6 +507,10 @@ impl QuicLink {
 impl Link for QuicLink {
     fn kind(&self) -> &'static str {
         NAME
+    }
+
+    fn is_near(&self) -> bool {
+        self.reach.near
     }
 
     fn path(&self) -> Option<NetworkPath> {

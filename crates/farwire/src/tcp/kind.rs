@@ -62,8 +62,7 @@ impl LinkKind for Tcp {
             let each_way = (workers.count() as u8).clamp(1, MAX_CONNECTIONS / 2).min(EACH_WAY);
             let (connections, dialled) = connect(met, &port, each_way, talk).await?;
             let ends = Ends::new(connections, dialled);
-            let link =
-                TcpLink::new(ends, pair.peer, pair.payload, pair.bell.clone(), health, workers);
+            let link = TcpLink::new(ends, pair, health, workers);
             Ok(Box::new(link.map_err(|error| error.to_string())?) as Box<dyn Link>)
         })
     }

@@ -46,7 +46,7 @@ use super::info;
 use super::tls::Secured;
 use super::workers::Workers;
 use crate::link::in_order::InOrder;
-use crate::link::{Arrival, Broken, Link, Liveness, Loss, NetworkPath};
+use crate::link::{Arrival, Broken, Link, Liveness, Loss, NetworkPath, Pair};
 use crate::quic::control::Health;
 use crate::shm::bell::Bell;
 
@@ -113,6 +113,7 @@ pub(crate) struct TcpLink {
     out: usize,
     /// Their sockets, to ask the system about.
     sockets: Vec<std::net::TcpStream>,
+    near: bool,
     /// What one lane may have under way.
     lane_window: u64,
     /// By communicator and operation.
@@ -309,18 +310,17 @@ impl Drop for Tasks {
 }
 
 impl TcpLink {
-    /// A link to `peer`, for payloads of up to `longest` bytes.
+    /// The link of a pair.
     pub(super) fn new(
         ends: Ends,
-        peer: Peer,
-        longest: usize,
-        bell: Bell,
+        pair: &Pair,
         health: Arc<Health>,
         workers: Arc<Workers>,
     ) -> io::Result<Self> {
+        let Pair { peer, payload: longest, ref bell, .. } = *pair;
         let out = ends.out.len();
         let connections: Vec<_> = ends.out.into_iter().chain(ends.back).collect();
-        let shared = Shared::new(peer, longest, bell, health.clone(), connections.len());
+        let shared = Shared::new(peer, longest, bell.clone(), health.clone(), connections.len());
         let shared = Arc::new(shared);
         let (mut tasks, mut sockets) = (Vec::new(), Vec::new());
         for (index, Secured { socket, session }) in connections.into_iter().enumerate() {
@@ -337,6 +337,7 @@ impl TcpLink {
             tasks: Arc::new(Tasks { tasks, workers }),
             health,
             peer,
+            near: pair.is_near(),
             out,
             sockets,
             lane_window: LANE_WINDOW,
@@ -429,6 +430,10 @@ impl TcpLink {
 impl Link for TcpLink {
     fn kind(&self) -> &'static str {
         NAME
+    }
+
+    fn is_near(&self) -> bool {
+        self.near
     }
 
     fn path(&self) -> Option<NetworkPath> {

@@ -95,6 +95,17 @@ fn how_far_is_read_ahead_follows_from_distance_and_speed() {
     assert_eq!(frames_after_a_second(far, 8e6), MANY_FRAMES);
 }
 
+#[test]
+fn between_neighbours_a_queue_is_not_filled() {
+    let [short, long] = [1, 20].map(Duration::from_millis);
+    let mut near = Reach::new(true);
+    assert_eq!(near.window(4_000_000, short), 4_000_000);
+    assert_eq!(near.window(4_000_000, long), 200_000, "most of it waits in a queue");
+    let mut far = Reach::new(false);
+    assert_eq!(far.window(4_000_000, short), 4_000_000);
+    assert_eq!(far.window(4_000_000, long), 4_000_000, "a model of the path made this window");
+}
+
 /// What arrives next.
 fn next(link: &mut QuicLink, bell: &Bell) -> Result<Arrival, Broken> {
     loop {

@@ -69,7 +69,16 @@ impl Side {
         let bell = Bell::new().unwrap();
         let health = Health::new(bell.clone());
         let ends = Ends::new(connections, dialled);
-        let link = TcpLink::new(ends, peer, LONGEST, bell.clone(), health.clone(), workers);
+        let pair = Pair {
+            me: Peer(1 - peer.0),
+            peer,
+            same_host: true,
+            payload: LONGEST,
+            bell: bell.clone(),
+            connections: Wanted::ONE,
+            met: None,
+        };
+        let link = TcpLink::new(ends, &pair, health.clone(), workers);
         Self { link: link.unwrap(), bell, health }
     }
 
