@@ -5,6 +5,7 @@ use tokio::runtime::Runtime;
 
 use super::*;
 use crate::join::identity::Identity;
+use crate::link::Wanted;
 use crate::tcp::port::{TcpPort, TcpSettings};
 use crate::token::Token;
 
