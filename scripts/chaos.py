@@ -291,6 +291,17 @@ def send(pid, what):
         pass
 
 
+def fill_up(path):
+    """Adds to a file until the disk is full. Returns how many bytes that took."""
+    before = os.path.getsize(path) if os.path.exists(path) else 0
+    try:
+        with open(path, "ab", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+    except OSError:
+        return os.path.getsize(path) - before
+
+
 def load(pid):
     """Open files and resident kilobytes of a process."""
     try:
@@ -430,13 +441,13 @@ class Chaos:
     def fill(self, job):
         """Fills the disk, and sees that steps go on, no checkpoint is written, and one is when there is room again."""
         filler = os.path.join(self.disk_now, "filler")
-        try:
-            with open(filler, "wb", buffering=0) as file:
-                while True:
-                    file.write(bytes(4096))
-        except OSError:
-            pass
-        before, steps = self.newest(), job.steps
+        # One that has its room already still becomes whole, and makes room for others: an older one goes.
+        for _ in range(20):
+            before, steps, was_full = self.newest(), job.steps, fill_up(filler) == 0
+            job.wait(lambda: job.steps > steps + CHECKPOINT_EVERY, "steps while the disk fills")
+            if was_full and self.newest() == before:
+                break
+        steps = job.steps
         job.wait(lambda: job.steps > steps + 3 * CHECKPOINT_EVERY, "steps while the disk is full")
         if self.newest() != before:
             raise Violation("a checkpoint was written to a full disk")

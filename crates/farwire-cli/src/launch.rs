@@ -14,7 +14,7 @@ use std::process::{ExitCode, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use farwire::{HeldPort, Token};
+use farwire::{Beginning, HeldPort, Token};
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, WaitIdStatus};
 use tokio::io::{AsyncBufReadExt, AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, BufReader};
 use tokio::process::{Child, Command};
@@ -339,10 +339,11 @@ impl Job {
         // then its process id is not used again, and signals go where they should.
         let (mut children, mut pids, mut said) = (Vec::new(), Vec::new(), Errors::default());
         let mut ports = Vec::new();
+        let beginning = Beginning::new().map_err(system("could not get memory"))?;
         // Starts a rank, which may join those that live.
         let launch = |rank: u32, port: &OwnPort, join: Option<Vec<u16>>| {
             let local_rank = self.index_of(rank).unwrap_or(0) as u32;
-            let place = RankPlace { rank, local_rank, port, join };
+            let place = RankPlace { rank, local_rank, port, join, beginning: &beginning };
             let (mut child, error) = self.start(&place, records.as_deref()).map_err(|source| {
                 LaunchError::Start { command: self.command[0].clone(), source }
             })?;
@@ -388,7 +389,6 @@ impl Job {
             said.sockets.extend(error.map(|error| (rank, error)));
             running.spawn(end);
         }
-        let mut births = vec![Instant::now(); pids.len()];
         let mut alive: BTreeSet<u32> = (self.first_rank..self.first_rank + self.ranks).collect();
         let mut restarts = self.restarts();
         // In the order in which they failed, with their last lines.
@@ -428,6 +428,16 @@ impl Job {
             let Ok((rank, status, last)) = ended else { continue };
             let status = status.map_err(system("could not wait for a rank"))?;
             alive.remove(&rank);
+            let has_begun = beginning.has_come();
+            // With nobody left who is part of the group, or is about to be, nobody is let in any more.
+            let is_in = |rank: &u32| {
+                self.index_of(*rank) < Some(self.ranks as usize) || beginning.has_seen(*rank)
+            };
+            let is_job = !has_begun || self.is_on_several() || alive.iter().any(is_in);
+            if !is_job && !alive.is_empty() {
+                is_ending = true;
+                tell(&pids, Signal::TERM);
+            }
             // A job may lose many in its time, and should keep nothing of them.
             let mut part_with = async |rank: u32| {
                 said.show(self.ranks);
@@ -453,44 +463,44 @@ impl Job {
                 restarts = 0; // the job comes to its end, and lets nobody in any more
                 is_ending = true;
             }
-            let goes_on = died && !told && !is_lost && !asked_to_end;
+            let goes_on = died && !told && !is_lost && !asked_to_end && failed.is_empty();
             // Where none of this machine's ranks lives, others may, and rank 0 knows them.
             if let Some(ElasticJob { min, .. }) = self.elastic.filter(|_| goes_on)
-                && (!alive.is_empty() || self.is_on_several())
+                && (!has_begun || !alive.is_empty() || self.is_on_several())
             {
                 let how = status.terminating_signal().map_or_else(
                     || format!("exit status {}", status.exit_status().unwrap_or(-1)),
                     |signal| format!("signal {signal}"),
                 );
-                eprintln!("farwire: rank {rank} has ended ({how}); {} on", go(alive.len()));
+                if has_begun {
+                    eprintln!("farwire: rank {rank} has ended ({how}); {} on", go(alive.len()));
+                } else {
+                    eprintln!("farwire: rank {rank} has ended ({how}) before all ranks had come");
+                }
                 part_with(rank).await;
-                // One that was not let in tried for so long; others that are not much older may not
-                // be in the job either, and then there is none.
-                let was_kept_out = status.exit_status() == Some(NOT_LET_IN.into());
-                let age = |rank: &u32| Some(births[self.index_of(*rank)?].elapsed());
-                let is_in = |other: &u32| {
-                    self.index_of(*other) < Some(self.ranks as usize)
-                        || age(other) > age(&rank).map(|age| age * 3 / 2)
-                };
-                let is_job = self.is_on_several() || alive.iter().any(is_in);
                 // What was wrong with how it was started is wrong for any other, too.
                 let is_mistake = status.exit_status().is_some_and(|status| {
                     status == i32::from(MISTAKE) || NO_PROGRAM.contains(&status)
                 });
-                if restarts > 0 && !is_mistake && (is_job || !was_kept_out) {
+                if restarts > 0 && !is_mistake && is_job {
                     restarts -= 1;
-                    let new = self.number_at(pids.len());
+                    // Until all have come, they wait for this very rank.
+                    let new = if has_begun { self.number_at(pids.len()) } else { rank };
                     // Some of these may be dead as well, which is not known yet.
                     let there = alive.iter().filter_map(|rank| self.index_of(*rank));
-                    let there = there.filter_map(|index| self.number_of(&ports[index])).collect();
-                    let started = OwnPort::held()
-                        .and_then(|port| Ok((launch(new, &port, Some(there))?, port)));
-                    match started {
+                    let there = there.filter_map(|index| self.number_of(&ports[index]));
+                    let there = has_begun.then(|| there.collect());
+                    let port = if has_begun { OwnPort::held() } else { self.port_of(new) };
+                    match port.and_then(|port| Ok((launch(new, &port, there)?, port))) {
                         Ok(((pid, child, error, end), port)) => {
-                            pids.push(Some(pid));
-                            births.push(Instant::now());
-                            children.push(child);
-                            ports.push(port);
+                            if let Some(index) = self.index_of(new).filter(|at| *at < pids.len()) {
+                                (pids[index], children[index], ports[index]) =
+                                    (Some(pid), child, port);
+                            } else {
+                                pids.push(Some(pid));
+                                children.push(child);
+                                ports.push(port);
+                            }
                             said.sockets.extend(error.map(|error| (new, error)));
                             running.spawn(end);
                             alive.insert(new);
@@ -499,12 +509,14 @@ impl Job {
                         Err(error) => eprintln!("farwire: started no other in its place: {error}"),
                     }
                 }
-                if alive.len() >= min as usize {
+                if has_begun && is_job && alive.len() >= min as usize {
                     continue;
                 }
             }
-            // One that was to take the place of another may come too late, and say so.
-            let came_late = is_ending && !told && self.index_of(rank) >= Some(self.ranks as usize);
+            // One that was to take the place of another may come too late, and say so, or be told.
+            let came_late = is_ending
+                && (!told || !beginning.has_seen(rank))
+                && self.index_of(rank) >= Some(self.ranks as usize);
             if died && !came_late {
                 failed.push((rank, last));
                 next = next.or(Some((Instant::now() + FIND_OUT, Signal::TERM)));
@@ -659,7 +671,7 @@ impl Job {
         place: &RankPlace<'_>,
         records: Option<&Path>,
     ) -> io::Result<(Child, Option<UnixStream>)> {
-        let &RankPlace { rank, local_rank, port: own_port, ref join } = place;
+        let &RankPlace { rank, local_rank, port: own_port, ref join, beginning } = place;
         let own_port = match own_port {
             OwnPort::Held(held) => Some(held),
             OwnPort::Any | OwnPort::Master => None,
@@ -702,6 +714,7 @@ impl Job {
             .envs(self.elastic.map(|_| ("FARWIRE_ELASTIC", "1")))
             .envs(own_port.map(|held| ("FARWIRE_PORT", held.port().to_string())))
             .envs(own_port.map(HeldPort::variable))
+            .envs(self.elastic.map(|_| beginning.variable(rank)))
             .envs(join.as_ref().map(|ports| ("FARWIRE_JOIN", self.addresses(ports).join(","))))
             .stdout(stdio())
             .stderr(stdio())
@@ -731,6 +744,7 @@ struct RankPlace<'a> {
     port: &'a OwnPort,
     /// The ports of those that it is to join; none if it is there from the start.
     join: Option<Vec<u16>>,
+    beginning: &'a Beginning,
 }
 
 /// The address by which others reach this machine: that of its way to `host`, to which nothing is

@@ -466,15 +466,13 @@ fn a_run_without_a_whole_replica_ends_and_names_its_checkpoint() {
     });
 }
 
-/// All ranks are killed at once. Those that are started in their place find nobody to join, and no
-/// others are started for them: the job is over.
+/// All ranks are killed at once. Nobody is left to let others in: the job is over.
 #[test]
 fn a_job_that_has_lost_all_its_ranks_ends() {
     let train: Vec<_> = TRAIN.split_whitespace().collect();
     with_folder("lost", |folder| {
-        let variables = [("FARWIRE_LINK", "shm"), ("FARWIRE_JOIN_TIMEOUT", "1s")];
         let launch = ["-n", "2", "--restarts", "9"];
-        let mut command = Job::command(folder, &variables, &launch, &train);
+        let mut command = Job::command(folder, &[("FARWIRE_LINK", "shm")], &launch, &train);
         let mut job = Job::of(command.stderr(Stdio::piped()));
         job.next("step");
         for signal in [Signal::STOP, Signal::KILL] {
@@ -484,9 +482,57 @@ fn a_job_that_has_lost_all_its_ranks_ends() {
         }
         let mut said = String::new();
         job.launcher.stderr.take().unwrap().read_to_string(&mut said).unwrap();
-        assert_eq!(job.launcher.wait().unwrap().code(), Some(69), "{said}");
-        assert!(said.contains("farwire: was not let in"), "{said}");
-        assert!(!said.contains("[4]"), "one for each rank that was lost, and no more: {said}");
+        assert_eq!(job.launcher.wait().unwrap().code(), Some(128 + 9), "{said}");
+        assert!(!said.contains("was not let in"), "who was to join ends with it: {said}");
+        assert!(!said.contains("[3]"), "nobody is started for the last: {said}");
+    });
+}
+
+/// A command whose rank `lost` ends at once, `times` times, and the others train.
+fn with_a_false_start(folder: &Path, lost: u32, times: u32) -> Command {
+    let farwire = env!("CARGO_BIN_EXE_farwire");
+    let script = format!(
+        "if [ $RANK = {lost} ] && [ $(ls false-start.* 2>/dev/null | wc -l) -lt {times} ]; then \
+         touch false-start.$$; exit 1; fi; exec \"$0\" \"$@\""
+    );
+    let mut command = Command::new(farwire);
+    command
+        .args(["launch", "--elastic", "-n", "3", "--restarts", "3", "--", "sh", "-c", &script])
+        .arg(farwire)
+        .args(TRAIN.split_whitespace())
+        .arg("--elastic")
+        .current_dir(folder)
+        .envs([("FARWIRE_LINK", "shm"), ("FARWIRE_FLIGHT_DIR", "")]);
+    command
+}
+
+/// There is nothing to join yet: the others wait for this very rank.
+#[test]
+fn a_rank_that_dies_before_all_have_come_is_started_again_as_itself() {
+    for lost in [0, 2] {
+        with_folder("early", |folder| {
+            let mut job = Job::of(&mut with_a_false_start(folder, lost, 2));
+            job.next("step");
+            assert_eq!(job.rank(lost).1["RANK"], lost.to_string());
+            job.kill(1);
+            job.changed_to(2);
+            job.changed_to(3);
+            job.end_alike();
+        });
+    }
+}
+
+/// The others would wait for it in vain.
+#[test]
+fn a_job_with_a_rank_that_never_comes_ends() {
+    with_folder("never", |folder| {
+        let mut job = Job::of(with_a_false_start(folder, 1, 9).stderr(Stdio::piped()));
+        let mut said = String::new();
+        job.launcher.stderr.take().unwrap().read_to_string(&mut said).unwrap();
+        assert_eq!(job.launcher.wait().unwrap().code(), Some(1), "{said}");
+        let tries = said.matches("rank 1 has ended (exit status 1) before all ranks had come");
+        assert_eq!(tries.count(), 4, "{said}");
+        assert!(said.contains("farwire: rank 1 failed"), "{said}");
     });
 }
 

@@ -78,6 +78,7 @@ pub use farwire_proto::{
     SumOrder, Tag, Tuning, UnknownName, WorldSize, tune,
 };
 pub use in_place::InPlace;
+pub use join::beginning::Beginning;
 pub use join::env::{EnvError, Place};
 pub use join::held_port::HeldPort;
 pub use join::rendezvous::JoinError;

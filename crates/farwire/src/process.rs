@@ -95,6 +95,9 @@ impl Builder {
             let lobby = settings.lobby(node.downgrade(), addresses, again, healths, bell);
             handle.spawn(lobby.keep(newcomers));
         }
+        if let Some(beginning) = &settings.beginning {
+            beginning.note();
+        }
         Communicator::of_world(node)
     }
 
@@ -147,6 +150,9 @@ impl Builder {
         }
         let lobby = settings.lobby(node.downgrade(), addresses, again, healths, bell);
         handle.spawn(lobby.keep(newcomers));
+        if let Some(beginning) = &settings.beginning {
+            beginning.note();
+        }
         Communicator::of_newest(node, Options::default())
     }
 }
@@ -215,6 +221,7 @@ impl Settings {
             epoch: self.config.epoch,
             master,
             port_is_held: self.port_is_held,
+            beginning: self.beginning.as_ref(),
             tcp: self.link.kinds().any(LinkKind::uses_tcp).then_some(&self.tcp),
             port: self.port,
             interface: self.interface.as_deref(),

@@ -12,9 +12,9 @@ use farwire_proto::{Config, Peer, SumOrder, Tuning};
 
 use crate::error::Error;
 use crate::join::env::{self, EnvError, Place};
-use crate::join::held_port;
 use crate::join::job::{self, JobName};
 use crate::join::rendezvous::{MAX_HOST, host_id};
+use crate::join::{beginning, held_port};
 use crate::link::{Link, LinkChoice, Wanted};
 use crate::observe::flight::Records;
 use crate::quic::congestion::Congestion;
@@ -344,10 +344,13 @@ impl Builder {
         let what = "a port, which launchers set";
         let held_port: Option<u16> =
             variables.or(None, held_port::VARIABLE, what, |text| text.parse().ok())?;
+        let what = "what launchers set";
+        let beginning = variables.or(None, beginning::VARIABLE, what, beginning::Place::parse)?;
         let path = |set: Option<PathBuf>, name| set.or_else(|| lookup(name).map(PathBuf::from));
         let own_port = if place.rank == Peer(0) { Some(place.master_port) } else { port };
         Ok(Settings {
             port_is_held: held_port.is_some() && held_port == own_port,
+            beginning,
             place,
             job,
             agree_on,
@@ -456,6 +459,8 @@ pub(crate) struct Settings {
     pub(crate) port: u16,
     /// Whether a launcher keeps this process's port free for it.
     pub(crate) port_is_held: bool,
+    /// Where a launcher wants to know that this process is part of the group.
+    pub(crate) beginning: Option<beginning::Place>,
     /// Nothing for whichever leads to a peer.
     pub(crate) interface: Option<String>,
     pub(crate) join_timeout: Duration,

@@ -1,6 +1,7 @@
 //! How processes find each other and prove who they are.
 
 pub(crate) mod again;
+pub(crate) mod beginning;
 mod calling;
 pub(crate) mod door;
 pub(crate) mod env;

@@ -23,7 +23,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::again::{Again, Expected, Ticket};
 use super::calling::Caller;
@@ -33,13 +33,15 @@ use super::identity::{Identity, IdentityError};
 use super::job::JobName;
 use super::refusals::Refusals;
 use super::tunnel::{self, Tunnels};
-use super::{door, held_port, meeting};
+use super::{beginning, door, held_port, meeting};
 use crate::link::Boxed;
 use crate::link::negotiation::Control;
 use crate::quic::transport::{Transport, widen};
 use crate::settings::Later;
 use crate::tcp::port::{TcpPort, TcpSettings};
 
+/// How long to wait before rank 0 is called again, which was lost or has no place yet.
+const RETRY: Duration = Duration::from_millis(100);
 /// How long one hello may take.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 /// The longest message, apart from the table of ranks.
@@ -181,6 +183,8 @@ pub(crate) struct Terms<'a> {
     pub(crate) interface: Option<&'a str>,
     /// Whether a launcher keeps this process's port free for it.
     pub(crate) port_is_held: bool,
+    /// Where it is noted that the job has begun, if a launcher replaces ranks.
+    pub(crate) beginning: Option<&'a beginning::Place>,
     /// Whether it also listens on TCP, and how.
     pub(crate) tcp: Option<&'a TcpSettings>,
     /// How long it may take.
@@ -382,9 +386,31 @@ pub(crate) async fn join(
     });
     let (mut first, mut table) = (None, Vec::new());
     if me != Peer(0) {
-        let mut there = caller.connect(Peer(0), master).await?;
         let limit = MAX_MESSAGE + MAX_ENTRY * world.len();
-        table = match caller.answer(Peer(0), &mut there, limit).await? {
+        // A launcher that starts lost ranks again does so with rank 0, and with those of a group that
+        // was complete, until all of one have found each other.
+        let may_come_again = |error: &JoinError| {
+            let again = match error {
+                JoinError::Lost { .. } => true,
+                JoinError::Refused { reason, .. } => reason == COMPLETE,
+                _ => false,
+            };
+            again
+                && Instant::now() < deadline
+                && terms.beginning.is_some_and(beginning::Place::is_blank)
+        };
+        let (mut there, answer) = loop {
+            let called = async {
+                let mut there = caller.connect(Peer(0), master).await?;
+                let answer = caller.answer(Peer(0), &mut there, limit).await?;
+                Ok((there, answer))
+            };
+            match called.await {
+                Err(error) if may_come_again(&error) => sleep(RETRY).await,
+                called => break called?,
+            }
+        };
+        table = match answer {
             Answer::Welcome(table) if table.len() == world.len() => table,
             _ => return Err(JoinError::Lost { peer: Peer(0), reason: NONSENSE.to_owned() }),
         };

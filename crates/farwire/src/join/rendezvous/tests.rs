@@ -48,6 +48,7 @@ impl Listening {
             epoch: Epoch(0),
             master: SocketAddr::from(([127, 0, 0, 1], 1)),
             port_is_held: false,
+            beginning: None,
             tcp: Some(&tcp),
             port: 0,
             interface: None,
