@@ -88,7 +88,8 @@ pub(crate) struct Args {
     job: Option<String>,
     /// Go on when ranks die, and start others in their place (--restarts): they get FARWIRE_JOIN, the
     /// addresses of those that live, and join there. The program must do that (`farwire train --elastic`
-    /// does, and what uses `farwire::Elastic` can). When this launcher dies, only its own ranks end.
+    /// does, and what uses `farwire::Elastic` can). Until all ranks have come, there is nothing to join: one
+    /// that dies by then is started again as it was. When this launcher dies, only its own ranks end.
     #[arg(long)]
     elastic: bool,
     /// With fewer ranks than this on this machine, and none left to start, the job ends.
