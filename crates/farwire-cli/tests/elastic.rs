@@ -522,6 +522,30 @@ fn a_rank_that_dies_before_all_have_come_is_started_again_as_itself() {
     }
 }
 
+/// Rank 0, which rank 1 has called, is killed while both wait for rank 2. Rank 1 calls again.
+#[test]
+fn rank_0_may_die_while_all_wait_for_the_last() {
+    let farwire = env!("CARGO_BIN_EXE_farwire");
+    with_folder("waiting", |folder| {
+        let script = "while [ $RANK = 2 ] && ! [ -e go ]; do sleep 0.1; done; exec \"$0\" \"$@\"";
+        let mut command = Command::new(farwire);
+        command
+            .args(["launch", "--elastic", "-n", "3", "--restarts", "1", "--", "sh", "-c", script])
+            .arg(farwire)
+            .args(TRAIN.split_whitespace())
+            .arg("--elastic")
+            .current_dir(folder)
+            .envs([("FARWIRE_LINK", "shm"), ("FARWIRE_FLIGHT_DIR", "")]);
+        let mut job = Job::of(&mut command);
+        std::thread::sleep(Duration::from_secs(2)); // rank 1 has called, or calls the next
+        job.kill(0);
+        std::thread::sleep(Duration::from_secs(1));
+        std::fs::write(folder.join("go"), "").unwrap();
+        job.next("step");
+        job.end_alike();
+    });
+}
+
 /// The others would wait for it in vain.
 #[test]
 fn a_job_with_a_rank_that_never_comes_ends() {
