@@ -473,10 +473,11 @@ fn examples_run_under_launch() {
     }
 }
 
-/// An example of the library, built from what it is now.
+/// An example of the library, built from what it is now. All crates together, as the tests are: one
+/// crate alone has its dependencies built once more, with other features.
 fn example(name: &str) -> PathBuf {
     let mut build = Command::new(env!("CARGO"));
-    build.args(["build", "-p", "farwire", "--example", name]);
+    build.args(["build", "--workspace", "--example", name]);
     let built = build.args((!cfg!(debug_assertions)).then_some("--release")).status();
     assert!(built.unwrap().success());
     Path::new(env!("CARGO_BIN_EXE_farwire")).with_file_name("examples").join(name)

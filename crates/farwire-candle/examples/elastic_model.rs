@@ -2,8 +2,8 @@
 //! joins while the rest goes on.
 //!
 //! ```sh
-//! cargo build -p farwire-candle --example elastic
-//! farwire launch --elastic -n 4 -- target/debug/examples/elastic
+//! cargo build -p farwire-candle --example elastic_model
+//! farwire launch --elastic -n 4 -- target/debug/examples/elastic_model
 //! kill -9 one of the processes
 //! ```
 
