@@ -257,6 +257,20 @@ fn bench_shows_the_link_that_was_used() {
 }
 
 #[test]
+fn doctor_measures_both_links_between_hosts() {
+    let doctor = env!("CARGO_BIN_EXE_farwire");
+    let on_hosts = |link: &str| {
+        let rank = format!("{link} FARWIRE_HOST=host$RANK exec {doctor} doctor");
+        succeeds(&["launch", "-n", "2", "--", "sh", "-c", &rank])
+    };
+    let said = on_hosts("");
+    assert!(said.contains("The same over quic, which is not taken here"), "{said}");
+    assert!(said.contains("over quic, and ") && said.contains("bit/s over what is taken"), "{said}");
+    let bandwidths = |said: &str| said.matches("bit/s\n").count();
+    assert_eq!(bandwidths(&said), 2 * bandwidths(&on_hosts("FARWIRE_LINK=tcp")), "{said}");
+}
+
+#[test]
 fn every_rank_is_told_where_it_stands_and_its_lines_are_marked() {
     let script =
         "echo rank $RANK of $WORLD_SIZE, local $LOCAL_RANK of $LOCAL_WORLD_SIZE at $MASTER_ADDR";

@@ -9,7 +9,9 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use farwire::{Communicator, EnvError, Place};
+use farwire::{Communicator, EnvError, LinkChoice, Place, ReduceOp};
+
+use pairs::Survey;
 
 /// Say what this machine offers, how ranks reach each other, or why a job failed.
 ///
@@ -17,8 +19,9 @@ use farwire::{Communicator, EnvError, Place};
 /// was built with the feature `cuda`. Run as a job
 /// (`farwire launch -n 4 -- farwire doctor`, or under any launcher), it also measures round trip,
 /// bandwidth and loss between all pairs of ranks, in each direction, and says what they mean for an
-/// all-reduce of 100 MB with each codec. Given the flight records that the ranks of a failed job
-/// left, it says who was missing.
+/// all-reduce of 100 MB with each codec. Between hosts it does so over TCP and over QUIC, unless
+/// FARWIRE_LINK names one. Given the flight records that the ranks of a failed job left, it says who
+/// was missing.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -77,15 +80,37 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, DoctorError> {
                 if place.rank.0 == 0 {
                     examine(&mut out)?;
                 }
-                let comm = Communicator::from_env()?;
-                if let Some(table) = pairs::measure(&comm)? {
-                    write!(out, "\n{table}")?;
-                }
-                comm.shutdown()?;
+                look_around(place.rank.0 == 0, &mut out)?;
             }
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Measures the links to the other ranks; and where hosts were free to take another, that one, too.
+fn look_around(shows: bool, out: &mut impl Write) -> Result<(), DoctorError> {
+    let comm = Communicator::from_env()?;
+    let taken = Survey::of(&comm, None)?;
+    if shows {
+        write!(out, "\n{}", taken.show())?;
+        out.flush()?;
+    }
+    let is_free = std::env::var_os("FARWIRE_LINK").is_none_or(|link| link == LinkChoice::AUTO.name());
+    let all_free = comm.all_reduce(vec![u8::from(is_free)], ReduceOp::Min).wait()?[0] == 1;
+    comm.shutdown()?;
+    let Some(other) = taken.other_link().filter(|_| all_free) else { return Ok(()) };
+    let measured = pairs::join_again(other).and_then(|comm| {
+        let survey = Survey::of(&comm, Some(&taken))?;
+        comm.shutdown()?;
+        Ok(survey)
+    });
+    if shows {
+        match measured {
+            Ok(survey) => write!(out, "\n{}", survey.show_beside(other, &taken))?,
+            Err(error) => writeln!(out, "\nOver {other}, ranks could not be reached: {error}")?,
+        }
+    }
+    Ok(())
 }
 
 fn examine(out: &mut impl Write) -> std::io::Result<()> {

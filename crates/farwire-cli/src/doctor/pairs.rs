@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
-use farwire::{Communicator, Error, NetworkPath, ReduceOp, link_names};
+use farwire::{Communicator, Error, LinkChoice, NetworkPath, ReduceOp, link_names};
 use farwire_codec::{CodecSpec, Travel, typical};
 
 use crate::units::{show_bytes, show_rate, show_time};
@@ -20,6 +20,11 @@ const SHORTEST: u64 = 256 << 10;
 const LONGEST: u64 = 32 << 20;
 const LONG_ENOUGH: Duration = Duration::from_millis(500);
 const LONGS: usize = 3;
+/// The links that cross a network, of which two hosts take one.
+const NETWORK: [&str; 2] = ["quic", "tcp"];
+/// How long to try to join once more, and how often.
+const AGAIN: Duration = Duration::from_secs(10);
+const RETRY: Duration = Duration::from_millis(100);
 /// Bytes of the all-reduce whose time is estimated.
 const VECTOR: usize = 100_000_000;
 
@@ -53,39 +58,128 @@ impl Direction {
         let [round_trip, bandwidth, link, loss, window] = *numbers;
         Self { round_trip, bandwidth, link, loss, window }
     }
+
+    fn is_network(&self) -> bool {
+        self.window > 0.0
+    }
+
+    /// Its link's name.
+    fn name(&self) -> Option<&'static str> {
+        link_names().nth((self.link as usize).checked_sub(1)?)
+    }
 }
 
-/// What was measured, as tables on rank 0; the others get none.
-pub(super) fn measure(comm: &Communicator) -> Result<Option<String>, Error> {
-    let (me, ranks) = (comm.rank(), comm.size());
-    if ranks == 1 {
-        return Ok(Some("One rank: there are no pairs to measure.\n".to_owned()));
+/// What was measured between all pairs, the same on all ranks.
+#[derive(Debug)]
+pub(super) struct Survey {
+    ranks: usize,
+    directions: Vec<Direction>,
+}
+
+impl Survey {
+    /// Measures all pairs, or only those that `before` has found to cross a network.
+    pub(super) fn of(comm: &Communicator, before: Option<&Self>) -> Result<Self, Error> {
+        let (me, ranks) = (comm.rank(), comm.size());
+        let links = comm.flight().links;
+        let wanted = |a, b| a != b && before.is_none_or(|before| before.between(a, b).is_network());
+        let all = (0..ranks).flat_map(|a| (0..ranks).map(move |b| (a, b)));
+        let pairs: Vec<_> = all.filter(|(a, b)| wanted(*a, *b)).collect();
+        let patience = (ALL / pairs.len().max(1) as u32).clamp(LEAST, MOST);
+        if me == 0 && !pairs.is_empty() {
+            let over = if before.is_some() { "over the other link, " } else { "" };
+            eprintln!(
+                "measuring {} directions, {over}for up to {} each",
+                pairs.len(),
+                show_time(patience)
+            );
+        }
+        let mut cells = vec![0f64; ranks * ranks * NUMBERS];
+        for (a, b) in pairs {
+            comm.barrier().wait()?;
+            if me == a {
+                let mut found = send_to(comm, b, patience)?;
+                let name = links[b].as_deref();
+                let number = name.and_then(|name| link_names().position(|link| link == name));
+                found.link = number.map_or(0, |link| link + 1) as f64;
+                cells[(a * ranks + b) * NUMBERS..][..NUMBERS].copy_from_slice(&found.numbers());
+            } else if me == b {
+                receive_from(comm, a)?;
+            }
+        }
+        // Every direction is measured by one rank and zero on the others.
+        let cells = comm.all_reduce(cells, ReduceOp::Sum).wait()?;
+        let directions = cells.as_chunks().0.iter().map(Direction::from_numbers).collect();
+        Ok(Self { ranks, directions })
     }
-    let links = comm.flight().links;
-    let pairs = (ranks * (ranks - 1)) as u32;
-    let patience = (ALL / pairs).clamp(LEAST, MOST);
-    if me == 0 {
-        eprintln!("measuring {pairs} directions, for up to {} each", show_time(patience));
+
+    fn between(&self, from: usize, to: usize) -> &Direction {
+        &self.directions[from * self.ranks + to]
     }
-    let mut cells = vec![0f64; ranks * ranks * NUMBERS];
-    for (a, b) in (0..ranks).flat_map(|a| (0..ranks).map(move |b| (a, b))).filter(|(a, b)| a != b) {
-        comm.barrier().wait()?;
-        if me == a {
-            let mut found = send_to(comm, b, patience)?;
-            let name = links[b].as_deref();
-            let number = name.and_then(|name| link_names().position(|link| link == name));
-            found.link = number.map_or(0, |link| link + 1) as f64;
-            cells[(a * ranks + b) * NUMBERS..][..NUMBERS].copy_from_slice(&found.numbers());
-        } else if me == b {
-            receive_from(comm, a)?;
+
+    /// The link that was not taken between any hosts, where those of this survey were free to take it.
+    pub(super) fn other_link(&self) -> Option<LinkChoice> {
+        let taken: Vec<_> =
+            self.directions.iter().filter(|it| it.is_network()).filter_map(Direction::name).collect();
+        let other = NETWORK.into_iter().find(|name| !taken.contains(name))?;
+        (!taken.is_empty()).then(|| other.parse().expect("it is a link's name"))
+    }
+
+    /// All that was measured, as text.
+    pub(super) fn show(&self) -> String {
+        if self.ranks == 1 {
+            return "One rank: there are no pairs to measure.\n".to_owned();
+        }
+        let numbers = if self.directions.iter().any(Direction::is_network) { 5 } else { 3 };
+        self.tables(&SHOWS[..numbers]) + &estimate(&self.directions, self.ranks)
+    }
+
+    /// What was measured over a link that would not be taken, beside what was `taken`.
+    pub(super) fn show_beside(&self, other: LinkChoice, taken: &Self) -> String {
+        let mut text = format!("The same over {other}, which is not taken here (FARWIRE_LINK={other} does):\n");
+        text += &self.tables(&SHOWS[1..]);
+        let slowest = |of: &Self| {
+            let network = of.directions.iter().filter(|it| it.is_network());
+            show_rate(network.map(|it| it.bandwidth).fold(f64::INFINITY, f64::min))
+        };
+        let _ = writeln!(
+            text,
+            "The slowest direction has {} over {other}, and {} over what is taken.",
+            slowest(self),
+            slowest(taken)
+        );
+        text
+    }
+
+    fn tables(&self, shows: &[(&str, fn(&Direction) -> String)]) -> String {
+        let mut text = String::new();
+        for (title, show) in shows {
+            let _ = writeln!(text, "{title}, from the rank on the left to the one above:");
+            let heads: String = (0..self.ranks).map(|rank| format!("{rank:>14}")).collect();
+            let _ = writeln!(text, "      {heads}");
+            for a in 0..self.ranks {
+                let cell = |b| match self.between(a, b) {
+                    it if it.bandwidth > 0.0 => show(it),
+                    _ => "-".to_owned(),
+                };
+                let row: String = (0..self.ranks).map(|b| format!("{:>14}", cell(b))).collect();
+                let _ = writeln!(text, "{a:>6}{row}");
+            }
+            text.push('\n');
+        }
+        text
+    }
+}
+
+/// Joins the same ranks once more, over another link.
+pub(super) fn join_again(link: LinkChoice) -> Result<Communicator, Error> {
+    let until = Instant::now() + AGAIN;
+    loop {
+        match Communicator::builder().link(link).join_timeout(AGAIN).join() {
+            // Rank 0, and its port, may still belong to the group that has just ended.
+            Err(_) if Instant::now() < until => std::thread::sleep(RETRY),
+            joined => return joined,
         }
     }
-    // Every direction is measured by one rank and zero on the others.
-    let all = comm.reduce(cells, ReduceOp::Sum, 0).wait()?;
-    Ok(all.map(|cells| {
-        let all: Vec<_> = cells.as_chunks().0.iter().map(Direction::from_numbers).collect();
-        table(&all, ranks) + &estimate(&all, ranks)
-    }))
 }
 
 fn send_to(comm: &Communicator, to: usize, patience: Duration) -> Result<Direction, Error> {
@@ -148,35 +242,16 @@ fn receive_from(comm: &Communicator, from: usize) -> Result<(), Error> {
     }
 }
 
-fn table(all: &[Direction], ranks: usize) -> String {
-    type Show = fn(&Direction) -> String;
-    let shows: [(&str, Show); 5] = [
-        ("Link", |it| {
-            let link = (it.link as usize).checked_sub(1).and_then(|link| link_names().nth(link));
-            link.unwrap_or_default().to_owned()
-        }),
-        ("Round trip of 8 bytes (median)", |it| show_time(Duration::from_secs_f64(it.round_trip))),
-        ("Bandwidth (best)", |it| show_rate(it.bandwidth)),
-        ("Packets lost", |it| {
-            if it.loss > 0.0 { format!("{:.2} %", 100.0 * (it.loss - 1.0)) } else { "-".to_owned() }
-        }),
-        ("Window", |it| if it.window > 0.0 { show_bytes(it.window) } else { "-".to_owned() }),
-    ];
-    let over_network = all.iter().any(|it| it.window > 0.0);
-    let mut text = String::new();
-    for (title, show) in shows.into_iter().take(if over_network { 5 } else { 3 }) {
-        let _ = writeln!(text, "{title}, from the rank on the left to the one above:");
-        let heads: String = (0..ranks).map(|rank| format!("{rank:>14}")).collect();
-        let _ = writeln!(text, "      {heads}");
-        for a in 0..ranks {
-            let cell = |b| if a == b { "-".to_owned() } else { show(&all[a * ranks + b]) };
-            let row: String = (0..ranks).map(|b| format!("{:>14}", cell(b))).collect();
-            let _ = writeln!(text, "{a:>6}{row}");
-        }
-        text.push('\n');
-    }
-    text
-}
+/// The tables, and what stands in their cells. All but the first three are of networks.
+const SHOWS: [(&str, fn(&Direction) -> String); 5] = [
+    ("Link", |it| it.name().unwrap_or_default().to_owned()),
+    ("Round trip of 8 bytes (median)", |it| show_time(Duration::from_secs_f64(it.round_trip))),
+    ("Bandwidth (best)", |it| show_rate(it.bandwidth)),
+    ("Packets lost", |it| {
+        if it.loss > 0.0 { format!("{:.2} %", 100.0 * (it.loss - 1.0)) } else { "-".to_owned() }
+    }),
+    ("Window", |it| if it.is_network() { show_bytes(it.window) } else { "-".to_owned() }),
+];
 
 /// What the slowest and the longest of these mean for an all-reduce.
 fn estimate(all: &[Direction], ranks: usize) -> String {
