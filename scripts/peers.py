@@ -11,7 +11,8 @@ the same sizes, the same numbers of iterations and f32 sums. Each round runs all
 A time is the median over rounds of a run's median over iterations, each of them that of the slowest rank. `than Gloo`
 and `than Open MPI` say how many times as fast, as the median over rounds of ratios within a round, where both ran at
 the same place; through a codec, against dense. `CPU s` is what all ranks together used for one operation (shaped hosts
-also share their cores with the kernel's network between them). `wrong` counts elements, over all ranks, in one checked operation.
+also share their cores with the kernel's network between them). `MB off a host`: headers of farwire's frames included, and all
+that its interface has sent. `wrong` counts elements, over all ranks, in one checked operation.
 
 A round takes about three minutes on two cores. Ctrl-C ends it early, with a table of what there is.
 """
@@ -245,22 +246,33 @@ def gloo_cases(torch, dist, warmup, cases):
 class Case:
     """Where it runs, and on what: sizes in bytes, with iterations."""
 
-    def __init__(self, name, sizes, ranks, rate=None):
-        self.name, self.sizes, self.ranks, self.rate = name, sizes, ranks, rate
+    def __init__(self, name, sizes, ranks, rate=None, per_host=1):
+        self.name, self.sizes, self.ranks, self.rate, self.per_host = name, sizes, ranks, rate, per_host
 
     def arguments(self):
         return [str(WARMUP), *(f"{size}:{iterations}" for size, iterations in self.sizes.items())]
 
     def run_on_hosts(self, command, environment, options):
         """Runs a command on every host: the results that its ranks print."""
-        hosts = [f"peers-{self.rate}-{number}" for number in range(self.ranks)]
+        hosts = [f"peers-{self.rate}-{number}" for number in range(self.ranks // self.per_host)]
         if not os.path.exists(f"/run/netns/{hosts[0]}"):
             shape(hosts, self.rate, options)
         token = subprocess.run([options.farwire, "token"], check=True, capture_output=True, text=True).stdout.strip()
         job = {"WORLD_SIZE": str(self.ranks), "MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": "0"}
         job |= {"FARWIRE_TOKEN": token, "GLOO_SOCKET_IFNAME": "eth0"}
-        inside = lambda host: ["ip", "netns", "exec", host, "env", f"FARWIRE_HOST={host}", *command]
-        return run([inside(host) for host in hosts], {**environment, **job})
+
+        def inside(number, host):
+            several = [options.farwire, "launch", f"-n{self.per_host}", f"--nnodes={len(hosts)}", f"--node-rank={number}"]
+            several += ["--master=10.77.0.1:29500", "--"]
+            return ["ip", "netns", "exec", host, "env", f"FARWIRE_HOST={host}", *several * (self.per_host > 1), *command]
+
+        return run([inside(number, host) for number, host in enumerate(hosts)], {**environment, **job})
+
+    def sent(self):
+        """Bytes that the first host's interface has sent so far."""
+        file = "/sys/class/net/eth0/statistics/tx_bytes"
+        read = subprocess.run(["ip", "netns", "exec", f"peers-{self.rate}-0", "cat", file], capture_output=True, text=True)
+        return int(read.stdout or 0)
 
 
 def shape(hosts, rate, options):
@@ -298,18 +310,22 @@ def over_loopback(quick):
     return Case("one host, 2 ranks, network links", {1 << 20: 20} if quick else sizes, 2)
 
 
-def on_shaped_hosts(rate, megabytes, quick):
+def on_shaped_hosts(rate, megabytes, quick, per_host=1):
     size = megabytes * 1_000_000 // (10 if quick else 1)
-    return Case(f"4 hosts, {rate[:-4]} {rate[-4].upper()}bit/s", {size: 3}, 4, rate)
+    ranks = f" of {per_host} ranks" if per_host > 1 else ""
+    return Case(f"4 hosts{ranks}, {rate[:-4]} {rate[-4].upper()}bit/s", {size: 3}, 4 * per_host, rate, per_host)
 
 
 class Farwire:
-    def __init__(self, link, codec="none", connections=None):
+    def __init__(self, link, codec="none", connections=None, order=None):
         self.link, self.codec, self.settings = link, codec, {"FARWIRE_LINK": link}
         self.name = f"farwire, {link}" + ("" if codec == "none" else f", {codec}")
         if connections:
             self.settings["FARWIRE_CONNECTIONS"] = str(connections)
             self.name += f", {connections} connection{'s' * (connections > 1)}"
+        if order:
+            self.settings["FARWIRE_ORDER"] = order
+            self.name += f", {order} order"
 
     def run(self, case, options):
         # A short operation is repeated more often; a sparse one is shorter.
@@ -318,13 +334,20 @@ class Farwire:
         for size, iterations in case.sizes.items():
             bench = [options.farwire, "bench", "all_reduce", f"--size={size}", f"--codec={self.codec}", f"--link={self.link}"]
             bench += [f"--iters={iterations * more}", f"--warmup={WARMUP}", "--json", *["--check"] * options.check]
+            if case.per_host > 1:
+                bench.remove(f"--link={self.link}")  # they share memory, too
+                environment.pop("FARWIRE_LINK")
             if case.rate:
+                before = case.sent()
                 rows = case.run_on_hosts(bench, environment, options)
+                sent = (case.sent() - before) / (iterations * more + WARMUP + options.check)
             else:
                 rows = run([[*bench, f"--ranks={case.ranks}"]], environment)
             for row in rows:
                 cpu = row["cpu_s"] / row["iters"]
                 results.append({"bytes": size, "seconds": row["p50_us"] / 1e6, "cpu": cpu, "wrong": row["wrong"] or 0})
+                if case.rate:
+                    results[-1]["off_host"] = [row["host_bytes"], sent]
         return results
 
 
@@ -498,7 +521,9 @@ class Table:
             wrong = max(cell["wrong"] for cell in cells.values())
             ratios = [self.faster(case, size, name, peer) for peer in ("Gloo", "Open MPI")]
             spread = f"{milliseconds(min(times))}–{milliseconds(max(times))}"
-            yield [case, megabytes(size), name, milliseconds(statistics.median(times)), spread, *ratios, f"{cpu:.2g}", wrong]
+            left = [cell["off_host"] for cell in cells.values() if cell.get("off_host")]
+            off = " / ".join(f"{statistics.median(way) / 1e6:.4g}" for way in zip(*left))
+            yield [case, megabytes(size), name, milliseconds(statistics.median(times)), spread, *ratios, f"{cpu:.2g}", off, wrong]
 
 
 def milliseconds(seconds):
@@ -583,6 +608,9 @@ def main():
     plan += [(over_loopback(options.quick), network + gloo)]
     if os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc"):
         plan += [(on_shaped_hosts(rate, size, options.quick), shaped + peers) for rate, size in (("1gbit", 100), ("100mbit", 20))]
+        for rate, codec in (("1gbit", "none"), ("20mbit", "topk:0.01")):
+            both = [Farwire("tcp", codec, order=order) for order in (None, "rank")]
+            plan += [(on_shaped_hosts(rate, 100, options.quick, per_host=2), both)]
     else:
         print("without shaped hosts: they need root, and `ip` and `tc`, of iproute2", file=sys.stderr)
 
@@ -607,8 +635,8 @@ def main():
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 
     print(f"{datetime.date.today()}, {os.cpu_count()} cores ({platform.machine()}), {rounds} rounds:\n")
-    print("| where | size | what | ms, median | least–most | × faster than Gloo | than Open MPI | CPU s | wrong |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("| where | size | what | ms, median | least–most | × faster than Gloo | than Open MPI | CPU s | MB off a host | wrong |")
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for row in table.rows():
         print("| " + " | ".join(map(str, row)) + " |")
     if options.plot:
