@@ -265,7 +265,10 @@ fn doctor_measures_both_links_between_hosts() {
     };
     let said = on_hosts("");
     assert!(said.contains("The same over quic, which is not taken here"), "{said}");
-    assert!(said.contains("over quic, and ") && said.contains("bit/s over what is taken"), "{said}");
+    assert!(
+        said.contains("over quic, and ") && said.contains("bit/s over what is taken"),
+        "{said}"
+    );
     let bandwidths = |said: &str| said.matches("bit/s\n").count();
     assert_eq!(bandwidths(&said), 2 * bandwidths(&on_hosts("FARWIRE_LINK=tcp")), "{said}");
 }
@@ -437,6 +440,7 @@ fn bench_measures_and_checks_every_operation_over_every_link() {
                     "busbw_gbs",
                     "wire_bytes",
                     "cpu_s",
+                    "bare_cpu_s",
                 ] {
                     assert!(row[field].is_number(), "{field} in {row}");
                 }

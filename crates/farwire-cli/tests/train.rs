@@ -126,6 +126,7 @@ fn a_run_says_how_it_goes_and_leaves_a_report() {
         "2 ranks (dp=2)",
         "step 6/6 loss",
         "tokens/s",
+        "cpu/step",
         "ratio",
         "hidden",
         "what it writes",
@@ -177,9 +178,11 @@ fn json_has_a_line_per_step_and_a_summary_per_codec() {
         for field in ["loss", "wire_bytes", "dense_bytes", "hidden", "tokens_per_second", "norm"] {
             assert!(line[field].is_number(), "{field} in {line}");
         }
+        assert!(line["times"]["cpu"].as_f64() > Some(0.0), "{line}");
         assert!(line["wire_bytes"].as_u64() >= line["dense_bytes"].as_u64(), "{line}");
     }
     let summary = &lines[9];
+    assert!(summary["cpu_seconds_per_step"].as_f64() > Some(0.0), "{summary}");
     assert_eq!((&summary["event"], &summary["codec"]), (&"summary".into(), &"none".into()));
     let page = std::fs::read_to_string(dir.0.join("report.html")).unwrap();
     assert_eq!(page.matches("Time of a step on rank 0: none").count(), 2);

@@ -58,4 +58,7 @@ pub struct Times {
     pub update: f64,
     /// All in all.
     pub total: f64,
+    /// CPU time of this process, all of its threads together.
+    #[serde(default)]
+    pub cpu: f64,
 }

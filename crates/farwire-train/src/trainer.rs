@@ -382,7 +382,7 @@ impl Trainer {
     /// A loss or a gradient that is not finite is found before any weight moves. All ranks then
     /// stop with the same error, or leave the step out: see [`OnNan`].
     pub fn step(&mut self, wish: bool) -> Result<StepReport, TrainError> {
-        let begun = Instant::now();
+        let (begun, cpu_before) = (Instant::now(), farwire::cpu_time());
         let tensor_before = self.tensor.spent();
         let sent_before = self.everyone.traffic().bytes;
         self.open = None;
@@ -425,6 +425,7 @@ impl Trainer {
             exchange_busy: if self.settings.dp > 1 { seconds(summary.busy()) } else { 0.0 },
             update: seconds(update.elapsed()),
             total: seconds(begun.elapsed()),
+            cpu: seconds(farwire::cpu_time().saturating_sub(cpu_before)),
         };
         let report = StepReport {
             step: self.step,

@@ -35,6 +35,7 @@ mod coder;
 mod comm;
 mod completion;
 mod compressed;
+mod cpu;
 pub mod doctor;
 mod driver;
 mod elastic;
@@ -61,6 +62,7 @@ mod token;
 
 pub use comm::Communicator;
 pub use compressed::{Compressor, Float};
+pub use cpu::{cpu_time, thread_cpu_time};
 pub use driver::Traffic;
 pub use driver::members::MembershipError;
 pub use elastic::{Change, Elastic, ElasticState, GroupFault};

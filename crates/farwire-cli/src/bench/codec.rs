@@ -7,14 +7,14 @@ use std::io::Write;
 use std::num::NonZeroUsize;
 use std::time::Instant;
 
-use farwire::{CodecChoice, CodecSpec};
+use farwire::{CodecChoice, CodecSpec, cpu_time};
 use farwire_codec::{
     CodedPlace, Context, Encoded, Job, MessageCodec, PowerSgd, Residual, Shape, Travel, add_at,
     typical,
 };
 use serde::Serialize;
 
-use super::{Args, BenchError, cpu_time};
+use super::{Args, BenchError};
 use crate::units::show_bytes;
 
 /// Elements of a shard whose accumulator stays in the second-level cache.

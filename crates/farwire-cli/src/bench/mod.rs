@@ -2,6 +2,7 @@
 
 #[cfg(feature = "cuda")]
 mod all_reduce_cuda;
+mod bare;
 mod codec;
 #[cfg(feature = "cuda")]
 mod codec_cuda;
@@ -15,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use farwire::{
     CodecChoice, CodecPolicy, CodecSpec, Communicator, Compressor, Config, Element, Error,
-    ErrorFeedback, Float, LinkChoice, Options, Placement,
+    ErrorFeedback, Float, LinkChoice, Options, Placement, cpu_time,
 };
 use farwire_codec::Context;
 use farwire_codec::collective::{CodedCollective, Collective, Floats, Order};
@@ -25,7 +26,6 @@ use farwire_proto::{
 };
 use farwire_sim::kinds::Shape;
 use half::{bf16, f16};
-use rustix::time::ClockId;
 use serde::Serialize;
 
 use crate::device::Device;
@@ -34,6 +34,7 @@ use crate::launch::{GRACE, Job, JobOutput, LaunchError, RankHost, hold_port, ran
 use crate::links::{LinkArg, Links};
 use crate::named::{codec_help, named};
 use crate::units::{self, show_bytes};
+use bare::Bare;
 use pattern::Stretch;
 
 /// Measure an operation between real processes or threads.
@@ -42,6 +43,9 @@ use pattern::Stretch;
 /// (`farwire launch`, torchrun, mpirun, srun), and rank 0 prints. Times are of the slowest rank in
 /// each iteration. Bandwidth is in GB/s: `algbw` is size over time, `busbw` is what each rank's
 /// link carried by the least-volume algorithm, comparable between operations and numbers of ranks.
+/// `cpu s/GB` is CPU time of all ranks together over size; `bare` is what it would take only to move the
+/// bytes that were sent: to copy them into shared memory and out of it, or through a TCP connection on
+/// loopback, without encryption.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -199,6 +203,9 @@ struct Row {
     host_bytes: u64,
     /// Of all ranks and all iterations.
     cpu_s: f64,
+    /// What it would take only to move the bytes that were sent: to copy them into shared memory and
+    /// out of it, or through TCP on loopback. Absent if that could not be measured.
+    bare_cpu_s: Option<f64>,
     iters: u32,
     /// Absent unless asked for.
     wrong: Option<u64>,
@@ -339,12 +346,14 @@ fn measure_all(args: &Args, comm: &Communicator) -> Result<u64, BenchError> {
     }
     let policy = args.choice().settle(&args.tuned(comm), comm)?;
     let links = &Links::of(comm)?;
+    let bare = Bare::measure(comm)?;
     if comm.rank() == 0 && !args.json {
         let hosts = comm.placement()?.hosts();
         writeln!(out, "{}", Heading(args, &policy, comm.size(), hosts, links))?;
     }
     for size in &args.size {
-        let row = with_type!(args.dtype, T => measure::<T>(args, comm, &policy, links, *size))?;
+        let row =
+            with_type!(args.dtype, T => measure::<T>(args, comm, &policy, (links, bare), *size))?;
         wrong += row.wrong.unwrap_or(0);
         if comm.rank() == 0 {
             if args.json {
@@ -397,7 +406,7 @@ fn measure<T: Element>(
     args: &Args,
     comm: &Communicator,
     policy: &CodecPolicy,
-    links: &Links,
+    (links, bare): (&Links, Bare),
     bytes: usize,
 ) -> Result<Row, BenchError> {
     let tuned = args.tuned(comm);
@@ -454,19 +463,22 @@ fn measure<T: Element>(
     let placement = comm.placement()?;
     let off_host = || off_host(comm, &placement);
     trial.apart = Duration::ZERO;
-    let (traffic, off_host_before, cpu) = (comm.traffic(), off_host(), cpu_time());
+    let (traffic, off_host_before, bare_before) = (comm.traffic(), off_host(), bare.cost(comm));
+    let cpu = cpu_time();
     let mut times = Vec::with_capacity(iters as usize);
     for _ in 0..iters {
         times.push(trial.turn()?.as_nanos() as u64);
     }
     let cpu = cpu_time().saturating_sub(cpu).saturating_sub(trial.apart);
     let sent = comm.traffic().bytes - traffic.bytes;
+    let bare = bare.cost(comm) - bare_before;
     let left = (off_host() - off_host_before) / u64::from(iters);
     let left = comm.all_gather(vec![left]).wait()?;
     let left_host = |host| placement.ranks(host).iter().map(|rank| left[rank.index()]).sum();
     let host_bytes = (0..placement.hosts()).map(left_host).max().unwrap_or(0);
     let mut slowest = comm.all_reduce(times, ReduceOp::Max).wait()?;
-    let cpu_s = comm.all_reduce(vec![cpu.as_secs_f64()], ReduceOp::Sum).wait()?[0];
+    let of_all = comm.all_reduce(vec![cpu.as_secs_f64(), bare], ReduceOp::Sum).wait()?;
+    let (cpu_s, bare_cpu_s) = (of_all[0], of_all[1]);
     let sent = comm.all_reduce(vec![sent / u64::from(iters)], ReduceOp::Max).wait()?[0];
     slowest.sort_unstable();
     let at =
@@ -489,6 +501,7 @@ fn measure<T: Element>(
         hosts: placement.hosts(),
         host_bytes,
         cpu_s: if args.link == LinkArg::Inproc { cpu_s / ranks as f64 } else { cpu_s },
+        bare_cpu_s: Some(bare_cpu_s).filter(|cost| cost.is_finite()),
         wrong,
         iters,
     })
@@ -665,12 +678,6 @@ fn from_floats<T: Element>(values: Vec<f32>) -> Vec<T> {
     values.into_iter().map(|value| T::cast(value.into())).collect()
 }
 
-/// What this process has used of all cores.
-fn cpu_time() -> Duration {
-    let time = rustix::time::clock_gettime(ClockId::ProcessCPUTime);
-    Duration::new(time.tv_sec.unsigned_abs(), time.tv_nsec.unsigned_abs() as u32)
-}
-
 /// The lines above the table.
 struct Heading<'a>(&'a Args, &'a CodecPolicy, usize, usize, &'a Links);
 
@@ -692,8 +699,17 @@ impl fmt::Display for Heading<'_> {
         )?;
         write!(
             f,
-            "{:>10} {:>6} {:>11} {:>11} {:>8} {:>8} {:>11} {:>9} {:>6}  codec",
-            "size", "iters", "p50 µs", "p99 µs", "algbw", "busbw", "sent/rank", "cpu s/GB", "wrong"
+            "{:>10} {:>6} {:>11} {:>11} {:>8} {:>8} {:>11} {:>9} {:>7} {:>6}  codec",
+            "size",
+            "iters",
+            "p50 µs",
+            "p99 µs",
+            "algbw",
+            "busbw",
+            "sent/rank",
+            "cpu s/GB",
+            "bare",
+            "wrong"
         )
     }
 }
@@ -701,10 +717,11 @@ impl fmt::Display for Heading<'_> {
 impl fmt::Display for Row {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let gigabytes = self.bytes as f64 * f64::from(self.iters) / 1e9;
-        let per_gigabyte = if gigabytes > 0.0 { self.cpu_s / gigabytes } else { 0.0 };
+        let per_gigabyte = |cpu| if gigabytes > 0.0 { cpu / gigabytes } else { 0.0 };
+        let bare = self.bare_cpu_s.map(|cpu| format!("{:.2}", per_gigabyte(cpu)));
         write!(
             f,
-            "{:>10} {:>6} {:>11.1} {:>11.1} {:>8.3} {:>8.3} {:>11} {:>9.2} {:>6}  {}",
+            "{:>10} {:>6} {:>11.1} {:>11.1} {:>8.3} {:>8.3} {:>11} {:>9.2} {:>7} {:>6}  {}",
             show_bytes(self.bytes as f64),
             self.iters,
             self.p50_us,
@@ -712,7 +729,8 @@ impl fmt::Display for Row {
             self.algbw_gbs,
             self.busbw_gbs,
             show_bytes(self.wire_bytes as f64),
-            per_gigabyte,
+            per_gigabyte(self.cpu_s),
+            bare.unwrap_or_else(|| "-".to_owned()),
             self.wrong.map_or("-".to_owned(), |wrong| wrong.to_string()),
             self.chosen
         )

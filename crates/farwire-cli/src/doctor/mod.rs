@@ -95,7 +95,8 @@ fn look_around(shows: bool, out: &mut impl Write) -> Result<(), DoctorError> {
         write!(out, "\n{}", taken.show())?;
         out.flush()?;
     }
-    let is_free = std::env::var_os("FARWIRE_LINK").is_none_or(|link| link == LinkChoice::AUTO.name());
+    let is_free =
+        std::env::var_os("FARWIRE_LINK").is_none_or(|link| link == LinkChoice::AUTO.name());
     let all_free = comm.all_reduce(vec![u8::from(is_free)], ReduceOp::Min).wait()?[0] == 1;
     comm.shutdown()?;
     let Some(other) = taken.other_link().filter(|_| all_free) else { return Ok(()) };

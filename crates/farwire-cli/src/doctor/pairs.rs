@@ -118,8 +118,12 @@ impl Survey {
 
     /// The link that was not taken between any hosts, where those of this survey were free to take it.
     pub(super) fn other_link(&self) -> Option<LinkChoice> {
-        let taken: Vec<_> =
-            self.directions.iter().filter(|it| it.is_network()).filter_map(Direction::name).collect();
+        let taken: Vec<_> = self
+            .directions
+            .iter()
+            .filter(|it| it.is_network())
+            .filter_map(Direction::name)
+            .collect();
         let other = NETWORK.into_iter().find(|name| !taken.contains(name))?;
         (!taken.is_empty()).then(|| other.parse().expect("it is a link's name"))
     }
@@ -135,7 +139,9 @@ impl Survey {
 
     /// What was measured over a link that would not be taken, beside what was `taken`.
     pub(super) fn show_beside(&self, other: LinkChoice, taken: &Self) -> String {
-        let mut text = format!("The same over {other}, which is not taken here (FARWIRE_LINK={other} does):\n");
+        let mut text = format!(
+            "The same over {other}, which is not taken here (FARWIRE_LINK={other} does):\n"
+        );
         text += &self.tables(&SHOWS[1..]);
         let slowest = |of: &Self| {
             let network = of.directions.iter().filter(|it| it.is_network());

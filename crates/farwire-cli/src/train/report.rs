@@ -1,12 +1,12 @@
 //! A report as one HTML file: nothing to load, plots as SVG.
 
 use std::fmt::Write as _;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use farwire_train::{Span, StepReport, Times};
 
 use super::view::Run;
-use crate::units::show_bytes;
+use crate::units::{show_bytes, show_time};
 
 /// Colours that differ for most eyes, and in grey.
 const COLOURS: [&str; 8] =
@@ -147,13 +147,14 @@ fn table(runs: &[Run]) -> String {
             |ratio: Option<f64>| ratio.map_or("–".to_owned(), |ratio| format!("{ratio:.1}×"));
         let _ = writeln!(
             rows,
-            "<tr><td><i style=\"background:{colour}\"></i>{}</td><td>{}</td><td>{:.3}</td><td>{:.3}</td><td>{:.1} s</td><td>{:.0}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
+            "<tr><td><i style=\"background:{colour}\"></i>{}</td><td>{}</td><td>{:.3}</td><td>{:.3}</td><td>{:.1} s</td><td>{:.0}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td><td>{}</td></tr>",
             escape(&outcome.codec),
             outcome.steps,
             outcome.first_loss,
             outcome.final_loss,
             outcome.seconds,
             outcome.tokens_per_second,
+            show_time(Duration::from_secs_f64(outcome.cpu_seconds_per_step)),
             show_bytes(outcome.wire_bytes_per_step.round()),
             times(outcome.ratio),
             times(outcome.final_ratio),
@@ -165,19 +166,19 @@ fn table(runs: &[Run]) -> String {
         });
         for note in chosen.chain(skipped) {
             let _ =
-                writeln!(rows, "<tr><td colspan=\"10\" class=\"note\">{}</td></tr>", escape(&note));
+                writeln!(rows, "<tr><td colspan=\"11\" class=\"note\">{}</td></tr>", escape(&note));
         }
         if let (Some(_), Some(_)) = (outcome.bubble, outcome.bubble_formula) {
             let _ = writeln!(
                 rows,
-                "<tr><td colspan=\"10\" class=\"note\">rank 0 waited for other stages {} of the time; the schedule's bubble is {}</td></tr>",
+                "<tr><td colspan=\"11\" class=\"note\">rank 0 waited for other stages {} of the time; the schedule's bubble is {}</td></tr>",
                 percent(outcome.bubble),
                 percent(outcome.bubble_formula)
             );
         }
     }
     format!(
-        "<div class=\"wide\"><table><thead><tr><th>codec</th><th>steps</th><th>first loss</th><th>final loss</th><th>time</th><th>tokens/s</th><th>bytes/step</th><th>ratio</th><th>ratio at the end</th><th>hidden</th></tr></thead>\n<tbody>\n{rows}</tbody></table></div>\n<p class=\"sub\">final loss: the mean of the last 10 steps. ratio: dense bytes over bytes sent; at the end: in the last 10 steps. hidden: the share of the exchange's time in which rank 0 computed.</p>\n"
+        "<div class=\"wide\"><table><thead><tr><th>codec</th><th>steps</th><th>first loss</th><th>final loss</th><th>time</th><th>tokens/s</th><th>CPU/step</th><th>bytes/step</th><th>ratio</th><th>ratio at the end</th><th>hidden</th></tr></thead>\n<tbody>\n{rows}</tbody></table></div>\n<p class=\"sub\">final loss: the mean of the last 10 steps. ratio: dense bytes over bytes sent; at the end: in the last 10 steps. CPU: that of rank 0. hidden: the share of the exchange's time in which it computed.</p>\n"
     )
 }
 

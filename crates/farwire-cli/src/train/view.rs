@@ -10,7 +10,7 @@ use farwire_train::{Settings, Span, StepReport, Trainer};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
-use crate::units::show_bytes;
+use crate::units::{show_bytes, show_time};
 
 /// Between plain lines.
 const EVERY: Duration = Duration::from_secs(2);
@@ -51,6 +51,8 @@ pub(crate) struct Outcome {
     pub(crate) final_loss: f64,
     pub(crate) seconds: f64,
     pub(crate) tokens_per_second: f64,
+    /// CPU time of rank 0's process.
+    pub(crate) cpu_seconds_per_step: f64,
     pub(crate) wire_bytes: u64,
     pub(crate) wire_bytes_per_step: f64,
     /// Bytes of a dense exchange over bytes sent; none where there is no exchange, or more than
@@ -121,6 +123,7 @@ impl Run {
             },
             seconds,
             tokens_per_second: total(|step| step.tokens as f64) / seconds,
+            cpu_seconds_per_step: total(|step| step.times.cpu) / count,
             wire_bytes: sent as u64,
             wire_bytes_per_step: sent / count,
             ratio: ratio(&self.steps),
@@ -272,8 +275,17 @@ impl View {
         }
         writeln!(
             out,
-            "\n{:<12} {:>6} {:>15} {:>9} {:>9} {:>11} {:>7} {:>7} {:>7}",
-            "codec", "steps", "loss", "time", "tokens/s", "bytes/step", "ratio", "at end", "hidden"
+            "\n{:<12} {:>6} {:>15} {:>9} {:>9} {:>9} {:>11} {:>7} {:>7} {:>7}",
+            "codec",
+            "steps",
+            "loss",
+            "time",
+            "tokens/s",
+            "cpu/step",
+            "bytes/step",
+            "ratio",
+            "at end",
+            "hidden"
         )?;
         for outcome in runs.iter().map(Run::outcome) {
             let percent = |share: f64| format!("{:.0} %", 100.0 * share);
@@ -281,12 +293,13 @@ impl View {
                 |ratio: Option<f64>| ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.1}×"));
             writeln!(
                 out,
-                "{:<12} {:>6} {:>15} {:>9} {:>9.0} {:>11} {:>7} {:>7} {:>7}",
+                "{:<12} {:>6} {:>15} {:>9} {:>9.0} {:>9} {:>11} {:>7} {:>7} {:>7}",
                 outcome.codec,
                 outcome.steps,
                 format!("{:.3} → {:.3}", outcome.first_loss, outcome.final_loss),
                 format!("{:.1} s", outcome.seconds),
                 outcome.tokens_per_second,
+                show_time(Duration::from_secs_f64(outcome.cpu_seconds_per_step)),
                 show_bytes(outcome.wire_bytes_per_step.round()),
                 times(outcome.ratio),
                 times(outcome.final_ratio),
@@ -312,8 +325,8 @@ impl View {
         }
         writeln!(
             out,
-            "  the last loss and the ratio at the end are those of the last 10 steps; hidden is the share of \
-             the exchange's time in which rank 0 computed"
+            "  the last loss and the ratio at the end are those of the last 10 steps; cpu is that of rank 0; \
+             hidden is the share of the exchange's time in which it computed"
         )?;
         for change in runs.iter().flat_map(|run| &run.changes) {
             writeln!(out, "  {change}")?;
