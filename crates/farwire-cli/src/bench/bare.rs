@@ -23,11 +23,8 @@ pub(super) struct Bare {
 impl Bare {
     /// Measured on rank 0, for all.
     pub(super) fn measure(comm: &Communicator) -> Result<Self, Error> {
-        let costs = match comm.rank() {
-            0 => vec![copy(), pump().unwrap_or(f64::NAN)],
-            _ => vec![0.0; 2],
-        };
-        let costs = comm.broadcast(costs, 0).wait()?;
+        let costs = (comm.rank() == 0).then(|| vec![copy(), pump().unwrap_or(f64::NAN)]);
+        let costs = comm.broadcast(costs, 2, 0).wait()?;
         Ok(Self { copied: costs[0], over_tcp: costs[1] })
     }
 
