@@ -156,7 +156,7 @@ impl Survey {
         text
     }
 
-    fn tables(&self, shows: &[(&str, fn(&Direction) -> String)]) -> String {
+    fn tables(&self, shows: &[Show]) -> String {
         let mut text = String::new();
         for (title, show) in shows {
             let _ = writeln!(text, "{title}, from the rank on the left to the one above:");
@@ -248,8 +248,11 @@ fn receive_from(comm: &Communicator, from: usize) -> Result<(), Error> {
     }
 }
 
-/// The tables, and what stands in their cells. All but the first three are of networks.
-const SHOWS: [(&str, fn(&Direction) -> String); 5] = [
+/// A table: its title, and what stands in a cell.
+type Show = (&'static str, fn(&Direction) -> String);
+
+/// All but the first three are of networks.
+const SHOWS: [Show; 5] = [
     ("Link", |it| it.name().unwrap_or_default().to_owned()),
     ("Round trip of 8 bytes (median)", |it| show_time(Duration::from_secs_f64(it.round_trip))),
     ("Bandwidth (best)", |it| show_rate(it.bandwidth)),
