@@ -59,7 +59,8 @@ fi
 if [ "${1:-}" = sanitize ]; then
   # Every test but those of memory over many steps and of killed ranks, with the smallest inputs
   # that take kernels down all their ways, under each of three tools: a process for each tool, test
-  # and some codecs, as many at once as there are cores, or JOBS; those that take longest come first.
+  # and some codecs, as many at once as there are cores, or JOBS; those that take longest come first,
+  # or last if TIME is limited: then more of them are made.
   # One that takes all of the card's memory comes after the others, alone. LIMIT is the most seconds
   # of a run, TIME of all runs together, 0: no limit. Runs whose logs are there, and clean, are not
   # made again.
@@ -77,6 +78,8 @@ if [ "${1:-}" = sanitize ]; then
   large="topk:2,topk:3,topk:4,topk:5,topk:6,topk:7,topk:8,topk:9"
   top="topk:0.0 topk:0.1,topk:0.2,topk:0.3,topk:0.4,topk:0.5,topk:0.6,topk:0.7,topk:0.8,topk:0.9"
   top="$top,topk:count,topk:1 $large"
+  order=--reverse
+  if [ "${TIME:-0}" -gt 0 ]; then order=--stable; fi
   jobs() {
     local tool program test codecs codec weight
     for program in parity training all_reduce; do
@@ -108,7 +111,7 @@ if [ "${1:-}" = sanitize ]; then
           done
         done
       done
-    done | sort -s -n -r -k 1,1 | cut -d ' ' -f 2-
+    done | sort -s -n "$order" -k 1,1 | cut -d ' ' -f 2-
   }
   one() {
     local tool=$1 program=$2 test=$3 codec=$4 log start status limit=${LIMIT:-200}
