@@ -9,7 +9,7 @@ use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use farwire::{Communicator, EnvError, LinkChoice, Place, ReduceOp};
+use farwire::{Communicator, EnvError, Error, JoinError, LinkChoice, Place, ReduceOp};
 
 use pairs::Survey;
 
@@ -99,7 +99,21 @@ fn look_around(shows: bool, out: &mut impl Write) -> Result<(), DoctorError> {
         std::env::var_os("FARWIRE_LINK").is_none_or(|link| link == LinkChoice::AUTO.name());
     let all_free = comm.all_reduce(vec![u8::from(is_free)], ReduceOp::Min).wait()?[0] == 1;
     comm.shutdown()?;
-    let Some(other) = taken.other_link().filter(|_| all_free) else { return Ok(()) };
+    if !all_free || !taken.has_network() {
+        return Ok(());
+    }
+    let Some(other) = taken.other_link() else {
+        if shows {
+            writeln!(
+                out,
+                "\nSome pairs took TCP, others QUIC; FARWIRE_LINK=tcp or =quic measures one of them."
+            )?;
+        }
+        return Ok(());
+    };
+    if shows {
+        eprintln!("joining once more, over {other}");
+    }
     let measured = pairs::join_again(other).and_then(|comm| {
         let survey = Survey::of(&comm, Some(&taken))?;
         comm.shutdown()?;
@@ -108,7 +122,10 @@ fn look_around(shows: bool, out: &mut impl Write) -> Result<(), DoctorError> {
     if shows {
         match measured {
             Ok(survey) => write!(out, "\n{}", survey.show_beside(other, &taken))?,
-            Err(error) => writeln!(out, "\nOver {other}, ranks could not be reached: {error}")?,
+            Err(Error::Join { source: JoinError::Link(_), .. }) => {
+                writeln!(out, "\nOver {other}, some ranks cannot reach each other.")?;
+            }
+            Err(error) => writeln!(out, "\nHow fast {other} would be was not measured: {error}")?,
         }
     }
     Ok(())

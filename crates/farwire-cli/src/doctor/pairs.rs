@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 use std::time::{Duration, Instant};
 
-use farwire::{Communicator, Error, LinkChoice, NetworkPath, ReduceOp, link_names};
+use farwire::{Communicator, Error, JoinError, LinkChoice, NetworkPath, ReduceOp, link_names};
 use farwire_codec::{CodecSpec, Travel, typical};
 
 use crate::units::{show_bytes, show_rate, show_time};
@@ -20,6 +20,8 @@ const SHORTEST: u64 = 256 << 10;
 const LONGEST: u64 = 32 << 20;
 const LONG_ENOUGH: Duration = Duration::from_millis(500);
 const LONGS: usize = 3;
+/// How much faster one has to be for those before it not to count.
+const BETTER: f64 = 1.1;
 /// The links that cross a network, of which two hosts take one.
 const NETWORK: [&str; 2] = ["quic", "tcp"];
 /// How long to try to join once more, and how often.
@@ -116,16 +118,17 @@ impl Survey {
         &self.directions[from * self.ranks + to]
     }
 
-    /// The link that was not taken between any hosts, where those of this survey were free to take it.
+    /// Whether any ranks have a network between them.
+    pub(super) fn has_network(&self) -> bool {
+        self.directions.iter().any(Direction::is_network)
+    }
+
+    /// The link that was not taken between any hosts.
     pub(super) fn other_link(&self) -> Option<LinkChoice> {
-        let taken: Vec<_> = self
-            .directions
-            .iter()
-            .filter(|it| it.is_network())
-            .filter_map(Direction::name)
-            .collect();
+        let network = self.directions.iter().filter(|it| it.is_network());
+        let taken: Vec<_> = network.filter_map(Direction::name).collect();
         let other = NETWORK.into_iter().find(|name| !taken.contains(name))?;
-        (!taken.is_empty()).then(|| other.parse().expect("it is a link's name"))
+        Some(other.parse().expect("it is a link's name"))
     }
 
     /// All that was measured, as text.
@@ -133,7 +136,7 @@ impl Survey {
         if self.ranks == 1 {
             return "One rank: there are no pairs to measure.\n".to_owned();
         }
-        let numbers = if self.directions.iter().any(Direction::is_network) { 5 } else { 3 };
+        let numbers = if self.has_network() { 5 } else { 3 };
         self.tables(&SHOWS[..numbers]) + &estimate(&self.directions, self.ranks)
     }
 
@@ -176,11 +179,12 @@ impl Survey {
     }
 }
 
-/// Joins the same ranks once more, over another link.
+/// Joins the same ranks once more, over another link, if there is one.
 pub(super) fn join_again(link: LinkChoice) -> Result<Communicator, Error> {
     let until = Instant::now() + AGAIN;
     loop {
         match Communicator::builder().link(link).join_timeout(AGAIN).join() {
+            Err(error @ Error::Join { source: JoinError::Link(_), .. }) => return Err(error),
             // Rank 0, and its port, may still belong to the group that has just ended.
             Err(_) if Instant::now() < until => std::thread::sleep(RETRY),
             joined => return joined,
@@ -214,8 +218,13 @@ fn send_to(comm: &Communicator, to: usize, patience: Duration) -> Result<Directi
         let took = time(bytes, vec![1; bytes as usize])?;
         // The way there and the answer's way back are not the line's doing.
         let travelled = took.saturating_sub(round_trip).max(took / 10);
-        bandwidth = bandwidth.max(bytes as f64 / travelled.as_secs_f64());
-        if took > LONG_ENOUGH || bytes == LONGEST || begun.elapsed() > patience {
+        let speed = bytes as f64 / travelled.as_secs_f64();
+        if speed > BETTER * bandwidth {
+            longs = 0; // a link that begins slowly, or has just lost a packet, says little
+        }
+        bandwidth = bandwidth.max(speed);
+        let is_long = bytes as f64 / bandwidth > LONG_ENOUGH.as_secs_f64() || bytes == LONGEST;
+        if is_long || begun.elapsed() > patience {
             longs += 1;
         } else {
             bytes *= 2;
