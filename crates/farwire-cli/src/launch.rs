@@ -321,6 +321,122 @@ fn is_hangup_ignored() -> bool {
     ignored.is_some_and(|mask| mask >> (Signal::HUP.as_raw() - 1) & 1 == 1)
 }
 
+/// What a launcher has started.
+struct Crew<'a> {
+    job: &'a Job,
+    /// How far they are with finding each other.
+    beginning: Beginning,
+    /// In the order in which they were started; a rank that is started again keeps its place. A rank
+    /// that has ended is reaped when all have, or when the job goes on without it: until then its
+    /// process id is not used again, and signals go where they should.
+    pids: Vec<Option<Pid>>,
+    children: Vec<Child>,
+    ports: Vec<OwnPort>,
+    /// The numbers of those that have not ended.
+    alive: BTreeSet<u32>,
+    /// Their ends.
+    running: JoinSet<(u32, io::Result<WaitIdStatus>, LastLines)>,
+    said: Errors,
+    /// Where they leave their flight records.
+    records: Option<PathBuf>,
+    output: Arc<tokio::sync::Mutex<tokio::io::Stdout>>,
+    errors: Arc<tokio::sync::Mutex<tokio::io::Stderr>>,
+}
+
+impl<'a> Crew<'a> {
+    fn new(job: &'a Job) -> io::Result<Self> {
+        Ok(Self {
+            job,
+            beginning: Beginning::new()?,
+            pids: Vec::new(),
+            children: Vec::new(),
+            ports: Vec::new(),
+            alive: BTreeSet::new(),
+            running: JoinSet::new(),
+            said: Errors::default(),
+            records: flight_folder(),
+            output: Arc::new(tokio::sync::Mutex::new(tokio::io::stdout())),
+            errors: Arc::new(tokio::sync::Mutex::new(tokio::io::stderr())),
+        })
+    }
+
+    /// Starts the ranks that a job has on this machine at first.
+    fn start_all(&mut self) -> Result<(), LaunchError> {
+        for rank in self.job.first_rank..self.job.first_rank + self.job.ranks {
+            let started = self.job.port_of(rank).and_then(|port| self.start(rank, port, None));
+            started.inspect_err(|_| self.tell(Signal::TERM))?;
+        }
+        Ok(())
+    }
+
+    /// Starts one that joins those that live. Some of these may be dead as well, which is not known
+    /// yet.
+    fn start_another(&mut self) -> Result<(), LaunchError> {
+        let new = self.job.number_at(self.pids.len());
+        let there = self.alive.iter().filter_map(|rank| self.job.index_of(*rank));
+        let there = there.filter_map(|index| self.job.number_of(&self.ports[index])).collect();
+        self.start(new, OwnPort::held()?, Some(there))
+    }
+
+    /// Starts a rank, which may join those at these ports.
+    fn start(
+        &mut self,
+        rank: u32,
+        port: OwnPort,
+        join: Option<Vec<u16>>,
+    ) -> Result<(), LaunchError> {
+        let job = self.job;
+        let index = job.index_of(rank).expect("it is of this machine");
+        let local_rank = index as u32;
+        let place = RankPlace { rank, local_rank, port: &port, join, beginning: &self.beginning };
+        let (mut child, socket) = job
+            .start(&place, self.records.as_deref())
+            .map_err(|source| LaunchError::Start { command: job.command[0].clone(), source })?;
+        let pid = child.id().and_then(|id| Pid::from_raw(id as i32));
+        let pid = pid.expect("it has not been waited for");
+        let last = LastLines::default();
+        let prefix =
+            if job.output == JobOutput::Marked { format!("[{rank}] ") } else { String::new() };
+        let (output, errors) = (self.output.clone(), self.errors.clone());
+        let (stdout, stderr) = (child.stdout.take(), child.stderr.take());
+        let printed = tokio::spawn(pass_on(stdout, output, prefix.clone(), last.clone()));
+        let complained = tokio::spawn(pass_on(stderr, errors, prefix, last.clone()));
+        self.running.spawn(async move {
+            let status = ended(pid).await;
+            // Its output is read to the end; but something that it started may hold that open for
+            // ever.
+            let all = async { (printed.await, complained.await) };
+            let _ = tokio::time::timeout(LAST_WORDS, all).await;
+            (rank, status, last)
+        });
+        if index < self.pids.len() {
+            (self.pids[index], self.children[index], self.ports[index]) = (Some(pid), child, port);
+        } else {
+            self.pids.push(Some(pid));
+            self.children.push(child);
+            self.ports.push(port);
+        }
+        self.said.sockets.extend(socket.map(|socket| (rank, socket)));
+        self.alive.insert(rank);
+        Ok(())
+    }
+
+    /// Reaps one that has ended: a job may lose many in its time, and should keep nothing of them.
+    async fn part_with(&mut self, rank: u32) {
+        self.said.show(self.job.ranks);
+        self.said.sockets.retain(|(other, _)| *other != rank);
+        if let Some(index) = self.job.index_of(rank) {
+            tell(&self.pids[index..=index], Signal::KILL); // what it started and left behind
+            (self.pids[index], self.ports[index]) = (None, OwnPort::Any);
+            let _ = self.children[index].wait().await; // its status is known
+        }
+    }
+
+    fn tell(&self, signal: Signal) {
+        tell(&self.pids, signal);
+    }
+}
+
 impl Job {
     /// Starts all ranks and waits for them.
     pub(crate) fn run(&self) -> Result<ExitCode, LaunchError> {
@@ -332,78 +448,21 @@ impl Job {
     async fn supervise(&self) -> Result<ExitCode, LaunchError> {
         let system = |what| move |source| LaunchError::System { what, source };
         let mut wishes = Wishes::new().map_err(system("could not watch for signals"))?;
-        let records = flight_folder();
-        let output = Arc::new(tokio::sync::Mutex::new(tokio::io::stdout()));
-        let errors = Arc::new(tokio::sync::Mutex::new(tokio::io::stderr()));
-        let mut running = JoinSet::new();
-        // A rank that has ended is reaped when all have, or when the job goes on without it: until
-        // then its process id is not used again, and signals go where they should.
-        let (mut children, mut pids, mut said) = (Vec::new(), Vec::new(), Errors::default());
-        let mut ports = Vec::new();
-        let beginning = Beginning::new().map_err(system("could not get memory"))?;
-        // Starts a rank, which may join those that live.
-        let launch = |rank: u32, port: &OwnPort, join: Option<Vec<u16>>| {
-            let local_rank = self.index_of(rank).unwrap_or(0) as u32;
-            let place = RankPlace { rank, local_rank, port, join, beginning: &beginning };
-            let (mut child, error) = self.start(&place, records.as_deref()).map_err(|source| {
-                LaunchError::Start { command: self.command[0].clone(), source }
-            })?;
-            let pid = child
-                .id()
-                .and_then(|id| Pid::from_raw(id as i32))
-                .expect("it has not been waited for");
-            let last = Arc::new(Mutex::new(VecDeque::new()));
-            let prefix =
-                if self.output == JobOutput::Marked { format!("[{rank}] ") } else { String::new() };
-            let printed = tokio::spawn(pass_on(
-                child.stdout.take(),
-                output.clone(),
-                prefix.clone(),
-                last.clone(),
-            ));
-            let complained =
-                tokio::spawn(pass_on(child.stderr.take(), errors.clone(), prefix, last.clone()));
-            let end = async move {
-                let status = ended(pid).await;
-                // Its output is read to the end; but something that it started may hold that open
-                // for ever.
-                let _ =
-                    tokio::time::timeout(LAST_WORDS, async { (printed.await, complained.await) })
-                        .await;
-                (rank, status, last)
-            };
-            Ok::<_, LaunchError>((pid, child, error, end))
-        };
-        for rank in self.first_rank..self.first_rank + self.ranks {
-            let started =
-                self.port_of(rank).and_then(|port| Ok((launch(rank, &port, None)?, port)));
-            let ((pid, child, error, end), port) = match started {
-                Ok(started) => started,
-                Err(error) => {
-                    tell(&pids, Signal::TERM);
-                    return Err(error);
-                }
-            };
-            pids.push(Some(pid));
-            children.push(child);
-            ports.push(port);
-            said.sockets.extend(error.map(|error| (rank, error)));
-            running.spawn(end);
-        }
-        let mut alive: BTreeSet<u32> = (self.first_rank..self.first_rank + self.ranks).collect();
+        let mut crew = Crew::new(self).map_err(system("could not get memory"))?;
+        crew.start_all()?;
         let mut restarts = self.restarts();
         // In the order in which they failed, with their last lines.
         let mut failed: Vec<(u32, LastLines)> = Vec::new();
         let mut stopped = BTreeSet::new();
         let (mut have_left, mut is_done) = (false, false);
-        let (mut asked_to_end, mut is_ending) = (false, false);
+        let (mut asked_to_end, mut is_ending, mut is_beginning_again) = (false, false, false);
         let mut next: Option<(Instant, Signal)> = None;
         loop {
             let due = next.map_or_else(Instant::now, |(due, _)| due);
             let ended = tokio::select! {
-                ended = running.join_next() => ended,
+                ended = crew.running.join_next() => ended,
                 wish = wishes.next() => {
-                    tell(&pids, wish);
+                    crew.tell(wish);
                     asked_to_end = true;
                     // A second wish does not postpone what follows from the first.
                     let kill = Instant::now() + self.grace;
@@ -412,15 +471,15 @@ impl Job {
                     continue;
                 }
                 () = tokio::time::sleep_until(due), if next.is_some() => {
-                    stopped.extend(self.stopped(&pids));
-                    said.show(self.ranks); // the others may take long
+                    stopped.extend(self.stopped(&crew.pids));
+                    crew.said.show(self.ranks); // the others may take long
                     let signal = next.map_or(Signal::KILL, |(_, signal)| signal);
                     if signal == Signal::KILL {
                         let grace = self.grace.as_secs_f64();
-                        let who: Vec<_> = alive.iter().map(|rank| format!("rank {rank}")).collect();
+                        let who: Vec<_> = crew.alive.iter().map(|rank| format!("rank {rank}")).collect();
                         eprintln!("farwire: killing what did not end within {grace} s: {}", who.join(", "));
                     }
-                    tell(&pids, signal);
+                    crew.tell(signal);
                     next = Some((Instant::now() + self.grace, Signal::KILL));
                     continue;
                 }
@@ -428,30 +487,35 @@ impl Job {
             let Some(ended) = ended else { break };
             let Ok((rank, status, last)) = ended else { continue };
             let status = status.map_err(system("could not wait for a rank"))?;
-            alive.remove(&rank);
-            let has_begun = beginning.has_come();
-            // With nobody left who is part of the group, or is about to be, nobody is let in any more.
-            let is_in = |rank: &u32| {
-                self.index_of(*rank) < Some(self.ranks as usize) || beginning.has_seen(*rank)
-            };
-            let is_job = !has_begun || self.is_on_several() || alive.iter().any(is_in);
-            if !is_job && !alive.is_empty() {
-                is_ending = true;
-                tell(&pids, Signal::TERM);
-            }
-            // A job may lose many in its time, and should keep nothing of them.
-            let mut part_with = async |rank: u32| {
-                said.show(self.ranks);
-                said.sockets.retain(|(other, _)| *other != rank);
-                if let Some(index) = self.index_of(rank) {
-                    tell(&pids[index..=index], Signal::KILL); // what it started and left behind
-                    (pids[index], ports[index]) = (None, OwnPort::Any);
-                    let _ = children[index].wait().await; // its status is known
+            crew.alive.remove(&rank);
+            if is_beginning_again && !asked_to_end {
+                crew.part_with(rank).await;
+                if crew.alive.is_empty() {
+                    is_beginning_again = false;
+                    crew.beginning
+                        .forget()
+                        .map_err(system("could not forget how far ranks were"))?;
+                    crew.start_all()?;
                 }
-            };
+                continue;
+            }
+            let is_first = |rank: &u32| self.index_of(*rank) < Some(self.ranks as usize);
+            // They get to know each other, and each waits for all: none has done anything yet. (On
+            // several hosts others may be further than is known here.)
+            let is_meeting = !self.is_on_several()
+                && crew.beginning.has_met()
+                && crew.alive.iter().any(|rank| is_first(rank) && !crew.beginning.has_seen(*rank));
+            let has_begun = crew.beginning.has_come() && !is_meeting;
+            // With nobody left who is part of the group, or is about to be, nobody is let in any more.
+            let is_in = |rank: &u32| is_first(rank) || crew.beginning.has_seen(*rank);
+            let is_job = !has_begun || self.is_on_several() || crew.alive.iter().any(is_in);
+            if !is_job && !crew.alive.is_empty() {
+                is_ending = true;
+                crew.tell(Signal::TERM);
+            }
             if status.exit_status() == Some(LEFT.into()) {
-                eprintln!("farwire: rank {rank} has left; {} on", go(alive.len()));
-                part_with(rank).await;
+                eprintln!("farwire: rank {rank} has left; {} on", go(crew.alive.len()));
+                crew.part_with(rank).await;
                 have_left = true;
                 continue;
             }
@@ -467,62 +531,56 @@ impl Job {
             let goes_on = died && !told && !is_lost && !asked_to_end && failed.is_empty();
             // Where none of this machine's ranks lives, others may, and rank 0 knows them.
             if let Some(ElasticJob { min, .. }) = self.elastic.filter(|_| goes_on)
-                && (!has_begun || !alive.is_empty() || self.is_on_several())
+                && (!has_begun || !crew.alive.is_empty() || self.is_on_several())
             {
                 let how = status.terminating_signal().map_or_else(
                     || format!("exit status {}", status.exit_status().unwrap_or(-1)),
                     |signal| format!("signal {signal}"),
                 );
-                if has_begun {
-                    eprintln!("farwire: rank {rank} has ended ({how}); {} on", go(alive.len()));
-                } else {
-                    eprintln!("farwire: rank {rank} has ended ({how}) before all ranks had come");
-                }
-                part_with(rank).await;
                 // What was wrong with how it was started is wrong for any other, too.
                 let is_mistake = status.exit_status().is_some_and(|status| {
                     status == i32::from(MISTAKE) || NO_PROGRAM.contains(&status)
                 });
+                is_beginning_again = is_meeting && restarts > 0 && !is_mistake;
+                let what = match (has_begun, is_beginning_again) {
+                    (true, _) => format!("; {} on", go(crew.alive.len())),
+                    (false, true) => " before all ranks had come; all begin again".to_owned(),
+                    (false, false) => " before all ranks had come".to_owned(),
+                };
+                eprintln!("farwire: rank {rank} has ended ({how}){what}");
+                crew.part_with(rank).await;
+                if is_beginning_again {
+                    restarts -= 1;
+                    crew.tell(Signal::KILL);
+                    continue;
+                }
                 if restarts > 0 && !is_mistake && is_job {
                     restarts -= 1;
-                    // Until all have come, they wait for this very rank.
-                    let new = if has_begun { self.number_at(pids.len()) } else { rank };
-                    // Some of these may be dead as well, which is not known yet.
-                    let there = alive.iter().filter_map(|rank| self.index_of(*rank));
-                    let there = there.filter_map(|index| self.number_of(&ports[index]));
-                    let there = has_begun.then(|| there.collect());
-                    let port = if has_begun { OwnPort::held() } else { self.port_of(new) };
-                    match port.and_then(|port| Ok((launch(new, &port, there)?, port))) {
-                        Ok(((pid, child, error, end), port)) => {
-                            if let Some(index) = self.index_of(new).filter(|at| *at < pids.len()) {
-                                (pids[index], children[index], ports[index]) =
-                                    (Some(pid), child, port);
-                            } else {
-                                pids.push(Some(pid));
-                                children.push(child);
-                                ports.push(port);
-                            }
-                            said.sockets.extend(error.map(|error| (new, error)));
-                            running.spawn(end);
-                            alive.insert(new);
-                            continue;
-                        }
+                    let started = if has_begun {
+                        crew.start_another()
+                    } else {
+                        // The others wait for this very rank.
+                        self.port_of(rank).and_then(|port| crew.start(rank, port, None))
+                    };
+                    match started {
+                        Ok(()) => continue,
                         Err(error) => eprintln!("farwire: started no other in its place: {error}"),
                     }
                 }
-                if has_begun && is_job && alive.len() >= min as usize {
+                if has_begun && is_job && crew.alive.len() >= min as usize {
                     continue;
                 }
             }
             // One that was to take the place of another may come too late, and say so, or be told.
             let came_late = is_ending
-                && (!told || !beginning.has_seen(rank))
+                && (!told || !crew.beginning.has_seen(rank))
                 && self.index_of(rank) >= Some(self.ranks as usize);
             if died && !came_late {
                 failed.push((rank, last));
                 next = next.or(Some((Instant::now() + FIND_OUT, Signal::TERM)));
             }
         }
+        let Crew { children, records, mut said, .. } = crew;
         let mut statuses = Vec::new();
         for mut child in children {
             statuses.push(child.wait().await.map_err(system("could not wait for a rank"))?);

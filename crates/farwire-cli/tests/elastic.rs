@@ -546,6 +546,63 @@ fn rank_0_may_die_while_all_wait_for_the_last() {
     });
 }
 
+/// A command whose ranks do what `script` says, and then train.
+fn after(folder: &Path, script: &str, link: &str) -> Command {
+    let farwire = env!("CARGO_BIN_EXE_farwire");
+    let script = format!("notes=${{FARWIRE_BEGINNING#*:}}; {script}; exec \"$0\" \"$@\"");
+    let mut command = Command::new(farwire);
+    command
+        .args(["launch", "--elastic", "-n", "3", "--restarts", "2", "--", "sh", "-c", &script])
+        .arg(farwire)
+        .args(TRAIN.split_whitespace())
+        .arg("--elastic")
+        .current_dir(folder)
+        .envs([("FARWIRE_LINK", link), ("FARWIRE_FLIGHT_DIR", "")])
+        .stderr(Stdio::piped());
+    command
+}
+
+/// Rank 0 is part of the group, rank 1 ends, and rank 2 would wait for it in vain.
+#[test]
+fn all_begin_again_when_one_dies_while_others_meet() {
+    with_folder("meeting", |folder| {
+        let script = "if ! [ -e again ]; then case $RANK in \
+                      0) printf '\\002' 1<> $notes; sleep 100;; \
+                      1) while ! [ -s $notes ]; do sleep 0.01; done; touch again; exit 1;; \
+                      2) sleep 100;; esac; fi";
+        let mut job = Job::of(&mut after(folder, script, "shm"));
+        let mut stderr = job.launcher.stderr.take().unwrap();
+        let said = std::thread::spawn(move || {
+            let mut said = String::new();
+            stderr.read_to_string(&mut said).map(|_| said)
+        });
+        job.next("step");
+        job.kill(0);
+        job.changed_to(2);
+        job.changed_to(3);
+        job.end_alike();
+        let said = said.join().unwrap().unwrap();
+        let what = "rank 1 has ended (exit status 1) before all ranks had come; all begin again";
+        assert!(said.contains(what), "{said}");
+    });
+}
+
+/// Whether it was part of the group by then, or others were, is left to chance.
+#[test]
+fn a_job_goes_on_when_a_rank_is_killed_as_soon_as_ranks_meet() {
+    for (link, lost) in [("quic", 0), ("quic", 2), ("tcp", 1), ("shm", 2), ("shm", 0)] {
+        with_folder("as-soon", |folder| {
+            let script = format!(
+                "if [ $RANK = {lost} ] && ! [ -e once ]; then touch once; \"$0\" \"$@\" & \
+                 while ! [ -s $notes ]; do :; done; kill -9 $!; exit 1; fi"
+            );
+            let mut job = Job::of(after(folder, &script, link).stderr(Stdio::inherit()));
+            job.next("step");
+            job.end_alike();
+        });
+    }
+}
+
 /// The others would wait for it in vain.
 #[test]
 fn a_job_with_a_rank_that_never_comes_ends() {

@@ -17,6 +17,7 @@ use crate::driver::Driver;
 use crate::driver::members::{Members, host_number};
 use crate::error::Error;
 use crate::join::again::{Again, Met};
+use crate::join::beginning::Note;
 use crate::join::env::Place;
 use crate::join::gathering::Newcomer;
 use crate::join::identity::Identity;
@@ -96,7 +97,7 @@ impl Builder {
             handle.spawn(lobby.keep(newcomers));
         }
         if let Some(beginning) = &settings.beginning {
-            beginning.note();
+            beginning.note(Note::IsIn);
         }
         Communicator::of_world(node)
     }
@@ -151,7 +152,7 @@ impl Builder {
         let lobby = settings.lobby(node.downgrade(), addresses, again, healths, bell);
         handle.spawn(lobby.keep(newcomers));
         if let Some(beginning) = &settings.beginning {
-            beginning.note();
+            beginning.note(Note::IsIn);
         }
         Communicator::of_newest(node, Options::default())
     }

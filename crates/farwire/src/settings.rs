@@ -459,7 +459,7 @@ pub(crate) struct Settings {
     pub(crate) port: u16,
     /// Whether a launcher keeps this process's port free for it.
     pub(crate) port_is_held: bool,
-    /// Where a launcher wants to know that this process is part of the group.
+    /// Where a launcher wants to know how far this process is.
     pub(crate) beginning: Option<beginning::Place>,
     /// Nothing for whichever leads to a peer.
     pub(crate) interface: Option<String>,

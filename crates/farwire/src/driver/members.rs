@@ -64,6 +64,9 @@ pub enum MembershipError {
 }
 
 fn names(peers: &[Peer]) -> String {
+    if peers.is_empty() {
+        return "others".to_owned(); // with whom those may have gone on that are dead by now
+    }
     peers.iter().map(Peer::to_string).collect::<Vec<_>>().join(", ")
 }
 

@@ -26,6 +26,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 
 use super::again::{Again, Expected, Ticket};
+use super::beginning::Note;
 use super::calling::Caller;
 use super::env::{self, Place};
 use super::gathering::{Gathering, Newcomer};
@@ -183,7 +184,7 @@ pub(crate) struct Terms<'a> {
     pub(crate) interface: Option<&'a str>,
     /// Whether a launcher keeps this process's port free for it.
     pub(crate) port_is_held: bool,
-    /// Where it is noted that the job has begun, if a launcher replaces ranks.
+    /// Where it is noted how far this process is, if a launcher replaces ranks.
     pub(crate) beginning: Option<&'a beginning::Place>,
     /// Whether it also listens on TCP, and how.
     pub(crate) tcp: Option<&'a TcpSettings>,
@@ -384,6 +385,11 @@ pub(crate) async fn join(
         deadline,
         patience: timeout,
     });
+    let meets = || {
+        if let Some(beginning) = terms.beginning {
+            beginning.note(Note::Meets);
+        }
+    };
     let (mut first, mut table) = (None, Vec::new());
     if me != Peer(0) {
         let limit = MAX_MESSAGE + MAX_ENTRY * world.len();
@@ -414,6 +420,7 @@ pub(crate) async fn join(
             Answer::Welcome(table) if table.len() == world.len() => table,
             _ => return Err(JoinError::Lost { peer: Peer(0), reason: NONSENSE.to_owned() }),
         };
+        meets();
         there.member = table[0].0.clone();
         first = Some(there);
     }
@@ -434,6 +441,9 @@ pub(crate) async fn join(
             turn_away(known, COMPLETE.to_owned(), &refusals);
         }
         let mut peers = gathering.peers;
+        if me == Peer(0) {
+            meets();
+        }
         if let Err(error) = welcome(&mut peers, me, &hello.member, tunnels, deadline).await {
             refuse_all(&mut peers, &error.to_string()).await;
             return Err(error);
