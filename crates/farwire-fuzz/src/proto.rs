@@ -1,6 +1,6 @@
 //! What the protocol reads.
 
-use std::num::NonZeroUsize;
+use std::num::{NonZeroU32, NonZeroUsize};
 
 use farwire_proto::membership::{Agreement, Message, Settings, View};
 use farwire_proto::{
@@ -29,7 +29,9 @@ pub(crate) fn fault(bytes: &[u8]) {
 /// ends.
 pub(crate) fn engine(bytes: &[u8]) {
     let world = WorldSize::new(3).expect("three is not zero");
-    let mut engine = Engine::new(Peer(1), world, Config::default());
+    let config = Config { lead: Some(NonZeroU32::MIN), ..Config::default() };
+    let mut engine = Engine::new(Peer(1), world, config);
+    [Peer(0), Peer(2)].map(|peer| engine.set_neighbour(peer));
     let (count, dtype, op) = (10, DType::F32, ReduceOp::Sum);
     let options = Options { segment: NonZeroUsize::new(2), ..Options::default() };
     let calls = [

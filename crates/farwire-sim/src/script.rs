@@ -85,9 +85,15 @@ struct World {
 impl World {
     fn new(codec: usize) -> Self {
         let world = WorldSize::new(RANKS).expect("three is not zero");
-        // Several frames of a lane may wait for room.
-        let config = Config { credit: NonZeroU32::MIN.saturating_add(2), ..Config::default() };
-        let engine = |rank| Engine::new(Peer(rank), world, config);
+        // Several frames of a lane may wait for room; and two of the three pairs are kept abreast.
+        let (credit, lead) = (NonZeroU32::MIN.saturating_add(2), Some(NonZeroU32::MIN));
+        let config = Config { credit, lead, ..Config::default() };
+        let engine = |rank: u32| {
+            let mut engine = Engine::new(Peer(rank), world, config);
+            let near = (0..RANKS).filter(|peer| peer.abs_diff(rank) == 1);
+            near.for_each(|peer| engine.set_neighbour(Peer(peer)));
+            engine
+        };
         let mut this = Self {
             machines: (0..RANKS).map(|rank| Machine::new(engine(rank), Vectors)).collect(),
             streams: BTreeMap::new(),
