@@ -22,7 +22,8 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 KEPT = ROOT / "crates/farwire-fuzz/corpus"
 WORK = ROOT / "fuzz/corpus"
-PROGRAMS = ROOT / "fuzz/target/x86_64-unknown-linux-gnu/release"
+TARGET = pathlib.Path(os.environ.get("CARGO_TARGET_DIR") or ROOT / "fuzz/target").absolute()
+PROGRAMS = TARGET / "x86_64-unknown-linux-gnu/release"
 MOST_KEPT = 300
 COVERAGE = [
     "-Cpasses=sancov-module",
@@ -39,6 +40,7 @@ COVERAGE = [
 def build():
     environment = {**os.environ, "RUSTFLAGS": " ".join(COVERAGE)}
     command = ["cargo", "build", "--release", "--target", "x86_64-unknown-linux-gnu", "--manifest-path", ROOT / "fuzz/Cargo.toml"]
+    command += ["--target-dir", TARGET]
     subprocess.run(command, env=environment, check=True)
 
 

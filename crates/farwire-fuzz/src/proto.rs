@@ -31,7 +31,7 @@ pub(crate) fn engine(bytes: &[u8]) {
     let world = WorldSize::new(3).expect("three is not zero");
     let config = Config { lead: Some(NonZeroU32::MIN), ..Config::default() };
     let mut engine = Engine::new(Peer(1), world, config);
-    [Peer(0), Peer(2)].map(|peer| engine.set_neighbour(peer));
+    [Peer(0), Peer(2)].into_iter().for_each(|peer| engine.set_neighbour(peer));
     let (count, dtype, op) = (10, DType::F32, ReduceOp::Sum);
     let options = Options { segment: NonZeroUsize::new(2), ..Options::default() };
     let calls = [
