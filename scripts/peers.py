@@ -549,7 +549,7 @@ def plot(table):
         if case.startswith("one host") and "links" not in case:
             seconds = statistics.median(cell["seconds"] for cell in cells.values())
             cases.setdefault(case, {}).setdefault(name, []).append((size, seconds * 1e6))
-    wide, high, left, top, gap = 340, 280, 56, 60, 30
+    wide, high, left, top, gap = 340, 280, 56, 60, 56
     sizes = [size for lines in cases.values() for line in lines.values() for size, _ in line]
     times = [time for lines in cases.values() for line in lines.values() for _, time in line]
     floor, ceiling = math.floor(math.log10(min(times))), math.ceil(math.log10(max(times)))
@@ -570,7 +570,8 @@ def plot(table):
         for power in range(floor, ceiling + 1):
             svg.append(f'<path d="M{x} {up(10 ** power):.1f}h{wide}" stroke="#d8dee4"/>')
             if number == 0:
-                svg.append(label(x - 6, up(10 ** power) + 4, f"{10 ** power} µs" if power < 3 else f"{10 ** (power - 3)} ms", "end"))
+                base, unit = (6, "s") if power >= 6 else (3, "ms") if power >= 3 else (0, "µs")
+                svg.append(label(x - 6, up(10 ** power) + 4, f"{10 ** (power - base)} {unit}", "end"))
         svg += [label(across(size), bottom + 16, megabytes(size)) for size in sorted(set(sizes))[::2]]
         for name, line in lines.items():
             points = " ".join(f"{across(size):.1f},{up(time):.1f}" for size, time in sorted(line))

@@ -115,7 +115,7 @@ def curves(options, path, out):
                 json.dump(found, file, indent=1)
 
 
-WIDTH, HEIGHT, LEFT, TOP, GAP = 300, 260, 50, 60, 20
+WIDTH, HEIGHT, LEFT, TOP, GAP = 300, 260, 50, 60, 44
 FONT = 'font-family="system-ui, sans-serif"'
 COLOURS = {"none": "#6a737d", "int8": "#3b7dd8", "topk:0.01": "#c8542b"}
 
