@@ -40,7 +40,7 @@ pub(crate) const GIVEN_UP: u8 = 75;
 /// That of a rank whose flags or files are wrong: nobody is started in its place.
 pub(crate) const MISTAKE: u8 = 2;
 /// What shells say of a program that cannot be run, or is not there.
-const NO_PROGRAM: [i32; 2] = [126, 127];
+const NO_PROGRAM: [u8; 2] = [126, 127];
 /// How long they have to end once they were asked to.
 pub(crate) const GRACE: Duration = Duration::from_secs(5);
 /// How long a rank's output is read after its end.
@@ -539,22 +539,29 @@ impl Job {
                 );
                 // What was wrong with how it was started is wrong for any other, too.
                 let is_mistake = status.exit_status().is_some_and(|status| {
-                    status == i32::from(MISTAKE) || NO_PROGRAM.contains(&status)
+                    [MISTAKE].iter().chain(&NO_PROGRAM).any(|mistake| status == i32::from(*mistake))
                 });
-                is_beginning_again = is_meeting && restarts > 0 && !is_mistake;
-                let what = match (has_begun, is_beginning_again) {
-                    (true, _) => format!("; {} on", go(crew.alive.len())),
-                    (false, true) => " before all ranks had come; all begin again".to_owned(),
-                    (false, false) => " before all ranks had come".to_owned(),
+                let is_replaced = restarts > 0 && !is_mistake && is_job;
+                is_beginning_again = is_meeting && is_replaced;
+                let when = match has_begun {
+                    true => format!("; {} on", go(crew.alive.len())),
+                    false => " before all ranks had come".to_owned(),
                 };
-                eprintln!("farwire: rank {rank} has ended ({how}){what}");
+                let what = match () {
+                    () if is_beginning_again => "; all begin again",
+                    () if is_replaced && has_begun => ", and another is started",
+                    () if is_replaced => "; the others wait until it has been started again",
+                    () if is_job && !is_mistake => "; no restart is left (--restarts)",
+                    () => "",
+                };
+                eprintln!("farwire: rank {rank} has ended ({how}){when}{what}");
                 crew.part_with(rank).await;
                 if is_beginning_again {
                     restarts -= 1;
                     crew.tell(Signal::KILL);
                     continue;
                 }
-                if restarts > 0 && !is_mistake && is_job {
+                if is_replaced {
                     restarts -= 1;
                     let started = if has_begun {
                         crew.start_another()
@@ -946,7 +953,10 @@ pub(crate) fn become_rank(args: &BecomeArgs) -> Result<ExitCode, LaunchError> {
         })?;
     }
     let source = std::process::Command::new(&args.command[0]).args(&args.command[1..]).exec();
-    Err(LaunchError::Start { command: args.command[0].clone(), source })
+    let [cannot_run, not_there] = NO_PROGRAM;
+    let code = if source.kind() == io::ErrorKind::NotFound { not_there } else { cannot_run };
+    say_error(&LaunchError::Start { command: args.command[0].clone(), source });
+    Ok(ExitCode::from(code))
 }
 
 /// Moves this thread, and so the command it becomes, to another network namespace.

@@ -44,8 +44,8 @@ use pattern::Stretch;
 /// each iteration. Bandwidth is in GB/s: `algbw` is size over time, `busbw` is what each rank's
 /// link carried by the least-volume algorithm, comparable between operations and numbers of ranks.
 /// `cpu s/GB` is CPU time of all ranks together over size; `bare` is what it would take only to move the
-/// bytes that were sent: to copy them into shared memory and out of it, or through a TCP connection on
-/// loopback, without encryption.
+/// bytes that were sent: to copy them into memory that is in no cache and out of it, or through a TCP
+/// connection on loopback, without encryption. (What stays in a cache may cost less than that.)
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -323,7 +323,11 @@ fn on_processes(args: &Args, ranks: u32) -> Result<ExitCode, BenchError> {
         master: hold_port()?,
         name: Some(random_name()),
         token: Some(farwire::Token::generate()),
-        variables: vec![("FARWIRE_LINK", args.link.to_string())],
+        // Without a flag, what the environment says counts.
+        variables: (args.link != LinkArg::default())
+            .then(|| ("FARWIRE_LINK", args.link.to_string()))
+            .into_iter()
+            .collect(),
         output: JobOutput::Plain,
         grace: GRACE,
         hosts: hosts

@@ -27,6 +27,7 @@ use pairs::Survey;
 Examples:
   farwire doctor
   farwire launch -n 4 -- farwire doctor
+  farwire launch -n 2 -- sh -c 'FARWIRE_HOST=host$RANK exec farwire doctor'   (as if on two hosts)
   farwire netlab --rate 100mbit --delay 20ms -- farwire doctor
   farwire doctor DIR/*.json                     (launch prints DIR when a job fails)
   farwire doctor --merge all.json trace.rank*.json   (then open all.json at ui.perfetto.dev)")]
