@@ -622,13 +622,15 @@ fn a_job_with_a_rank_that_never_comes_ends() {
 fn nobody_is_started_in_place_of_a_rank_with_wrong_flags_or_files() {
     let farwire = env!("CARGO_BIN_EXE_farwire");
     with_folder("wrong", |folder| {
-        for (train, says) in [
-            ("--elastic --codec nonsense", "is not a codec"),
-            ("--elastic --data nowhere.txt", "could not read nowhere.txt"),
-            ("--codec int8", "add --elastic after `train`"),
+        for (program, train, says, code) in [
+            (farwire, "--elastic --codec nonsense", "is not a codec", 2),
+            (farwire, "--elastic --data nowhere.txt", "could not read nowhere.txt", 2),
+            (farwire, "--codec int8", "add --elastic after `train`", 2),
+            ("/no/such/program", "--elastic", "could not start", 127),
+            ("/", "--elastic", "could not start", 126),
         ] {
             let mut command = Command::new(farwire);
-            command.args(["launch", "--elastic", "-n", "2", "--", farwire]);
+            command.args(["launch", "--elastic", "-n", "2", "--", program]);
             command.args(
                 TRAIN.split_whitespace().filter(|flag| *flag != "--codec" && *flag != "int8"),
             );
@@ -638,7 +640,7 @@ fn nobody_is_started_in_place_of_a_rank_with_wrong_flags_or_files() {
             let _limit = limit(&launcher);
             let mut said = String::new();
             launcher.stderr.take().unwrap().read_to_string(&mut said).unwrap();
-            assert_eq!(launcher.wait().unwrap().code(), Some(2), "{said}");
+            assert_eq!(launcher.wait().unwrap().code(), Some(code), "{said}");
             assert!(said.contains(says) && !said.contains("[2]"), "{said}");
         }
     });

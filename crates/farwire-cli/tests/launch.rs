@@ -241,8 +241,11 @@ fn bench_shows_the_link_that_was_used() {
         let said = succeeds(&[&["bench", "barrier", "--iters", "2"], arguments].concat());
         assert!(said.contains(heading), "{said}");
     }
-    // One of three was told to use QUIC: its two pairs do.
     let exe = env!("CARGO_BIN_EXE_farwire");
+    let tcp = format!("FARWIRE_LINK=tcp exec {exe} bench barrier --iters 2 --ranks 2");
+    let output = Command::new("sh").args(["-c", &tcp]).output().unwrap();
+    assert!(text(&output.stdout).contains("2 ranks, link tcp"), "{}", text(&output.stderr));
+    // One of three was told to use QUIC: its two pairs do.
     let script =
         format!("[ $RANK = 2 ] && export FARWIRE_LINK=quic; exec {exe} bench barrier --iters 2");
     let said = succeeds(&["launch", "-n", "3", "--", "sh", "-c", &script]);
