@@ -113,6 +113,8 @@ const LEAST_PACKETS: u64 = 4;
 const LEAST_EXCESS: Duration = Duration::from_millis(8);
 /// What the window holds, as a multiple of what the path does.
 const WINDOW: f64 = 2.0;
+/// If less than this part of what has room is under way, there is little to send.
+const LITTLE: u64 = 4;
 /// Paces, as shares of the rate.
 const CRUISE: f64 = 0.99;
 const UP: f64 = 1.25;
@@ -524,8 +526,15 @@ impl Model {
             Phase::Down | Phase::Check { .. } | Phase::ProbeRtt { .. } => true,
             Phase::Startup { .. } | Phase::Up { .. } => false,
         };
-        self.learnt |= !round.app_limited;
         let delivered = self.delivered - round.began_with;
+        // Where a message is sent as soon as another has come, the pace is never found idle, however
+        // short the messages are.
+        let room = match self.phase {
+            Phase::Startup { .. } => self.window,
+            _ => self.content() as u64,
+        };
+        round.app_limited |= LITTLE * round.peak.max(delivered) < room;
+        self.learnt |= !round.app_limited;
         if !matches!(self.phase, Phase::Startup { .. }) {
             let took = now.saturating_duration_since(round.began_at).max(self.least_rtt);
             // Acknowledgements that were held up come faster than what they are for was sent.

@@ -41,6 +41,8 @@ struct Scene {
     both_ways: bool,
     /// Seconds in which there are heartbeats only, before the rest begins.
     quiet: u64,
+    /// Short messages that each side sends when the other's has come, before the rest begins.
+    calls: u64,
     /// Both ways: bytes that each side sends and then waits for, again and again, as in an
     /// all-reduce between two; without, there is no end.
     message: Option<usize>,
@@ -59,6 +61,7 @@ impl Scene {
             flows: vec![flow],
             both_ways: false,
             quiet: 0,
+            calls: 0,
             message: None,
         }
     }
@@ -142,6 +145,11 @@ impl Scene {
                 let accepting = async { there.accept().await.unwrap().await.unwrap() };
                 let (back, from) = tokio::join!(connecting, accepting);
                 let back = back.unwrap();
+                for _ in 0..self.calls {
+                    tokio::join!(send_short(&near), receive(far.clone()));
+                    tokio::join!(send_short(&from), receive(back.clone()));
+                }
+                *messages.lock().unwrap() = vec![Instant::now()];
                 if let Some(bytes) = self.message {
                     tokio::spawn(exchange(from, far.clone(), bytes, Arc::default()));
                     tokio::spawn(exchange(near.clone(), back, bytes, messages.clone()));
@@ -189,6 +197,13 @@ async fn send(connection: Connection, bytes: usize) {
     }
     let _ = stream.finish();
     let _ = stream.stopped().await; // so that the next does not hold it up
+}
+
+async fn send_short(connection: &Connection) {
+    let Ok(mut stream) = connection.open_uni().await else { return };
+    let pacer = Pacer::new(connection.clone());
+    let _ = pacer.write(&mut stream, vec![7; 72].into(), Turn::InOrder).await;
+    let _ = stream.finish();
 }
 
 /// Some bytes, five times a second.
@@ -342,6 +357,23 @@ fn a_line_is_filled_after_a_long_time_of_heartbeats() {
     let scene = Scene { rate, quiet, seconds: 6, ..Scene::new(Congestion::Model) };
     let trace = alone(&scene, "model, after 20 s of heartbeats");
     assert!(trace.rate(2, 6) > 0.9 * rate, "{} of the line", trace.rate(2, 6) / rate);
+}
+
+/// As barriers and the like do: each sends when the other's has come. The first long message then takes
+/// no longer than it does without.
+#[test]
+fn a_line_is_filled_after_many_short_messages() {
+    let first = |calls| {
+        let (message, delay) = (Some(1_000_000), 20 * MS);
+        let rate = 4.0 * LINE;
+        let flow = Scene::new(Congestion::Model);
+        let scene = Scene { rate, delay, calls, both_ways: true, message, seconds: 8, ..flow };
+        let trace = alone(&scene, &format!("model, after {calls} short messages each way"));
+        let [start, first, ..] = trace.messages[..] else { panic!("no message came") };
+        first.duration_since(start)
+    };
+    let (alone, after) = (first(0), first(25));
+    assert!(after < alone.mul_f64(1.3), "{after:?}, and {alone:?} without");
 }
 
 /// A slow line, whose content is a handful of packets.
