@@ -400,12 +400,12 @@ class OpenMpi:
 
     def __init__(self, options):
         self.program = os.path.join(options.folder, "mpi_peer")
-        if os.path.exists(self.program) and not shutil.which("mpicc"):
-            return  # brought along
-        if not shutil.which("mpicc"):
+        is_there = os.path.exists(self.program)  # of an earlier run, or brought along
+        if not is_there and not shutil.which("mpicc"):
             install(["apt-get", "install", "-y", "openmpi-bin", "libopenmpi-dev"], options)
         write(self.program + ".c", MPI_SOURCE)
-        subprocess.run(["mpicc", "-O3", "-o", self.program, self.program + ".c"], check=True)
+        if not succeeds(["mpicc", "-O3", "-o", self.program, self.program + ".c"]) and not is_there:
+            raise Missing("mpicc could not build its test program")
 
     def run(self, case, options):
         if case.rate:
