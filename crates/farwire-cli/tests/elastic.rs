@@ -490,20 +490,11 @@ fn a_job_that_has_lost_all_its_ranks_ends() {
 
 /// A command whose rank `lost` ends at once, `times` times, and the others train.
 fn with_a_false_start(folder: &Path, lost: u32, times: u32) -> Command {
-    let farwire = env!("CARGO_BIN_EXE_farwire");
     let script = format!(
         "if [ $RANK = {lost} ] && [ $(ls false-start.* 2>/dev/null | wc -l) -lt {times} ]; then \
-         touch false-start.$$; exit 1; fi; exec \"$0\" \"$@\""
+         touch false-start.$$; exit 1; fi"
     );
-    let mut command = Command::new(farwire);
-    command
-        .args(["launch", "--elastic", "-n", "3", "--restarts", "3", "--", "sh", "-c", &script])
-        .arg(farwire)
-        .args(TRAIN.split_whitespace())
-        .arg("--elastic")
-        .current_dir(folder)
-        .envs([("FARWIRE_LINK", "shm"), ("FARWIRE_FLIGHT_DIR", "")]);
-    command
+    after(folder, &script, "shm")
 }
 
 /// There is nothing to join yet: the others wait for this very rank.
@@ -552,13 +543,12 @@ fn after(folder: &Path, script: &str, link: &str) -> Command {
     let script = format!("notes=${{FARWIRE_BEGINNING#*:}}; {script}; exec \"$0\" \"$@\"");
     let mut command = Command::new(farwire);
     command
-        .args(["launch", "--elastic", "-n", "3", "--restarts", "2", "--", "sh", "-c", &script])
+        .args(["launch", "--elastic", "-n", "3", "--restarts", "3", "--", "sh", "-c", &script])
         .arg(farwire)
         .args(TRAIN.split_whitespace())
         .arg("--elastic")
         .current_dir(folder)
-        .envs([("FARWIRE_LINK", link), ("FARWIRE_FLIGHT_DIR", "")])
-        .stderr(Stdio::piped());
+        .envs([("FARWIRE_LINK", link), ("FARWIRE_FLIGHT_DIR", "")]);
     command
 }
 
@@ -570,7 +560,7 @@ fn all_begin_again_when_one_dies_while_others_meet() {
                       0) printf '\\002' 1<> $notes; sleep 100;; \
                       1) while ! [ -s $notes ]; do sleep 0.01; done; touch again; exit 1;; \
                       2) sleep 100;; esac; fi";
-        let mut job = Job::of(&mut after(folder, script, "shm"));
+        let mut job = Job::of(after(folder, script, "shm").stderr(Stdio::piped()));
         let mut stderr = job.launcher.stderr.take().unwrap();
         let said = std::thread::spawn(move || {
             let mut said = String::new();
@@ -596,7 +586,7 @@ fn a_job_goes_on_when_a_rank_is_killed_as_soon_as_ranks_meet() {
                 "if [ $RANK = {lost} ] && ! [ -e once ]; then touch once; \"$0\" \"$@\" & \
                  while ! [ -s $notes ]; do :; done; kill -9 $!; exit 1; fi"
             );
-            let mut job = Job::of(after(folder, &script, link).stderr(Stdio::inherit()));
+            let mut job = Job::of(&mut after(folder, &script, link));
             job.next("step");
             job.end_alike();
         });
