@@ -7,6 +7,7 @@
 //! already in `A` if it is itself a partial result. For most types the two are one.
 
 use crate::dtype::{DType, Element, ReduceOp, types};
+use crate::short::Short;
 use crate::team::{Teamed, Work, each_part};
 use crate::{dtypes, with_type};
 
@@ -145,8 +146,8 @@ macro_rules! number {
     (short $type:ty) => {
         impl Number for $type {
             type Acc = f32;
-            fn widen(self) -> f32 { self.to_f32() }
-            fn narrow(acc: f32) -> Self { Self::from_f32(acc) }
+            fn widen(self) -> f32 { Short::widen(self) }
+            fn narrow(acc: f32) -> Self { Short::narrow(acc) }
         }
     };
     (itself $type:ty) => {

@@ -108,6 +108,7 @@ mod partition;
 mod placement;
 mod plan;
 mod schedule;
+mod short;
 mod spare;
 pub mod team;
 pub mod tune;
