@@ -62,6 +62,8 @@ pub(crate) struct Driver {
     origin: Instant,
     /// Who helps to move bytes.
     team: Teamed,
+    /// Links may have something for their peers that those were not told of yet.
+    unrung: bool,
 }
 
 /// The driver, behind its lock.
@@ -100,7 +102,10 @@ impl DerefMut for DriverGuard<'_> {
 
 impl Drop for DriverGuard<'_> {
     fn drop(&mut self) {
-        let afterwards = self.driver.take().and_then(|mut driver| driver.take_afterwards());
+        let afterwards = self.driver.take().and_then(|mut driver| {
+            driver.ring();
+            driver.take_afterwards()
+        });
         if let Some(Afterwards { wake, foreign, owners, failure }) = afterwards {
             wake.into_iter().for_each(Waker::wake);
             drop((foreign, owners));
@@ -189,6 +194,7 @@ impl Driver {
             closed: HashSet::default(),
             origin: Instant::now(),
             team: None,
+            unrung: false,
         }
     }
 
@@ -426,9 +432,15 @@ impl Driver {
             && let Some(mut link) = self.links[peer.index()].take()
         {
             link.close();
-            link.ring();
         }
         self.links[peer.index()].is_none()
+    }
+
+    /// Tells peers of what was put off: all that was done since the lock was taken, at once.
+    fn ring(&mut self) {
+        if std::mem::take(&mut self.unrung) {
+            self.links.iter_mut().flatten().for_each(|link| link.ring());
+        }
     }
 
     /// How long nothing needs to be done unless a frame arrives.
@@ -453,7 +465,6 @@ impl Driver {
             } else {
                 link.close()
             }
-            link.ring();
         }
         members.into_iter().for_each(Members::close_lobby);
     }
@@ -535,12 +546,12 @@ impl Driver {
     /// Offers the machine what is at the head of a lane, for as long as it takes it.
     fn offer(&mut self, lane: Lane) {
         let Some(link) = &mut self.links[lane.from.index()] else { return };
-        let mut read = false;
+        self.unrung = true;
         while let Some((header, payload)) = link.head(&lane) {
             match self.machine.handle_frame(lane.from, &header) {
                 Verdict::Later => break,
                 Verdict::Early => {
-                    read |= link.set_aside(&lane);
+                    link.set_aside(&lane);
                     break;
                 }
                 Verdict::Drop => {}
@@ -552,10 +563,6 @@ impl Driver {
                 }
             }
             link.pop(&lane);
-            read = true;
-        }
-        if read {
-            link.ring(); // its sender may wait for room
         }
     }
 
@@ -587,6 +594,7 @@ impl Driver {
         if let Some((comm, seq)) = transmit.gives_up() {
             link.abandon(comm, seq);
         }
+        self.unrung = true;
         let (sent, recorder) = (&mut self.sent[to], &mut self.observer.recorder);
         self.machine.send(transmit, |frame| {
             let went = link.send(frame.lane, frame.header, frame.payload, frame.last);
@@ -595,7 +603,6 @@ impl Driver {
                     sent.count(frame.payload.len());
                     recorder.sent(job.ticket, frame.payload.len());
                 }
-                link.ring();
             }
             went
         })

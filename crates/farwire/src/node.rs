@@ -258,8 +258,8 @@ impl Node {
     fn drive(&self, done: impl Fn() -> bool) {
         // Turns without effect, and since when.
         let (mut idle, mut since) = (0, None);
+        let mut listening = None;
         loop {
-            let count = self.bell.count();
             let (moved, short, coding, network) = {
                 let mut driver = self.driver();
                 let moved = driver.turn();
@@ -277,7 +277,7 @@ impl Node {
                 return;
             }
             if moved {
-                idle = 0;
+                (idle, listening) = (0, None);
                 continue;
             }
             idle += 1;
@@ -285,9 +285,15 @@ impl Node {
             let waited = now.saturating_duration_since(*since.get_or_insert(now));
             let spin = self.spin(coding, network);
             if idle > LEAST_TURNS && waited >= spin {
-                let patience = self.driver().patience();
-                self.bell.sleep(count, patience.min(NAP));
-                idle = 0;
+                // Between listening and sleeping lies a turn, so that nothing is missed.
+                match listening.take() {
+                    None => listening = Some(self.bell.listen()),
+                    Some(listening) => {
+                        let patience = self.driver().patience();
+                        listening.sleep(patience.min(NAP));
+                        idle = 0;
+                    }
+                }
             } else if idle > LEAST_TURNS / 2 {
                 std::thread::yield_now(); // which costs little if nobody wants the core
             } else {

@@ -148,7 +148,6 @@ impl Members {
     pub(super) fn close_lobby(self) {
         for mut waiting in self.lobby.into_values() {
             waiting.link.close();
-            waiting.link.ring();
         }
     }
 }

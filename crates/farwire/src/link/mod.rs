@@ -152,14 +152,12 @@ pub(crate) trait Link: Send + std::fmt::Debug {
     /// Done with the next frame of a lane.
     fn pop(&mut self, lane: &Lane);
     /// The frames of a lane may wait for long: if they take room that others need, they are moved.
-    /// `true` if so.
-    fn set_aside(&mut self, _lane: &Lane) -> bool {
-        false
-    }
+    fn set_aside(&mut self, _lane: &Lane) {}
     /// Nothing more comes on the lanes of an operation, or of a whole communicator: it has failed.
     fn abandon(&mut self, _comm: CommId, _seq: Option<OpSeq>) {}
-    /// Tells the peer that there is something to see.
-    fn ring(&self);
+    /// Tells the peer that there is something to see, if it has not been told yet: in time, or it
+    /// sleeps on.
+    fn ring(&mut self) {}
     /// The name of its kind.
     fn kind(&self) -> &'static str;
     /// Whether it crosses a network.

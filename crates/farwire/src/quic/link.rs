@@ -652,8 +652,6 @@ impl Link for QuicLink {
         self.refused.retain(|lane| !gone(lane));
     }
 
-    fn ring(&self) {}
-
     fn give_up(&mut self) {
         self.outgoing.clear();
         self.notices = None;

@@ -12,7 +12,8 @@ use super::region::Region;
 use super::slots::{Memory, Word};
 
 /// One per process. Whoever has something for the process rings it; whoever waits for something
-/// notes the count, looks around, and sleeps until the count changes, so that no ring is missed.
+/// [listens](Self::listen), looks around once more, and sleeps until it rings, so that no ring is
+/// missed. While nobody listens, ringing writes nothing that others read.
 #[derive(Clone, Debug)]
 pub(crate) struct Bell {
     region: Arc<Region>,
@@ -21,15 +22,15 @@ pub(crate) struct Bell {
 impl Bell {
     const RINGS: usize = 0;
     /// On a cache line of its own, away from the count that ringers write.
-    const SLEEPERS: usize = 16;
+    const LISTENERS: usize = 16;
 
     pub(crate) fn new() -> io::Result<Self> {
-        Ok(Self { region: Arc::new(Region::new(Self::SLEEPERS + 1, 0)?) })
+        Ok(Self { region: Arc::new(Region::new(Self::LISTENERS + 1, 0)?) })
     }
 
     /// Another process's.
     pub(crate) fn from_file(file: OwnedFd) -> io::Result<Self> {
-        Ok(Self { region: Arc::new(Region::from_file(file, Self::SLEEPERS + 1, 0)?) })
+        Ok(Self { region: Arc::new(Region::from_file(file, Self::LISTENERS + 1, 0)?) })
     }
 
     /// The file behind it, to pass to another process.
@@ -38,26 +39,25 @@ impl Bell {
     }
 
     fn words(&self) -> Words<'_, AtomicU32> {
-        Words { rings: self.region.word(Self::RINGS), sleepers: self.region.word(Self::SLEEPERS) }
+        Words {
+            rings: self.region.word(Self::RINGS),
+            listeners: self.region.word(Self::LISTENERS),
+        }
     }
 
-    /// How often it has rung. What was done before those rings is there to be seen.
-    pub(crate) fn count(&self) -> u32 {
-        self.words().count()
-    }
-
+    /// Tells those who listen that there is something to see.
     pub(crate) fn ring(&self) {
         self.words().ring();
     }
 
-    /// Sleeps until it rings, if it has not since `count` was read, or until the timeout.
-    pub(crate) fn sleep(&self, count: u32, timeout: Duration) {
-        self.words().sleep(count, timeout);
+    /// From here on, rings are heard. What was done before rings that were not is there to be seen.
+    pub(crate) fn listen(&self) -> Listening<'_, AtomicU32> {
+        self.words().listen()
     }
 }
 
 /// A word that a thread can sleep on.
-pub(super) trait Alarm: Word {
+pub(crate) trait Alarm: Word {
     /// Adds, with release ordering.
     fn add(&self, value: u32);
     /// `std::sync::atomic::fence` with sequential consistency.
@@ -96,30 +96,48 @@ impl Alarm for AtomicU32 {
 #[derive(Debug)]
 pub(super) struct Words<'a, A> {
     pub(super) rings: &'a A,
-    pub(super) sleepers: &'a A,
+    pub(super) listeners: &'a A,
 }
 
-impl<A: Alarm> Words<'_, A> {
-    pub(super) fn count(&self) -> u32 {
-        self.rings.load(Ordering::Acquire)
-    }
-
+impl<'a, A: Alarm> Words<'a, A> {
     pub(super) fn ring(&self) {
-        self.rings.add(1);
-        // A sleeper announces itself before the count is compared. Between the two fences, either
-        // it finds the new count, or it is found here.
+        // A listener announces itself before it looks around. Between the two fences, either it
+        // sees what this ring is about, or it is found here.
         A::fence();
-        if self.sleepers.load(Ordering::Relaxed) > 0 {
+        if self.listeners.load(Ordering::Relaxed) > 0 {
+            self.rings.add(1);
             self.rings.wake();
         }
     }
 
-    pub(super) fn sleep(&self, count: u32, timeout: Duration) {
-        self.sleepers.add(1);
+    pub(super) fn listen(&self) -> Listening<'a, A> {
+        let heard = self.rings.load(Ordering::Acquire);
+        self.listeners.add(1);
         A::fence();
-        // Waking early, for whatever reason, only means looking around once more.
-        self.rings.wait(count, timeout);
-        self.sleepers.add(1u32.wrapping_neg());
+        Listening { rings: self.rings, listeners: self.listeners, heard }
+    }
+}
+
+/// Somebody hears rings, until this is dropped.
+#[derive(Debug)]
+pub(crate) struct Listening<'a, A: Alarm> {
+    rings: &'a A,
+    listeners: &'a A,
+    /// How often it had rung before.
+    heard: u32,
+}
+
+impl<A: Alarm> Listening<'_, A> {
+    /// Sleeps until it rings, if it has not since this began, or until the timeout. Waking early,
+    /// for whatever reason, only means looking around once more.
+    pub(crate) fn sleep(self, timeout: Duration) {
+        self.rings.wait(self.heard, timeout);
+    }
+}
+
+impl<A: Alarm> Drop for Listening<'_, A> {
+    fn drop(&mut self) {
+        self.listeners.add(1u32.wrapping_neg());
     }
 }
 
@@ -130,24 +148,24 @@ mod tests {
     #[test]
     fn a_ring_between_looking_and_sleeping_is_not_missed() {
         let bell = Bell::new().unwrap();
-        let count = bell.count();
+        let listening = bell.listen();
         bell.ring();
-        bell.sleep(count, Duration::from_secs(3600));
+        listening.sleep(Duration::from_secs(3600));
     }
 
     #[test]
     fn every_ring_wakes_every_sleeper() {
         let bell = Bell::new().unwrap();
+        let rung = AtomicU32::new(0);
+        let seen = AtomicU32::new(0);
         std::thread::scope(|scope| {
-            let seen = Arc::new(AtomicU32::new(0));
             for _ in 0..3 {
-                let (bell, seen) = (bell.clone(), seen.clone());
-                scope.spawn(move || {
+                scope.spawn(|| {
                     for ring in 1..=100 {
-                        while bell.count() < ring {
-                            let count = bell.count();
-                            if count < ring {
-                                bell.sleep(count, Duration::from_secs(3600));
+                        while rung.load(Ordering::Relaxed) < ring {
+                            let listening = bell.listen();
+                            if rung.load(Ordering::Relaxed) < ring {
+                                listening.sleep(Duration::from_secs(3600));
                             }
                         }
                         seen.fetch_add(1, Ordering::SeqCst);
@@ -155,6 +173,7 @@ mod tests {
                 });
             }
             for ring in 1..=100 {
+                rung.store(ring, Ordering::Relaxed);
                 bell.ring();
                 while seen.load(Ordering::SeqCst) < 3 * ring {
                     std::thread::yield_now();

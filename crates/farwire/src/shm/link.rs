@@ -12,12 +12,17 @@ use crate::local::INPROC;
 /// The name of this kind of link between processes.
 pub(super) const NAME: &str = "shm";
 
+/// Bytes of a frame that takes longer to copy than a peer to tell.
+const LONG: usize = 16 << 10;
+
 /// Two rings, one each way, and the peer's bell.
 #[derive(Debug)]
 pub(crate) struct SharedLink {
     sender: Sender,
     receiver: Receiver,
     bell: Bell,
+    /// The peer has not been told yet of what was done last.
+    unrung: bool,
     /// Of a peer that is another process.
     health: Option<Arc<dyn Liveness>>,
     /// The peer has said goodbye, so its end is no loss.
@@ -31,7 +36,16 @@ impl SharedLink {
         bell: Bell,
         health: Option<Arc<dyn Liveness>>,
     ) -> Self {
-        Self { sender, receiver, bell, health, closed: false }
+        Self { sender, receiver, bell, unrung: false, health, closed: false }
+    }
+
+    /// There is something for the peer to see. It is told at once if that took long, so that it can
+    /// begin; else together with what follows.
+    fn did(&mut self, bytes: usize) {
+        self.unrung = true;
+        if bytes >= LONG {
+            self.ring();
+        }
     }
 }
 
@@ -45,7 +59,11 @@ impl Link for SharedLink {
     }
 
     fn send(&mut self, lane: Option<Lane>, header: &Header, payload: &[u8], _last: bool) -> bool {
-        self.sender.send(lane, header, payload)
+        let went = self.sender.send(lane, header, payload);
+        if went {
+            self.did(payload.len());
+        }
+        went
     }
 
     fn poll_writable(&mut self) -> Result<Option<Lane>, Broken> {
@@ -76,15 +94,18 @@ impl Link for SharedLink {
     }
 
     fn pop(&mut self, lane: &Lane) {
-        self.receiver.pop(lane);
+        let bytes = self.receiver.pop(lane);
+        self.did(bytes); // the peer may wait for room
     }
 
-    fn set_aside(&mut self, lane: &Lane) -> bool {
-        self.receiver.set_aside(lane)
+    fn set_aside(&mut self, lane: &Lane) {
+        self.unrung |= self.receiver.set_aside(lane);
     }
 
-    fn ring(&self) {
-        self.bell.ring();
+    fn ring(&mut self) {
+        if std::mem::take(&mut self.unrung) {
+            self.bell.ring();
+        }
     }
 
     fn close(&mut self) {
@@ -92,6 +113,7 @@ impl Link for SharedLink {
         if let Some(health) = &self.health {
             health.leave();
         }
+        self.bell.ring();
     }
 
     fn give_up(&mut self) {

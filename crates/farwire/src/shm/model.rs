@@ -217,16 +217,16 @@ fn two_rings<const FENCED: bool>() {
         let (bell, said) = (bell.clone(), said.clone());
         thread::spawn(move || {
             said[ringer].store(1, Ordering::Relaxed);
-            Words { rings: &bell[0], sleepers: &bell[1] }.ring();
+            Words { rings: &bell[0], listeners: &bell[1] }.ring();
         })
     });
-    let words = Words { rings: &bell[0], sleepers: &bell[1] };
+    let words = Words { rings: &bell[0], listeners: &bell[1] };
     loop {
-        let count = words.count();
+        let listening = words.listen();
         if said.iter().all(|said| said.load(Ordering::Relaxed) == 1) {
             break;
         }
-        words.sleep(count, Duration::MAX);
+        listening.sleep(Duration::MAX);
     }
     ringers.into_iter().for_each(|ringer| ringer.join().unwrap());
 }

@@ -277,10 +277,10 @@ impl Receiver {
         Some((*header, payload))
     }
 
-    /// Done with the next frame of a lane.
-    pub(crate) fn pop(&mut self, lane: &Lane) {
+    /// Done with the next frame of a lane, of so many bytes.
+    pub(crate) fn pop(&mut self, lane: &Lane) -> usize {
         let frames = self.lanes.get_mut(lane).expect("a frame is popped after it was looked at");
-        let (_, kept) = frames.pop_front().expect("a frame is popped after it was looked at");
+        let (header, kept) = frames.pop_front().expect("a frame is popped after it was looked at");
         if frames.is_empty()
             && let Some(frames) = self.lanes.remove(lane)
         {
@@ -290,6 +290,7 @@ impl Receiver {
             self.in_slots -= 1;
             self.end.pass(slot);
         }
+        header.payload as usize
     }
 
     /// The frames of a lane may wait for long. If too many are in slots, they are copied out of

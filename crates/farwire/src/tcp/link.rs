@@ -583,8 +583,6 @@ impl Link for TcpLink {
         self.is_refused.retain(|lane| !gone(lane));
     }
 
-    fn ring(&self) {}
-
     fn close(&mut self) {
         if std::mem::replace(&mut self.leaving, true) {
             return;

@@ -109,11 +109,11 @@ fn between_neighbours_a_queue_is_not_filled() {
 /// What arrives next.
 fn next(link: &mut QuicLink, bell: &Bell) -> Result<Arrival, Broken> {
     loop {
-        let count = bell.count();
+        let listening = bell.listen();
         if let Some(arrival) = link.poll_arrived()? {
             return Ok(arrival);
         }
-        bell.sleep(count, Duration::from_millis(100));
+        listening.sleep(Duration::from_millis(100));
     }
 }
 
@@ -163,9 +163,9 @@ fn what_nobody_wants_yet_is_bounded_and_holds_up_nothing_that_is_wanted() {
         runtime.spawn(write_frames(peer.clone(), seq as u64, 0..16, 15));
     }
     while held(&link) < EARLY + SPARE_FRAMES {
-        let count = bell.count();
+        let listening = bell.listen();
         if link.poll_arrived().unwrap().is_none() {
-            bell.sleep(count, Duration::from_millis(100));
+            listening.sleep(Duration::from_millis(100));
         }
     }
     let frames = 100;
@@ -192,9 +192,9 @@ fn frames_that_overtake_others_wait_for_them() {
     write(&[2, 3]);
     write(&[1, 4]);
     while link.incoming.values().next().is_none_or(|lane| lane.len() < 4) {
-        let count = bell.count();
+        let listening = bell.listen();
         assert!(link.poll_arrived().unwrap().is_none(), "the first is not here");
-        bell.sleep(count, Duration::from_millis(100));
+        listening.sleep(Duration::from_millis(100));
     }
     write(&[0]);
     let Ok(Arrival::Frame(lane)) = next(&mut link, &bell) else { panic!("only frames are sent") };
@@ -273,9 +273,9 @@ fn a_lane_that_its_sender_gives_up_holds_nothing() {
     });
     let wait_for = |link: &mut QuicLink, holds: &dyn Fn(&QuicLink) -> bool| {
         while !holds(link) {
-            let count = bell.count();
+            let listening = bell.listen();
             assert!(link.poll_arrived().unwrap().is_none(), "none is the next of its lane");
-            bell.sleep(count, Duration::from_millis(100));
+            listening.sleep(Duration::from_millis(100));
         }
     };
     wait_for(&mut link, &|link| link.shared.spare.available_permits() == 0);
@@ -308,7 +308,7 @@ fn a_stream_that_had_to_wait_is_read_to_its_end() {
     });
     let waits = |progress: &Progress| progress.waiting.contains_key(&far_ahead);
     while !link.shared.lanes().values().any(waits) {
-        bell.sleep(bell.count(), Duration::from_millis(1));
+        bell.listen().sleep(Duration::from_millis(1));
     }
     runtime.spawn(write_frames(peer.clone(), 5, 0..far_ahead, far_ahead));
     let mut popped = 0;
@@ -322,11 +322,11 @@ fn a_stream_that_had_to_wait_is_read_to_its_end() {
     // A task that panics does not come to count itself out.
     let reading = || link.shared.reading.load(Ordering::SeqCst);
     for _ in 0..1000 {
-        let count = bell.count();
+        let listening = bell.listen();
         if reading() == 0 {
             break;
         }
-        bell.sleep(count, Duration::from_millis(10));
+        listening.sleep(Duration::from_millis(10));
     }
     assert_eq!(reading(), 0, "both streams are read to their ends");
 }
@@ -341,7 +341,7 @@ fn giving_a_lane_up_resets_its_streams_and_says_so() {
         assert!(link.send(Some(lane), &Header { index, ..header }, &[0; LONGEST], false));
     }
     while link.shared.writable.lock().unwrap().len() < 4 {
-        bell.sleep(bell.count(), Duration::from_millis(1));
+        bell.listen().sleep(Duration::from_millis(1));
     }
     link.abandon(lane.comm, Some(lane.seq));
     link.close(); // which ends the stream of notices

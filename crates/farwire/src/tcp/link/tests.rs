@@ -86,11 +86,11 @@ impl Side {
     /// Waits until something is so, and reads meanwhile. Nothing that ends a lane's wait may come.
     fn wait_for<T>(&mut self, mut found: impl FnMut(&mut TcpLink) -> Option<T>) -> T {
         loop {
-            let count = self.bell.count();
+            let listening = self.bell.listen();
             if let Some(found) = found(&mut self.link) {
                 return found;
             }
-            self.bell.sleep(count, Duration::from_millis(100));
+            listening.sleep(Duration::from_millis(100));
         }
     }
 
