@@ -95,6 +95,10 @@ pub(crate) struct Args {
     /// How to move the data; chosen if not given.
     #[arg(short, long, value_parser = named::<Algorithm, _>(Algorithm::ALL.map(Algorithm::name)))]
     algorithm: Option<Algorithm>,
+    /// Bytes of a frame, of which a long vector takes many: an element at least; chosen if not
+    /// given.
+    #[arg(long, value_parser = units::size)]
+    segment: Option<usize>,
     /// Measured iterations. If not given: by size, and no more than fit into about 5 s.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     iters: Option<u32>,
@@ -402,7 +406,12 @@ impl Args {
     }
 
     fn tuned(&self, comm: &Communicator) -> Communicator {
-        comm.with_options(Options { algorithm: self.algorithm, ..Options::default() })
+        let elements = |bytes: usize| NonZeroUsize::new((bytes / self.dtype.size()).max(1));
+        comm.with_options(Options {
+            algorithm: self.algorithm,
+            segment: self.segment.and_then(elements),
+            ..Options::default()
+        })
     }
 }
 
