@@ -73,7 +73,7 @@ impl Builder {
         let joined = match apart(&runtime, settings.join(&bell, lobby)) {
             Ok(joined) => joined,
             Err(error) => {
-                runtime.shutdown_background();
+                end(runtime);
                 return Err(error.into());
             }
         };
@@ -122,7 +122,7 @@ impl Builder {
         let admitted = match apart(&runtime, settings.wait_to_join(&places, &bell, lobby)) {
             Ok(admitted) => admitted,
             Err(error) => {
-                runtime.shutdown_background();
+                end(runtime);
                 return Err(error.into());
             }
         };
@@ -168,6 +168,17 @@ fn network_threads(connections: Wanted) -> Result<Runtime, Error> {
         .enable_all()
         .build()
         .map_err(|error| Error::System { what: "could not start the network thread", error })
+}
+
+/// How long network threads may take to let go of what they have open.
+const LETTING_GO: Duration = Duration::from_secs(1);
+
+/// Ends the network threads, so that their port can be used again.
+fn end(runtime: Runtime) {
+    std::thread::scope(|scope| {
+        let end = scope.spawn(|| runtime.shutdown_timeout(LETTING_GO));
+        end.join().expect("what ends a runtime does not panic");
+    });
 }
 
 /// Runs on a thread of its own, because the caller may be inside a runtime of its own.
@@ -414,7 +425,7 @@ impl Network {
                         .await;
                 }
             });
-            runtime.shutdown_background();
+            runtime.shutdown_timeout(LETTING_GO);
         });
         let _ = farewell.join();
     }

@@ -122,12 +122,11 @@ fn what_waits_on_a_group_of_living_ranks_ends_when_the_world_changes() {
 fn of_two_that_lose_sight_of_each_other_only_the_lower_goes_on() {
     const TEST: &str = "of_two_that_lose_sight_of_each_other_only_the_lower_goes_on";
     const VICTIM: &str = "FARWIRE_TEST_VICTIM";
-    let asked: Option<usize> = std::env::var(VICTIM).ok().and_then(|victim| victim.parse().ok());
     for victim in [0, 1] {
-        if asked.is_some_and(|asked| asked != victim) {
-            continue; // this is a rank of the other case
-        }
         let setting = victim.to_string();
+        if common::is_another_case(VICTIM, &setting) {
+            continue;
+        }
         let settings = [(VICTIM, &setting[..])];
         let mut children = start_processes_with(TEST, 2, "quic", &settings, |comm| {
             let _maybe_lost = comm.barrier().wait();

@@ -8,7 +8,7 @@ use common::{
     assert_succeeds, every_collective, long_collectives, on_processes, start_processes,
     start_processes_with, subgroups,
 };
-use farwire::ReduceOp;
+use farwire::{Communicator, ReduceOp};
 use half::bf16;
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -37,6 +37,9 @@ fn every_collective_equals_the_oracle_over_every_link() {
 fn several_connections_to_a_peer_carry_one_link() {
     const TEST: &str = "several_connections_to_a_peer_carry_one_link";
     for connections in ["2", "8"] {
+        if common::is_another_case("FARWIRE_CONNECTIONS", connections) {
+            continue;
+        }
         let settings = [("FARWIRE_CONNECTIONS", connections)];
         let ranks = start_processes_with(TEST, 2, "quic", &settings, |comm| {
             long_collectives(&comm, 2_097_153);
@@ -53,6 +56,9 @@ fn several_connections_to_a_peer_carry_one_link() {
 fn threads_that_help_change_no_bit() {
     const TEST: &str = "threads_that_help_change_no_bit";
     for threads in ["2", "4"] {
+        if common::is_another_case("FARWIRE_THREADS", threads) {
+            continue;
+        }
         let settings = [("FARWIRE_THREADS", threads)];
         let ranks = start_processes_with(TEST, 3, "shm", &settings, |comm| {
             long_collectives(&comm, 3_145_729);
@@ -65,6 +71,22 @@ fn threads_that_help_change_no_bit() {
         for (rank, child) in ranks.into_iter().enumerate() {
             assert_succeeds(child, &format!("rank {rank} with {threads} threads"));
         }
+    }
+}
+
+/// A notebook does that, and a program that trains twice.
+#[test]
+fn a_process_leaves_and_joins_again_at_the_same_port_at_once() {
+    const TEST: &str = "a_process_leaves_and_joins_again_at_the_same_port_at_once";
+    for link in common::links() {
+        on_processes(TEST, 2, link, |comm| {
+            comm.shutdown().unwrap();
+            for round in 0..10 {
+                let comm = Communicator::from_env().unwrap();
+                assert_eq!(comm.all_reduce(vec![round], ReduceOp::Sum).wait().unwrap(), [2 * round]);
+                comm.shutdown().unwrap();
+            }
+        });
     }
 }
 

@@ -13,6 +13,7 @@
 //! taken, of another version) is told so and forgotten; the group goes on waiting for its own
 //! ranks. The same happens to any that come when the group is complete.
 
+use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket};
 use std::sync::Arc;
 use std::time::Duration;
@@ -357,7 +358,7 @@ pub(crate) async fn join(
     let &Terms { place, master, timeout, .. } = terms;
     let deadline = Instant::now() + timeout;
     let (me, world) = (place.rank, place.world);
-    let Ears { endpoint, server, socket, tcp } = listen(terms, &identity)?;
+    let Ears { endpoint, server, socket, tcp } = listen(terms, &identity).await?;
     let hello = Hello::new(terms, Purpose::Start)?;
     let (door, mut newcomers) = mpsc::channel(world.len());
     let (side_door, from_below) = mpsc::channel(world.len());
@@ -492,7 +493,7 @@ pub(super) struct Ears {
 }
 
 /// Listens: rank 0 where all look for it.
-pub(super) fn listen(terms: &Terms<'_>, identity: &Arc<Identity>) -> Result<Ears, JoinError> {
+pub(super) async fn listen(terms: &Terms<'_>, identity: &Arc<Identity>) -> Result<Ears, JoinError> {
     let master = terms.master;
     let any = match (master.ip().is_loopback(), terms.interface, master.is_ipv6()) {
         (true, ..) => master.ip(),
@@ -510,8 +511,7 @@ pub(super) fn listen(terms: &Terms<'_>, identity: &Arc<Identity>) -> Result<Ears
     let mut server = identity.server_config()?;
     door::limit_incoming(&mut server);
     let tunnels = Arc::<Tunnels>::default();
-    let listen = || {
-        let (socket, listener) = bind(address, terms)?;
+    let listen = |(socket, listener): Bound| {
         widen(&socket);
         let (runtime, same) = (Arc::new(quinn::TokioRuntime), socket.try_clone()?);
         let udp = runtime.wrap_udp_socket(socket)?;
@@ -520,8 +520,10 @@ pub(super) fn listen(terms: &Terms<'_>, identity: &Arc<Identity>) -> Result<Ears
         let endpoint = Endpoint::new_with_abstract_socket(config, server, socket, runtime)?;
         Ok((endpoint, same, listener))
     };
-    let (endpoint, socket, listener) =
-        listen().map_err(|error| JoinError::Listen { address, error })?;
+    let (endpoint, socket, listener) = bind_soon(address, terms)
+        .await
+        .and_then(listen)
+        .map_err(|error| JoinError::Listen { address, error })?;
     let settings = terms.tcp.cloned().unwrap_or_default();
     let tcp = TcpPort::open(listener, any, identity.clone(), settings, tunnels.clone())?;
     Ok(Ears { endpoint, server, socket, tcp })
@@ -529,10 +531,25 @@ pub(super) fn listen(terms: &Terms<'_>, identity: &Arc<Identity>) -> Result<Ears
 
 /// Sockets for UDP and TCP, with the same port. TCP may be missing: others can still be connected
 /// to.
-fn bind(
-    address: SocketAddr,
-    terms: &Terms<'_>,
-) -> std::io::Result<(UdpSocket, Result<TcpListener, String>)> {
+type Bound = (UdpSocket, Result<TcpListener, String>);
+
+/// How long a port that is in use is waited for. Its last user may be about to let go of it: this
+/// process, which has just left another job, or one that was killed.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+async fn bind_soon(address: SocketAddr, terms: &Terms<'_>) -> std::io::Result<Bound> {
+    let started = Instant::now();
+    loop {
+        match bind(address, terms) {
+            Err(error) if error.kind() == ErrorKind::AddrInUse && started.elapsed() < PATIENCE => {
+                sleep(Duration::from_millis(20)).await;
+            }
+            bound => return bound,
+        }
+    }
+}
+
+fn bind(address: SocketAddr, terms: &Terms<'_>) -> std::io::Result<Bound> {
     const TRIES: usize = 16;
     let mut tries = 0;
     loop {

@@ -80,13 +80,13 @@ impl fmt::Display for CallError {
 
 impl Joiner {
     /// Listens, so that those who join later can call this process, too.
-    pub(crate) fn new(
+    pub(crate) async fn new(
         terms: &Terms<'_>,
         identity: Arc<Identity>,
         transport: Transport,
     ) -> Result<Self, JoinError> {
         let deadline = Instant::now() + terms.timeout;
-        let Ears { endpoint, server, tcp, .. } = listen(terms, &identity)?;
+        let Ears { endpoint, server, tcp, .. } = listen(terms, &identity).await?;
         let hello = Hello::new(terms, Purpose::Join)?;
         // Nobody comes by the doors of a process that was not there at the start.
         let ((door, _), (side_door, _)) = (mpsc::channel(1), mpsc::channel(1));

@@ -78,7 +78,8 @@ impl Settings {
         let terms = self.terms(contact, Some(lobby));
         let started = tokio::time::Instant::now();
         let deadline = started + self.join_timeout;
-        let joiner = Joiner::new(&terms, identity, Transport { congestion: self.congestion })?;
+        let transport = Transport { congestion: self.congestion };
+        let joiner = Joiner::new(&terms, identity, transport).await?;
         let mut waiting: BTreeMap<Peer, Waiting> = BTreeMap::new();
         let (mut early, mut last) = (Vec::new(), "nobody has answered".to_owned());
         let mut met_somebody = false;

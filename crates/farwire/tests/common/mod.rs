@@ -279,6 +279,11 @@ pub(crate) fn start_each<'a>(
     ports.iter().enumerate().map(start).collect()
 }
 
+/// Whether this process is a rank of a test that was started with another value of this variable.
+pub(crate) fn is_another_case(variable: &str, value: &str) -> bool {
+    std::env::var_os(MARK).is_some() && std::env::var(variable).is_ok_and(|told| told != value)
+}
+
 /// How long a process of a test may live.
 pub(crate) const CHILD_LIMIT: Duration = Duration::from_secs(600);
 

@@ -27,7 +27,7 @@ struct Listening {
 }
 
 impl Listening {
-    fn new() -> Self {
+    async fn new() -> Self {
         let token = Token::generate();
         let place = Place {
             rank: Peer(1),
@@ -56,7 +56,7 @@ impl Listening {
             lobby: None,
         };
         let identity = Arc::new(Identity::new(&token, Peer(1), Epoch(0), &job).unwrap());
-        let Ears { endpoint, server, tcp, .. } = listen(&terms, &identity).unwrap();
+        let Ears { endpoint, server, tcp, .. } = listen(&terms, &identity).await.unwrap();
         let address = endpoint.local_addr().unwrap();
         let (door, newcomers) = mpsc::channel(100);
         let expected = Arc::new(Expected::default());
@@ -98,7 +98,7 @@ const LONG: Duration = Duration::from_secs(60);
 
 /// What those are told who say these hellos.
 async fn answers(hellos: &[Hello]) -> Vec<Result<(), String>> {
-    let listening = Listening::new();
+    let listening = Listening::new().await;
     let mut answers = Vec::new();
     for hello in hellos {
         let heard = listening.caller(hello, LONG).connect(Peer(1), listening.address).await;
@@ -109,7 +109,7 @@ async fn answers(hellos: &[Hello]) -> Vec<Result<(), String>> {
 
 #[tokio::test]
 async fn a_further_connection_is_for_the_rank_that_has_the_ticket() {
-    let listening = Listening::new();
+    let listening = Listening::new().await;
     let again = |job: &str, rank: u32, patience: Duration| {
         let caller = listening.caller(&hello(job, rank, VERSION), patience);
         Again::new(Arc::new(caller), listening.expected.clone())
