@@ -171,12 +171,10 @@ pub enum CallError {
         algorithm: Algorithm,
     },
     /// A call that needs its input while it writes its output.
-    #[error("{kind} by {algorithm} cannot work in place; {}", instead(*kind))]
+    #[error("{kind} cannot work in place; make the call that leaves its input as it is")]
     NotInPlace {
         /// The operation.
         kind: Kind,
-        /// The algorithm asked for.
-        algorithm: Algorithm,
     },
     /// A vector whose size in bytes does not fit the address space, or that would take more than
     /// 2³² − 1 frames.
@@ -202,14 +200,6 @@ pub enum CallError {
         /// Bytes it has.
         given: usize,
     },
-}
-
-/// What to do where an algorithm cannot work in place.
-fn instead(kind: Kind) -> &'static str {
-    match kind {
-        Kind::AllReduce => "use two-phase, two-level or ring",
-        _ => "make the call that leaves its input as it is",
-    }
 }
 
 fn names(algorithms: &[Algorithm]) -> String {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::call::{Algorithm, CallError, Options};
 use crate::collective::message::End;
-use crate::collective::{AnySchedule, Call};
+use crate::collective::{AnySchedule, Call, Kind};
 use crate::dtype::DType;
 use crate::fingerprint::Fingerprint;
 use crate::ids::{CommId, Rank, Tag, WorldSize};
@@ -23,6 +23,10 @@ const SEGMENT_BYTES: NonZeroUsize = NonZeroUsize::new(64 << 10).expect("64 Ki is
 /// Frames that a shard has at least, where they are longer than they need to be: enough to overlap,
 /// and with many ranks, whose rings share the cache, short.
 const FRAMES_PER_SHARD: usize = 64;
+
+/// The longest vector, in bytes, for which an all-reduce in place may choose an algorithm that
+/// cannot work there: the result is made beside the vector and copied over it.
+const SHORT: usize = 64 << 10;
 
 /// What plans depend on besides the call. All ranks of a job must have the same.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -68,6 +72,7 @@ pub struct Plan {
     fingerprint: Fingerprint,
     way: Way,
     in_place: Option<InPlace>,
+    copies_back: bool,
     partner: Option<Partner>,
     deadline: Option<Duration>,
 }
@@ -152,15 +157,18 @@ impl Plan {
             };
             (algorithm, way, in_place)
         };
+        // Of the collectives that work in place, all-reduce is the only one with an algorithm that
+        // cannot.
+        let may_copy = kind == Kind::AllReduce && !call.is_parcels();
+        let asked = options.algorithm.is_some() || call.is_parcels();
+        let short = may_copy && terms.count * size <= SHORT;
         let (algorithm, way, in_place) = match lay_out(algorithm) {
-            // The cheapest algorithm cannot; the plain one may.
-            (_, _, None) if together && options.algorithm.is_none() && !call.is_parcels() => {
-                lay_out(kind.algorithms()[0])
-            }
+            (_, _, None) if together && !asked && !short => lay_out(kind.algorithms()[0]),
             laid_out => laid_out,
         };
-        if together && in_place.is_none() {
-            return Err(CallError::NotInPlace { kind, algorithm });
+        let copies_back = together && in_place.is_none();
+        if copies_back && !may_copy {
+            return Err(CallError::NotInPlace { kind });
         }
         // Ranks that see different hosts would send each other other frames.
         let hosts = if algorithm == Algorithm::TwoLevel { placement.digest() } else { 0 };
@@ -181,6 +189,7 @@ impl Plan {
             },
             way,
             in_place,
+            copies_back,
             partner: match *call {
                 Call::Send { to, tag, .. } | Call::SendParcel { to, tag, .. } => {
                     Some(Partner { rank: to, tag, end: End::Sender })
@@ -267,6 +276,12 @@ impl Plan {
     /// Where input and output lie in the memory that they share, if this call works in place.
     pub fn in_place(&self) -> Option<InPlace> {
         self.in_place
+    }
+
+    /// Whether the result is made in a buffer of its own and then copied over the input: the call
+    /// is to work in place, and the algorithm cannot.
+    pub fn copies_back(&self) -> bool {
+        self.copies_back
     }
 
     /// Refuses a memory of any other length than a plan that works in place needs for both input

@@ -193,14 +193,18 @@ fn in_place_is_refused_where_input_would_be_lost_before_it_is_read() {
     }
 }
 
-/// Two ranks and a short vector: gather-reduce would be the cheapest, and cannot.
+/// Two ranks: gather-reduce is the cheapest, and cannot work in place. A short result is copied.
 #[test]
-fn an_algorithm_that_cannot_work_in_place_is_not_chosen_for_it() {
+fn an_algorithm_that_cannot_work_in_place_is_chosen_only_for_short_vectors() {
     let which = (Kind::AllReduce, Algorithm::TwoPhase);
-    let mut case = Case::new(which, 2, 10, 10, DType::F32, ReduceOp::Sum, 0);
-    case.options.algorithm = None;
-    assert_eq!(case.plans()[0].fingerprint().algorithm, Algorithm::GatherReduce);
-    assert_eq!(case.in_place().plans()[0].fingerprint().algorithm, Algorithm::TwoPhase);
+    for (len, in_place) in [(10, Algorithm::GatherReduce), (100_000, Algorithm::TwoPhase)] {
+        let mut case = Case::new(which, 2, len, len, DType::U8, ReduceOp::Sum, 0);
+        case.options.algorithm = None;
+        assert_eq!(case.plans()[0].fingerprint().algorithm, Algorithm::GatherReduce);
+        let case = case.in_place();
+        assert_eq!(case.plans()[0].fingerprint().algorithm, in_place);
+        check(&case, jittery(2, 1, 1), 1).unwrap();
+    }
 }
 
 /// The corner of the property's space with the most frames, once.

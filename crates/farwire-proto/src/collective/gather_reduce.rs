@@ -72,7 +72,8 @@ impl Schedule for GatherReduce {
     }
 
     /// All-reduce cannot: a segment may be complete here while this rank's frame with it still
-    /// waits for room on the way to a slow peer. The root of a reduce sends its input to nobody.
+    /// waits for room on the way to a slow peer. (So its result is copied back.) The root of a reduce
+    /// sends its input to nobody.
     fn in_place(&self) -> Option<InPlace> {
         self.root.map(|_| InPlace::default())
     }

@@ -167,8 +167,8 @@ struct Laid<B, T> {
 
 #[derive(Debug)]
 enum Memory<B> {
-    /// The input is read, the output is written.
-    Apart { work: Workspace, input: B, output: B, outcome: Outcome },
+    /// The input is read, the output is written, and perhaps copied over the input at the end.
+    Apart { work: Workspace, input: B, output: B, outcome: Outcome, copies_back: bool },
     /// Input and output in one memory.
     Shared { work: Workspace, memory: B },
     /// Only lengths are carried.
@@ -317,7 +317,8 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         }
         let mut output = self.buffers.take(plan.dtype(), plan.output_bytes() / plan.dtype().size());
         work.begin(input.as_ref(), output.as_mut());
-        Ok(Memory::Apart { work, input, output, outcome: plan.outcome() })
+        let (outcome, copies_back) = (plan.outcome(), plan.copies_back());
+        Ok(Memory::Apart { work, input, output, outcome, copies_back })
     }
 
     /// The input of an operation that has failed. What would have been its output is of no use.
@@ -335,9 +336,13 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
     /// The result of an operation. A buffer that does not hold it serves the next one.
     fn finish(&mut self, memory: Memory<M::Buffer>) -> M::Buffer {
         match memory {
-            Memory::Apart { work, input, output, outcome } => {
+            Memory::Apart { work, mut input, output, outcome, copies_back } => {
                 self.spare_scratch.give(work.into_scratch());
                 let (result, spare) = match outcome {
+                    Outcome::Output if copies_back => {
+                        input.as_mut().copy_from_slice(output.as_ref());
+                        (input, output)
+                    }
                     Outcome::Output => (output, input),
                     Outcome::Input => (input, output),
                     Outcome::Nothing => {

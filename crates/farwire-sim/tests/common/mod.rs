@@ -28,13 +28,12 @@ pub(crate) fn every_collective() -> Vec<(Kind, Algorithm)> {
 
 /// Those that can leave their result where their input was.
 pub(crate) fn every_in_place() -> Vec<(Kind, Algorithm)> {
-    let can = |(kind, algorithm): &(Kind, Algorithm)| {
-        use Algorithm as A;
-        match kind {
-            Kind::AllReduce => matches!(algorithm, A::TwoPhase | A::Ring | A::TwoLevel),
-            Kind::Reduce | Kind::ReduceScatter | Kind::AllGather | Kind::Broadcast => true,
-            _ => false,
-        }
+    use Kind as K;
+    let can = |(kind, _): &(Kind, Algorithm)| {
+        matches!(
+            kind,
+            K::AllReduce | K::Reduce | K::ReduceScatter | K::AllGather | K::Broadcast
+        )
     };
     every_collective().into_iter().filter(can).collect()
 }
