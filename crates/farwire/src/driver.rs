@@ -460,11 +460,7 @@ impl Driver {
             let Some(link) = link else { continue };
             // A goodbye says that nothing was held back.
             let owes = |members: &Members| members.owes(Peer(index as u32));
-            if members.as_ref().is_some_and(owes) {
-                link.give_up()
-            } else {
-                link.close()
-            }
+            if members.as_ref().is_some_and(owes) { link.give_up() } else { link.close() }
         }
         members.into_iter().for_each(Members::close_lobby);
     }

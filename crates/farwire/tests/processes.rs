@@ -83,7 +83,10 @@ fn a_process_leaves_and_joins_again_at_the_same_port_at_once() {
             comm.shutdown().unwrap();
             for round in 0..10 {
                 let comm = Communicator::from_env().unwrap();
-                assert_eq!(comm.all_reduce(vec![round], ReduceOp::Sum).wait().unwrap(), [2 * round]);
+                assert_eq!(
+                    comm.all_reduce(vec![round], ReduceOp::Sum).wait().unwrap(),
+                    [2 * round]
+                );
                 comm.shutdown().unwrap();
             }
         });

@@ -30,10 +30,7 @@ pub(crate) fn every_collective() -> Vec<(Kind, Algorithm)> {
 pub(crate) fn every_in_place() -> Vec<(Kind, Algorithm)> {
     use Kind as K;
     let can = |(kind, _): &(Kind, Algorithm)| {
-        matches!(
-            kind,
-            K::AllReduce | K::Reduce | K::ReduceScatter | K::AllGather | K::Broadcast
-        )
+        matches!(kind, K::AllReduce | K::Reduce | K::ReduceScatter | K::AllGather | K::Broadcast)
     };
     every_collective().into_iter().filter(can).collect()
 }

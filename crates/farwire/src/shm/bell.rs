@@ -39,10 +39,7 @@ impl Bell {
     }
 
     fn words(&self) -> Words<'_, AtomicU32> {
-        Words {
-            rings: self.region.word(Self::RINGS),
-            listeners: self.region.word(Self::LISTENERS),
-        }
+        Words { rings: self.region.word(Self::RINGS), listeners: self.region.word(Self::LISTENERS) }
     }
 
     /// Tells those who listen that there is something to see.

@@ -6,6 +6,7 @@
 //! known to see what they are there for, each is also made with the ordering taken away, and must
 //! fail.
 
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -49,17 +50,19 @@ struct ModelMemory {
     bytes: Vec<UnsafeCell<[u8; 1]>>,
 }
 
-/// The three words whose stores order others before them, as [`ModelMemory`] counts them.
-const PUBLISHED: usize = 0;
-const RETURNED: usize = 1;
-const CLOSED: usize = 2;
+/// The words whose stores order others before them, as [`ModelMemory`] counts them: the goodbye, and
+/// the two rings.
+const CLOSED: Range<usize> = 0..1;
+const PUBLISHED: Range<usize> = 1..1 + SLOTS;
+const RETURNED: Range<usize> = 1 + SLOTS..1 + 2 * SLOTS;
 
 impl ModelMemory {
-    fn new(weak: Option<usize>) -> Self {
+    /// With so many weak words.
+    fn new(weak: &Range<usize>) -> Self {
         let word =
-            |index| ModelWord { value: atomic::AtomicU32::new(0), weak: weak == Some(index) };
+            |index| ModelWord { value: atomic::AtomicU32::new(0), weak: weak.contains(&index) };
         Self {
-            words: (0..3 + 2 * SLOTS).map(word).collect(),
+            words: (0..RETURNED.end).map(word).collect(),
             bytes: (0..SLOTS).map(|_| UnsafeCell::new([0])).collect(),
         }
     }
@@ -71,7 +74,7 @@ impl Memory for ModelMemory {
 
     fn word(&self, index: usize) -> &ModelWord {
         // Cache lines of their own are no use here, and each word is work for the checker.
-        &self.words[if index < 48 { index / 16 } else { index - 45 }]
+        &self.words[index.saturating_sub(15)]
     }
 
     unsafe fn write(&self, at: usize, source: &[u8], _team: Teamed) {
@@ -94,13 +97,14 @@ impl Memory for ModelMemory {
 /// Twice as many frames as slots, so that every place in both rings is used again. The receiver
 /// gives slots back in another order than they came in. At the end it hears the goodbye, and not
 /// before all that was sent.
-fn frames_and_a_goodbye(weak: Option<usize>) {
+fn frames_and_a_goodbye(weak: Range<usize>) {
     const FRAMES: u8 = 2 * SLOTS as u8;
-    let ((mut sender, mut free), mut receiver) = slots::pair::<_, SLOTS>(ModelMemory::new(weak), 1);
+    let ((mut sender, mut free), mut receiver) =
+        slots::pair::<_, SLOTS>(ModelMemory::new(&weak), 1);
     let sending = thread::spawn(move || {
         for frame in 1..=FRAMES {
             let mut slot = loop {
-                while let Some(slot) = sender.take().unwrap() {
+                while let Some((slot, _)) = sender.take().unwrap() {
                     free.push(slot);
                 }
                 match free.pop() {
@@ -109,7 +113,7 @@ fn frames_and_a_goodbye(weak: Option<usize>) {
                 }
             };
             sender.write(&mut slot, 0, &[frame], None);
-            sender.pass(slot);
+            sender.pass(slot, 0);
         }
         sender.close();
     });
@@ -118,7 +122,7 @@ fn frames_and_a_goodbye(weak: Option<usize>) {
     loop {
         let closed = receiver.is_closed();
         match receiver.take().unwrap() {
-            Some(slot) => {
+            Some((slot, _)) => {
                 let mut header = [0];
                 receiver.copy_out(&slot, 0, &mut header);
                 assert_eq!(Some(header[0]), expected.next());
@@ -130,7 +134,7 @@ fn frames_and_a_goodbye(weak: Option<usize>) {
         if held.len() == SLOTS {
             while let Some(slot) = held.pop() {
                 assert!(receiver.read(&slot, 0, 1)[0] > 0);
-                receiver.pass(slot);
+                receiver.pass(slot, 0);
             }
         }
     }
@@ -140,25 +144,25 @@ fn frames_and_a_goodbye(weak: Option<usize>) {
 
 #[test]
 fn slots_are_written_and_read_by_one_end_at_a_time() {
-    check(|| frames_and_a_goodbye(None));
+    check(|| frames_and_a_goodbye(0..0));
 }
 
 #[test]
 #[should_panic = "Causality violation"]
 fn without_release_the_receiver_reads_what_is_being_written() {
-    check(|| frames_and_a_goodbye(Some(PUBLISHED)));
+    check(|| frames_and_a_goodbye(PUBLISHED));
 }
 
 #[test]
 #[should_panic = "Causality violation"]
 fn without_release_the_sender_writes_what_is_being_read() {
-    check(|| frames_and_a_goodbye(Some(RETURNED)));
+    check(|| frames_and_a_goodbye(RETURNED));
 }
 
 #[test]
 #[should_panic = "the goodbye overtook a frame"]
 fn without_release_the_goodbye_overtakes_a_frame() {
-    check(|| frames_and_a_goodbye(Some(CLOSED)));
+    check(|| frames_and_a_goodbye(CLOSED));
 }
 
 /// A word of the checker's to sleep on: a futex is a lock under which the word is compared, and a

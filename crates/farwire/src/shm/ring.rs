@@ -53,23 +53,16 @@ pub(crate) fn region_from(file: OwnedFd, payload: usize) -> io::Result<Region> {
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
-/// What is in front of a payload at the least: the header, and a byte that says how far behind that
-/// the payload begins.
-const FRONT: usize = HEADER_LEN + 1;
-
 /// Slots start on a cache line.
 fn slot_stride(payload: usize) -> usize {
     HEADER_LEN + LINE + payload.next_multiple_of(LINE)
 }
 
-/// How far behind the header a payload begins: 1 to [`LINE`], so that slot and sender's memory, and
-/// as memory for large vectors is laid out, the receiver's too, are whole cache lines apart.
-/// Processors copy faster then, some by half.
+/// How far behind the header a payload begins, which is less than a [`LINE`]: so that slot and
+/// sender's memory, and as memory for large vectors is laid out, the receiver's too, are whole cache
+/// lines apart. Processors copy faster then, some by half.
 fn behind_header(payload: &[u8]) -> u8 {
-    match payload.as_ptr().addr() % LINE {
-        0 => LINE as u8,
-        offset => offset as u8,
-    }
+    (payload.as_ptr().addr() % LINE) as u8
 }
 
 /// Both ends of a ring, for two threads of this process.
@@ -145,21 +138,19 @@ impl Sender {
         }
         let mut slot = self.free.pop().expect("at least one is free");
         let behind = behind_header(payload);
-        let mut front = [behind; FRONT];
-        front[..HEADER_LEN].copy_from_slice(&header.encode());
-        self.end.write(&mut slot, 0, &front, None);
+        self.end.write(&mut slot, 0, &header.encode(), None);
         self.end.write(&mut slot, HEADER_LEN + usize::from(behind), payload, self.team);
         self.lane_of[slot.number()] = lane;
         if let Some(lane) = lane {
             *self.on_its_way.entry(lane).or_insert(0) += 1;
         }
-        self.end.pass(slot);
+        self.end.pass(slot, behind);
         true
     }
 
     /// A lane that had to wait and may try again.
     pub(crate) fn poll_writable(&mut self) -> Result<Option<Lane>, Broken> {
-        while let Some(slot) = self.end.take()? {
+        while let Some((slot, _)) = self.end.take()? {
             if let Some(lane) = self.lane_of[slot.number()].take() {
                 let frames = self
                     .on_its_way
@@ -231,23 +222,22 @@ impl Receiver {
     /// What has arrived next.
     pub(crate) fn poll_arrived(&mut self) -> Result<Option<Arrival>, Broken> {
         let closed = self.end.is_closed();
-        let Some(slot) = self.end.take()? else {
+        let Some((slot, behind)) = self.end.take()? else {
             let news = closed && !std::mem::replace(&mut self.closed, closed);
             return Ok(news.then_some(Arrival::Closed));
         };
-        let mut front = [0; FRONT];
-        self.end.copy_out(&slot, 0, &mut front);
-        let [bytes @ .., behind] = front;
+        let mut bytes = [0; HEADER_LEN];
+        self.end.copy_out(&slot, 0, &mut bytes);
         let header = Header::decode(&bytes).map_err(|_| Broken("a frame has no header"))?;
         let start = HEADER_LEN + usize::from(behind);
-        if header.payload as usize > self.payload || !(FRONT..=HEADER_LEN + LINE).contains(&start) {
+        if header.payload as usize > self.payload || usize::from(behind) >= LINE {
             return Err(Broken("a frame is longer than its slot"));
         }
         if header.frame.is_notice() {
             // Notices are short, and their headers were refused otherwise.
             let mut payload = vec![0; header.payload as usize];
             self.end.copy_out(&slot, start, &mut payload);
-            self.end.pass(slot);
+            self.end.pass(slot, 0);
             return Ok(Some(Arrival::Notice(header, payload)));
         }
         let lane = Lane::of(self.from, &header);
@@ -288,7 +278,7 @@ impl Receiver {
         }
         if let Kept::Slot(slot, _) = kept {
             self.in_slots -= 1;
-            self.end.pass(slot);
+            self.end.pass(slot, 0);
         }
         header.payload as usize
     }
@@ -304,7 +294,7 @@ impl Receiver {
                 let payload = self.end.read(slot, *start, header.payload as usize).to_vec();
                 if let Kept::Slot(slot, _) = std::mem::replace(kept, Kept::Aside(payload)) {
                     self.in_slots -= 1;
-                    self.end.pass(slot);
+                    self.end.pass(slot, 0);
                 }
             }
         }
@@ -339,14 +329,8 @@ mod tests {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let words = 4 * slots::words(SLOTS) as u64;
         while !stop.load(Ordering::Relaxed) {
-            let word = match rng.random_range(0..4) {
-                0 => rng.random::<u32>(),
-                1 => rng.random_range(0..SLOTS as u32 + 2),
-                2 => rng.random_range(0..2) * u32::MAX,
-                _ => 1 << rng.random_range(0..32),
-            };
             let at = match rng.random_range(0..4) {
-                0 => rng.random_range(0..3) * 64, // a count, or the goodbye
+                0 => 0, // the goodbye
                 1 => rng.random_range(0..words) / 4 * 4,
                 // Some field of a header, or what follows it, in one of the slots that are used
                 // first.
@@ -354,6 +338,16 @@ mod tests {
                     let slot = rng.random_range(0..SLOTS as u64 / 16) * slot_stride(PAYLOAD) as u64;
                     start + slot + rng.random_range(0..HEADER_LEN as u64 + 8)
                 }
+            };
+            let word = match rng.random_range(0..4) {
+                0 => rng.random::<u32>(),
+                1 => {
+                    let mut word = [0; 4];
+                    rustix::io::pread(&file, &mut word, at).unwrap();
+                    u32::from_le_bytes(word).wrapping_add(1 << 16) // of the next lap
+                }
+                2 => rng.random_range(0..2) * u32::MAX,
+                _ => 1 << rng.random_range(0..32),
             };
             rustix::io::pwrite(&file, &word.to_le_bytes(), at).unwrap();
         }
@@ -397,8 +391,7 @@ mod tests {
                     }
                     Ok::<_, Broken>(())
                 };
-                // A count that makes no sense comes sooner or later, however the threads are
-                // scheduled.
+                // A slot that is not there comes sooner or later, however the threads are scheduled.
                 while turn().is_ok() {
                     std::thread::yield_now();
                 }

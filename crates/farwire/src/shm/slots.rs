@@ -19,9 +19,15 @@
 //! 2. Of each slot number one end holds the [`Slot`], or it is on its way: at first the sending end
 //!    holds all. An end makes a `Slot` only for a number that it has passed on (or, receiving, not
 //!    had yet) and that has come back through a ring; each number is noted as away while it is.
-//! 3. Numbers are stored before their ring's count is, with release ordering, and read after the
-//!    count was loaded with acquire ordering. So all that one end did to a slot happens before all
-//!    that the other does. `model.rs` has a model checker look for an exception.
+//! 3. A number is stored in its ring with release ordering, and loaded with acquire ordering. So
+//!    all that one end did to a slot happens before all that the other does. `model.rs` has a model
+//!    checker look for an exception.
+//!
+//! # Rings
+//!
+//! Between cores, what costs time is each cache line that changes hands. So a ring has no count
+//! beside its numbers: a number comes with how often the ring has been gone around, by which the
+//! other end sees that it is new, and with a note of a byte.
 
 #![allow(unsafe_code, reason = "access to shared memory; see the rules above")]
 
@@ -74,10 +80,10 @@ pub(crate) trait Memory {
     fn copy_out(&self, at: usize, target: &mut [u8]);
 }
 
-// Control words: three, each on a cache line of its own, then the two rings of slot numbers.
+// Control words: one on a cache line of its own, then the two rings.
 const LINE: usize = 16;
-const CLOSED: usize = 2 * LINE;
-const RINGS: usize = 3 * LINE;
+const CLOSED: usize = 0;
+const RINGS: usize = LINE;
 /// What the word [`CLOSED`] says, once it says anything.
 const GOODBYE: u32 = 1;
 const GIVEN_UP: u32 = 2;
@@ -85,6 +91,32 @@ const GIVEN_UP: u32 = 2;
 /// Control words that so many slots need.
 pub(crate) const fn words(slots: usize) -> usize {
     RINGS + 2 * slots
+}
+
+/// What is in a place of a ring: a slot's number, a note, and from which lap of the ring they are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Entry {
+    number: u8,
+    note: u8,
+    lap: u16,
+}
+
+impl Entry {
+    fn of_word(word: u32) -> Self {
+        let [number, note, low, high] = word.to_le_bytes();
+        Self { number, note, lap: u16::from_le_bytes([low, high]) }
+    }
+
+    fn word(self) -> u32 {
+        let [low, high] = self.lap.to_le_bytes();
+        u32::from_le_bytes([self.number, self.note, low, high])
+    }
+}
+
+/// The place in a ring of what is passed on after so much, and its lap. Places of the lap before
+/// have another number; a new ring is all zeros, so its first lap is the one after lap zero.
+const fn place(count: u32, slots: usize) -> (usize, u16) {
+    (count as usize % slots, (count / slots as u32 + 1) as u16)
 }
 
 /// Which end of a ring: writes to slots, or reads from them.
@@ -135,9 +167,8 @@ pub(crate) struct End<M, S, const SLOTS: usize> {
     /// How many slots were passed on, and taken, modulo 2³².
     passed: u32,
     taken: u32,
-    /// Which slots are not here, and how many.
+    /// Which slots are not here.
     away: [bool; SLOTS],
-    missing: usize,
     side: PhantomData<S>,
 }
 
@@ -179,24 +210,18 @@ fn send_over<M: Memory, const SLOTS: usize>(
 impl<M: Memory, S: Side, const SLOTS: usize> End<M, S, SLOTS> {
     fn new(memory: Arc<M>, stride: usize, away: bool) -> Self {
         // Counts run on past 2³², so their places in the ring must too.
-        const { assert!(SLOTS.is_power_of_two() && SLOTS <= 1 << 16) };
+        const { assert!(SLOTS.is_power_of_two() && SLOTS <= 1 << 8) };
         static ENDS: AtomicU64 = AtomicU64::new(0);
         let id = ENDS.fetch_add(1, Ordering::Relaxed);
-        let missing = if away { SLOTS } else { 0 };
-        Self {
-            memory,
-            stride,
-            id,
-            passed: 0,
-            taken: 0,
-            away: [away; SLOTS],
-            missing,
-            side: PhantomData,
-        }
+        Self { memory, stride, id, passed: 0, taken: 0, away: [away; SLOTS], side: PhantomData }
     }
 
     fn slot(&self, number: u32) -> Slot<S> {
         Slot { number, end: self.id, side: PhantomData }
+    }
+
+    fn ring(&self, ring: usize, place: usize) -> &M::Word {
+        self.memory.word(RINGS + ring * SLOTS + place)
     }
 
     /// Where some bytes of a slot lie.
@@ -210,43 +235,35 @@ impl<M: Memory, S: Side, const SLOTS: usize> End<M, S, SLOTS> {
         slot.number as usize * self.stride + from
     }
 
-    /// Gives a slot to the other end.
+    /// Gives a slot to the other end, with a note.
     ///
     /// # Panics
     ///
     /// If the slot is another end's.
-    pub(crate) fn pass(&mut self, slot: Slot<S>) {
+    pub(crate) fn pass(&mut self, slot: Slot<S>, note: u8) {
         assert_eq!(slot.end, self.id, "a slot stays with its end");
         self.away[slot.number as usize] = true;
-        self.missing += 1;
-        let place = RINGS + S::RING * SLOTS + self.passed as usize % SLOTS;
-        self.memory.word(place).store(slot.number, Ordering::Relaxed);
+        let (place, lap) = place(self.passed, SLOTS);
         self.passed = self.passed.wrapping_add(1);
-        // The other end, which acquires this, finds the number there and may access the slot.
-        self.memory.word(S::RING * LINE).store(self.passed, Ordering::Release);
+        let entry = Entry { number: slot.number as u8, note, lap };
+        // The other end, which acquires this, may access the slot.
+        self.ring(S::RING, place).store(entry.word(), Ordering::Release);
     }
 
-    /// A slot that the other end has passed on, if there is one.
-    pub(crate) fn take(&mut self) -> Result<Option<Slot<S>>, Broken> {
-        let ring = 1 - S::RING;
-        let passed = self.memory.word(ring * LINE).load(Ordering::Acquire);
-        let waiting = passed.wrapping_sub(self.taken) as usize;
-        if waiting == 0 {
+    /// A slot that the other end has passed on, and its note, if there is one.
+    pub(crate) fn take(&mut self) -> Result<Option<(Slot<S>, u8)>, Broken> {
+        let (place, lap) = place(self.taken, SLOTS);
+        let entry = Entry::of_word(self.ring(1 - S::RING, place).load(Ordering::Acquire));
+        if entry.lap != lap {
             return Ok(None);
         }
-        if waiting > self.missing {
-            return Err(Broken("the peer passed on more slots than it had"));
-        }
-        let place = RINGS + ring * SLOTS + self.taken as usize % SLOTS;
-        let number = self.memory.word(place).load(Ordering::Relaxed);
-        match self.away.get_mut(number as usize) {
+        match self.away.get_mut(usize::from(entry.number)) {
             None => Err(Broken("the peer passed on a slot that does not exist")),
             Some(false) => Err(Broken("the peer passed on a slot that it did not have")),
             Some(away) => {
                 *away = false;
-                self.missing -= 1;
                 self.taken = self.taken.wrapping_add(1);
-                Ok(Some(self.slot(number)))
+                Ok(Some((self.slot(u32::from(entry.number)), entry.note)))
             }
         }
     }
@@ -333,59 +350,69 @@ mod tests {
         Region::new(words(SLOTS), SLOTS * 8).unwrap()
     }
 
-    /// The other end, in a process that keeps to no rules: sets what has been passed on through a
-    /// ring.
-    fn claim(memory: &Region, ring: usize, count: u32, numbers: &[u32]) {
+    /// The other end, in a process that keeps to no rules: sets what is in the first places of a
+    /// ring, as if from this lap.
+    fn claim(memory: &Region, ring: usize, lap: u16, numbers: &[u8]) {
         for (place, number) in numbers.iter().enumerate() {
-            memory.word(RINGS + ring * SLOTS + place).store(*number, Ordering::Relaxed);
+            let entry = Entry { number: *number, note: 0, lap };
+            memory.word(RINGS + ring * SLOTS + place).store(entry.word(), Ordering::Release);
         }
-        memory.word(ring * LINE).store(count, Ordering::Release);
     }
 
     /// A sending end that has passed on slots 0 and 1.
     fn sent_two() -> (Here<Sending>, Vec<Slot<Sending>>) {
         let (mut end, mut slots) = sending(memory(), 8);
-        slots.drain(..2).for_each(|slot| end.pass(slot));
+        slots.drain(..2).for_each(|slot| end.pass(slot, 0));
         (end, slots)
     }
 
     #[test]
     fn a_slot_that_is_given_back_twice_is_refused() {
         let (mut end, _slots) = sent_two();
-        claim(&end.memory, RETURNED, 2, &[1, 1]);
-        assert_eq!(end.take().unwrap().unwrap().number(), 1);
+        claim(&end.memory, RETURNED, 1, &[1, 1]);
+        assert_eq!(end.take().unwrap().unwrap().0.number(), 1);
         end.take().unwrap_err();
         end.take().unwrap_err();
     }
 
     #[test]
     fn a_slot_that_is_given_back_without_having_been_sent_is_refused() {
-        for number in [2, 3, 4, u32::MAX] {
+        for number in [2, 3, 4, u8::MAX] {
             let (mut end, _slots) = sent_two();
             claim(&end.memory, RETURNED, 1, &[number]);
             end.take().unwrap_err();
         }
         let (mut end, _slots) = sent_two();
-        claim(&end.memory, RETURNED, 3, &[0, 1, 2]);
+        claim(&end.memory, RETURNED, 1, &[0, 1, 2]);
+        assert!(end.take().unwrap().is_some() && end.take().unwrap().is_some());
         end.take().unwrap_err();
     }
 
     #[test]
     fn a_slot_that_is_published_while_it_is_held_is_refused() {
         let mut end: Here<Receiving> = receiving(memory(), 8);
-        claim(&end.memory, PUBLISHED, 2, &[3, 3]);
-        let held = end.take().unwrap().unwrap();
+        claim(&end.memory, PUBLISHED, 1, &[3, 3]);
+        let (held, _) = end.take().unwrap().unwrap();
         end.take().unwrap_err();
-        end.pass(held);
-        assert_eq!(end.take().unwrap().unwrap().number(), 3, "given back, it may come again");
+        end.pass(held, 0);
+        assert_eq!(end.take().unwrap().unwrap().0.number(), 3, "given back, it may come again");
     }
 
     #[test]
-    fn slots_that_do_not_exist_or_are_too_many_are_refused() {
-        for (count, number) in [(1, 4), (1, u32::MAX), (5, 0), (u32::MAX, 0), (1 << 31, 0)] {
+    fn slots_that_do_not_exist_are_refused() {
+        for number in [SLOTS as u8, u8::MAX] {
             let mut end: Here<Receiving> = receiving(memory(), 8);
-            claim(&end.memory, PUBLISHED, count, &[number; SLOTS]);
+            claim(&end.memory, PUBLISHED, 1, &[number]);
             end.take().unwrap_err();
+        }
+    }
+
+    #[test]
+    fn what_is_of_another_lap_is_not_there_yet() {
+        for lap in [0, 2, u16::MAX] {
+            let mut end: Here<Receiving> = receiving(memory(), 8);
+            claim(&end.memory, PUBLISHED, lap, &[0; SLOTS]);
+            assert!(end.take().unwrap().is_none());
         }
     }
 
@@ -395,20 +422,21 @@ mod tests {
         let start = u32::MAX - 5;
         (sender.passed, sender.taken, receiver.passed, receiver.taken) =
             (start, start, start, start);
-        claim(&sender.memory, PUBLISHED, start, &[]);
-        claim(&sender.memory, RETURNED, start, &[]);
+        let before = place(start, SLOTS).1 - 1;
+        claim(&sender.memory, PUBLISHED, before, &[0; SLOTS]);
+        claim(&sender.memory, RETURNED, before, &[0; SLOTS]);
         for round in 0..4u8 {
             for (k, mut slot) in (0..).zip(std::mem::take(&mut free)) {
                 sender.write(&mut slot, 3, &[round, k], None);
-                sender.pass(slot);
+                sender.pass(slot, k);
             }
             for k in 0..SLOTS as u8 {
-                let slot = receiver.take().unwrap().unwrap();
-                assert_eq!(receiver.read(&slot, 3, 2), [round, k]);
-                receiver.pass(slot);
+                let (slot, note) = receiver.take().unwrap().unwrap();
+                assert_eq!((receiver.read(&slot, 3, 2), note), (&[round, k][..], k));
+                receiver.pass(slot, 0);
             }
             assert!(receiver.take().unwrap().is_none());
-            while let Some(slot) = sender.take().unwrap() {
+            while let Some((slot, _)) = sender.take().unwrap() {
                 free.push(slot);
             }
             assert_eq!(free.len(), SLOTS);
@@ -420,7 +448,7 @@ mod tests {
     fn a_slot_of_another_end_is_not_passed_on() {
         let (mut one, _) = sending::<_, SLOTS>(memory(), 8);
         let (_, mut slots) = sending::<_, SLOTS>(memory(), 8);
-        one.pass(slots.remove(0));
+        one.pass(slots.remove(0), 0);
     }
 
     #[test]
