@@ -39,6 +39,8 @@ pub struct Tuning {
     pub host_segment_bytes: NonZeroUsize,
     /// What the links are like.
     pub links: Links,
+    /// What they are like between ranks that are all on one host, if that is something else.
+    pub host_links: Option<Links>,
     /// In which order floats are added up where some ranks share a host.
     pub order: SumOrder,
 }
@@ -49,12 +51,18 @@ impl Default for Tuning {
             segment_bytes: SEGMENT_BYTES,
             host_segment_bytes: SEGMENT_BYTES,
             links: Links::default(),
+            host_links: None,
             order: SumOrder::default(),
         }
     }
 }
 
 impl Tuning {
+    /// What the links between ranks that are placed so are like.
+    pub(crate) fn links_between(&self, placement: &Placement) -> &Links {
+        self.host_links.as_ref().filter(|_| placement.hosts() == 1).unwrap_or(&self.links)
+    }
+
     /// Bytes per frame between ranks of one host, for shards of so many bytes.
     fn segment_on_host(&self, shard: usize) -> usize {
         let (least, most) = (self.segment_bytes.get(), self.host_segment_bytes.get());

@@ -25,6 +25,8 @@ use crate::plan::Tuning;
 pub struct Links {
     /// One way, from call to arrival, for an empty frame.
     pub latency: Duration,
+    /// What each message takes of its sender's time, and of its receiver's, whatever its length.
+    pub overhead: Duration,
     /// Bytes per second that a rank can send, and receive; where some ranks share a host, that a
     /// host can.
     pub bandwidth: f64,
@@ -35,11 +37,23 @@ pub struct Links {
     pub flows: u32,
 }
 
+impl Links {
+    /// Shared memory, between cores that have no cache in common.
+    pub const SHARED_MEMORY: Self = Self {
+        latency: Duration::from_micros(2),
+        overhead: Duration::from_micros(1),
+        bandwidth: 4e9,
+        reduce_rate: 10e9,
+        flows: u32::MAX,
+    };
+}
+
 impl Default for Links {
     /// Ethernet in one room: 10 Gbit/s, 50 µs.
     fn default() -> Self {
         Self {
             latency: Duration::from_micros(50),
+            overhead: Duration::ZERO,
             bandwidth: 1.25e9,
             reduce_rate: 10e9,
             flows: u32::MAX,
@@ -59,7 +73,7 @@ pub fn choose(
     placement: &Placement,
     tuning: &Tuning,
 ) -> Algorithm {
-    let (world, links) = (placement.world(), &tuning.links);
+    let (world, links) = (placement.world(), tuning.links_between(placement));
     let free = reduction.is_none_or(|(dtype, op)| !op.depends_on_order(dtype));
     let split = placement.is_split() && tuning.order == SumOrder::Host;
     if split && kind.algorithms().contains(&Algorithm::TwoLevel) {
@@ -115,8 +129,8 @@ fn cheapest_between_hosts(bytes: usize, placement: &Placement, links: &Links) ->
     least.map_or(Algorithm::TwoLevel, |(algorithm, _)| algorithm)
 }
 
-/// A model of the time an algorithm takes: rounds × latency + the busiest rank's bytes / bandwidth
-/// + bytes combined / rate.
+/// A model of the time an algorithm takes: rounds × latency + the busiest rank's messages ×
+/// overhead + its bytes / bandwidth + bytes combined / rate.
 fn seconds(
     kind: Kind,
     algorithm: Algorithm,
@@ -131,27 +145,31 @@ fn seconds(
     // A binomial tree: its depth, and the children of its root.
     let depth = f64::from(world.get().ilog2());
     let children = f64::from(world.get().next_power_of_two().ilog2());
-    let (rounds, moved, combined) = match algorithm {
+    let others = n - 1.0;
+    let (rounds, messages, moved, combined) = match algorithm {
         // The busiest rank of a reduce is the root, which receives what others send.
-        Algorithm::TwoPhase => (2.0, 2.0 * (n - 1.0) / n * size, (n - 1.0) / n * size),
-        Algorithm::GatherReduce => (1.0, (n - 1.0) * size, (n - 1.0) * size),
+        Algorithm::TwoPhase => (2.0, 2.0 * others, 2.0 * others / n * size, others / n * size),
+        Algorithm::GatherReduce => (1.0, others, others * size, others * size),
         Algorithm::Tree => {
             let size = size * widening;
             let combined = if kind.reduces() { children * size } else { 0.0 };
-            (depth, children * size, combined)
+            (depth, children, children * size, combined)
         }
         Algorithm::Chain => {
             let size = size * widening;
             // The last rank's first segment has crossed every link before.
             let fill = (n - 2.0).max(0.0) * size.min(segment as f64);
-            (n - 1.0, size + fill, if kind.reduces() { size } else { 0.0 })
+            (others, others, size + fill, if kind.reduces() { size } else { 0.0 })
         }
-        Algorithm::Direct => (1.0, (n - 1.0) / n * size, 0.0),
+        Algorithm::Direct => (1.0, others, others / n * size, 0.0),
         Algorithm::Ring | Algorithm::Parcels | Algorithm::TwoLevel => {
             unreachable!("not chosen by this cost")
         }
     };
-    rounds * links.latency.as_secs_f64() + moved / links.bandwidth + combined / links.reduce_rate
+    rounds * links.latency.as_secs_f64()
+        + messages * links.overhead.as_secs_f64()
+        + moved / links.bandwidth
+        + combined / links.reduce_rate
 }
 
 #[cfg(test)]
@@ -177,6 +195,26 @@ mod tests {
             assert_eq!(all_reduce(64, n), Algorithm::GatherReduce);
             assert_eq!(all_reduce(64 << 20, n), Algorithm::TwoPhase);
         }
+    }
+
+    /// As measured: with two ranks one round is less than two for longer vectors than with more.
+    #[test]
+    fn through_shared_memory_short_means_shorter_with_more_ranks() {
+        let tuning = Tuning { host_links: Some(Links::SHARED_MEMORY), ..Tuning::default() };
+        let sum = Some((DType::F32, ReduceOp::Sum));
+        let longest = |n| {
+            (8..24)
+                .map(|power| 1 << power)
+                .take_while(|bytes| {
+                    choose(Kind::AllReduce, sum, *bytes, SEGMENT, &one_host(n), &tuning)
+                        == Algorithm::GatherReduce
+                })
+                .last()
+        };
+        assert_eq!([2, 4, 8, 16].map(longest), [32 << 10, 8 << 10, 4 << 10, 2 << 10].map(Some));
+        let apart = Placement::new(&[0, 1, 2, 3]).unwrap();
+        let between_hosts = choose(Kind::AllReduce, sum, 16 << 10, SEGMENT, &apart, &tuning);
+        assert_eq!(between_hosts, Algorithm::GatherReduce, "which Ethernet's latency decides");
     }
 
     #[test]

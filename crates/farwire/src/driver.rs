@@ -396,13 +396,13 @@ impl Driver {
         Ok(())
     }
 
-    /// Moves everything that can move; `true` if anything did.
-    pub(crate) fn turn(&mut self) -> bool {
+    /// Moves everything that can move at this time; `true` if anything did.
+    pub(crate) fn turn(&mut self, now: Instant) -> bool {
         let mut moved = false;
         for index in 0..self.links.len() {
             moved |= self.turn_link(Peer(index as u32));
         }
-        let now = self.now();
+        let now = Time(now.saturating_duration_since(self.origin));
         if self.machine.engine().poll_timeout().is_some_and(|due| due <= now) {
             self.machine.handle_timeout(now);
             moved = true;
@@ -594,11 +594,9 @@ impl Driver {
         let (sent, recorder) = (&mut self.sent[to], &mut self.observer.recorder);
         self.machine.send(transmit, |frame| {
             let went = link.send(frame.lane, frame.header, frame.payload, frame.last);
-            if went {
-                if let Some(job) = frame.tag {
-                    sent.count(frame.payload.len());
-                    recorder.sent(job.ticket, frame.payload.len());
-                }
+            if let Some(job) = frame.tag.filter(|_| went) {
+                sent.count(frame.payload.len());
+                recorder.sent(job.ticket, frame.payload.len());
             }
             went
         })

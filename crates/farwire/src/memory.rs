@@ -18,13 +18,12 @@
 #![allow(unsafe_code, reason = "memory that others own; see the rules above")]
 
 use std::any::TypeId;
-use std::convert::Infallible;
 use std::fmt;
 use std::marker::PhantomData;
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
-use std::sync::mpsc::{Receiver, TryRecvError, channel};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 use farwire_proto::{DType, Element};
 
@@ -351,6 +350,25 @@ impl fmt::Debug for Buffer {
     }
 }
 
+/// Whether anything holds borrowed memory.
+#[derive(Debug, Default)]
+struct Loan {
+    state: Mutex<LoanState>,
+    ended: Condvar,
+}
+
+#[derive(Debug, Default)]
+struct LoanState {
+    has_ended: bool,
+    is_awaited: bool,
+}
+
+impl Loan {
+    fn lock(&self) -> MutexGuard<'_, LoanState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// Has `run` use borrowed memory, and ends only when nothing holds that memory any more, also if
 /// `run` panics: an operation that is still in flight is then waited for, and `hurry` is told,
 /// because nobody else may be waiting for it.
@@ -359,21 +377,35 @@ pub(crate) fn lend<T: Element, R>(
     hurry: impl Fn(),
     run: impl FnOnce(Memory<T>) -> R,
 ) -> R {
-    struct UntilReleased<F: Fn()> {
-        hurry: F,
-        /// Hung up on by the memory's end.
-        released: Receiver<Infallible>,
-    }
-    impl<F: Fn()> Drop for UntilReleased<F> {
+    /// Held with the memory.
+    struct Hold(Arc<Loan>);
+    impl Drop for Hold {
         fn drop(&mut self) {
-            if matches!(self.released.try_recv(), Err(TryRecvError::Empty)) {
-                (self.hurry)();
-                let _hung_up = self.released.recv();
+            let mut loan = self.0.lock();
+            loan.has_ended = true;
+            if loan.is_awaited {
+                self.0.ended.notify_one();
             }
         }
     }
-    let (holds, released) = channel::<Infallible>();
-    let _until_released = UntilReleased { hurry, released };
+    struct UntilReleased<F: Fn()> {
+        hurry: F,
+        loan: Arc<Loan>,
+    }
+    impl<F: Fn()> Drop for UntilReleased<F> {
+        fn drop(&mut self) {
+            if self.loan.lock().has_ended {
+                return;
+            }
+            (self.hurry)();
+            let mut loan = self.loan.lock();
+            loan.is_awaited = true;
+            let _ended = self.loan.ended.wait_while(loan, |loan| !loan.has_ended);
+        }
+    }
+    let loan = Arc::<Loan>::default();
+    let holds = Hold(loan.clone());
+    let _until_released = UntilReleased { hurry, loan };
     let start = NonNull::from(&mut *data).cast();
     let (_, owner) = Owner::other(holds);
     // SAFETY: `data` is borrowed until this function ends, which by the guard above is after the
@@ -383,8 +415,6 @@ pub(crate) fn lend<T: Element, R>(
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use super::*;
 
     struct Lender(Box<[u32]>, #[allow(dead_code, reason = "it is counted")] Arc<()>);

@@ -245,7 +245,7 @@ impl Node {
                     .0;
                 continue;
             }
-            let _role = Role::take(self, taken);
+            let _role = Role::take(self, taken, 1);
             return self.drive(done);
         }
     }
@@ -260,9 +260,10 @@ impl Node {
         let (mut idle, mut since) = (0, None);
         let mut listening = None;
         loop {
+            let now = Instant::now();
             let (moved, short, coding, network) = {
                 let mut driver = self.driver();
-                let moved = driver.turn();
+                let moved = driver.turn(now);
                 (moved, driver.take_short(), driver.is_coding(), driver.has_network())
             };
             let moved = coder::work_short(&self.driver, short) | moved;
@@ -271,7 +272,7 @@ impl Node {
                 self.role_changed.notify_all(); // the result may be another thread's
             }
             if moved && let Some(since) = since.take() {
-                self.waited(Instant::now().saturating_duration_since(since));
+                self.waited(now.saturating_duration_since(since));
             }
             if done() {
                 return;
@@ -281,7 +282,6 @@ impl Node {
                 continue;
             }
             idle += 1;
-            let now = Instant::now();
             let waited = now.saturating_duration_since(*since.get_or_insert(now));
             let spin = self.spin(coding, network);
             if idle > LEAST_TURNS && waited >= spin {
@@ -331,7 +331,7 @@ impl Node {
         if *taken || self.waiting.load(Ordering::SeqCst) > 0 {
             return;
         }
-        let _role = Role::take(self, taken);
+        let _role = Role::take(self, taken, 0);
         self.drive(|| self.waiting.load(Ordering::SeqCst) > 0 || self.driver().is_idle());
     }
 }
@@ -356,19 +356,26 @@ impl Drop for Waiting<'_> {
 }
 
 /// The role of turning the driver, given back when this is dropped.
-struct Role<'a>(&'a Node);
+struct Role<'a> {
+    node: &'a Node,
+    /// How many of those that wait have it: none if it is the keeper's.
+    own: u32,
+}
 
 impl<'a> Role<'a> {
-    fn take(node: &'a Node, mut taken: MutexGuard<'a, bool>) -> Self {
+    fn take(node: &'a Node, mut taken: MutexGuard<'a, bool>, own: u32) -> Self {
         *taken = true;
-        Self(node)
+        Self { node, own }
     }
 }
 
 impl Drop for Role<'_> {
     fn drop(&mut self) {
-        *self.0.role() = false;
-        self.0.role_changed.notify_all();
+        *self.node.role() = false;
+        // Whoever has seen that the role was taken has said before that it waits.
+        if self.node.waiting.load(Ordering::SeqCst) > self.own {
+            self.node.role_changed.notify_all(); // which asks the system, also if nobody waits
+        }
     }
 }
 

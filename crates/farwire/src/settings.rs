@@ -8,6 +8,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use farwire_proto::membership::{self, TieRule};
+use farwire_proto::tune::Links;
 use farwire_proto::{Config, Peer, SumOrder, Tuning};
 
 use crate::error::Error;
@@ -67,7 +68,11 @@ const HOST_SEGMENT_BYTES: NonZeroUsize = NonZeroUsize::new(256 << 10).expect("it
 
 /// The configuration of a job, unless somebody says otherwise.
 pub(crate) fn default_config() -> Config {
-    let tuning = Tuning { host_segment_bytes: HOST_SEGMENT_BYTES, ..Tuning::default() };
+    let tuning = Tuning {
+        host_segment_bytes: HOST_SEGMENT_BYTES,
+        host_links: Some(Links::SHARED_MEMORY),
+        ..Tuning::default()
+    };
     Config { tuning, ..Config::default() }
 }
 

@@ -392,6 +392,8 @@ impl Driver {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Instant;
+
     use farwire_proto::Config;
 
     use super::*;
@@ -406,14 +408,14 @@ mod tests {
             .map(|(driver, _bell)| driver)
             .collect();
         ranks[2].close();
-        ranks[1].turn();
+        ranks[1].turn(Instant::now());
         ranks[1].lose(Peer(2), true);
-        ranks[2].turn();
+        ranks[2].turn(Instant::now());
         ranks[0].ask_for(Change::Shrink, Epoch(0)).expect("a group that can change");
         // Rank 1 comes last: the others could do without it.
         for _ in 0..10 {
             for rank in [2, 0, 1] {
-                ranks[rank].turn();
+                ranks[rank].turn(Instant::now());
             }
         }
         for rank in &ranks[..2] {
