@@ -16,6 +16,12 @@ pub trait Team: fmt::Debug + Send + Sync {
 
     /// Runs both, side by side if a thread is free for that, and returns when both have ended.
     fn join(&self, one: &mut (dyn FnMut() + Send), other: &mut (dyn FnMut() + Send));
+
+    /// Copies a slice into another of the same length, which nobody reads before it would have left
+    /// the caches: so it need not come there.
+    fn copy_past_caches(&self, target: &mut [u8], source: &[u8]) {
+        target.copy_from_slice(source);
+    }
 }
 
 /// A team, if there is one; it lasts as long as the process.
@@ -35,6 +41,19 @@ pub fn copy(team: Teamed, target: &mut [u8], source: &[u8]) {
     assert_eq!(target.len(), source.len(), "a copy is as long as what is copied");
     each_part(team, target.len(), target, [source, &[]], &|target, [source, _]| {
         target.copy_from_slice(source);
+    });
+}
+
+/// [`Team::copy_past_caches`], by several threads.
+///
+/// # Panics
+///
+/// If their lengths differ.
+pub(crate) fn copy_past_caches(team: Teamed, target: &mut [u8], source: &[u8]) {
+    assert_eq!(target.len(), source.len(), "a copy is as long as what is copied");
+    let Some(each) = team else { return target.copy_from_slice(source) };
+    each_part(team, target.len(), target, [source, &[]], &|target, [source, _]| {
+        each.copy_past_caches(target, source);
     });
 }
 

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use crate::arith::{Arithmetic, Operand};
+use crate::call::Algorithm;
 use crate::dtype::DType;
 use crate::partition::Span;
 use crate::plan::{Frames, Plan};
@@ -28,6 +29,8 @@ pub struct Workspace {
     team: Teamed,
     local: Local,
     in_place: InPlace,
+    /// What is stored in the output leaves the caches before anybody reads it.
+    is_long: bool,
     /// Partial results that wait to be sent on, in the accumulator's type.
     slots: Vec<u8>,
     slot_bytes: usize,
@@ -37,6 +40,10 @@ pub struct Workspace {
     /// The same, for input on its way out as a partial result.
     staging: Vec<u8>,
 }
+
+/// Bytes of a result that is longer than what a core has of the caches. It is stored past them,
+/// unless what is stored is soon sent on, as by trees, chains, rings and between hosts.
+const PAST_CACHES: usize = 16 << 20;
 
 /// The room of a [`Workspace`] that has ended, for another.
 #[derive(Debug, Default)]
@@ -73,6 +80,8 @@ impl Workspace {
             team,
             local: plan.frames().map_or(Local::Nothing, Frames::local),
             in_place: plan.in_place().unwrap_or_default(),
+            is_long: plan.output_bytes() >= PAST_CACHES
+                && matches!(plan.fingerprint().algorithm, Algorithm::TwoPhase | Algorithm::Direct),
             slots: room,
             slot_bytes,
             wide,
@@ -144,7 +153,12 @@ impl Workspace {
         match action {
             Action::Nothing => {}
             Action::Store(span) => {
-                team::copy(self.team, &mut output[span.bytes(self.dtype)], payload);
+                let target = &mut output[span.bytes(self.dtype)];
+                if self.is_long {
+                    team::copy_past_caches(self.team, target, payload);
+                } else {
+                    team::copy(self.team, target, payload);
+                }
             }
             Action::Fold(fold) => self.fold(fold, payload, input, output),
         }

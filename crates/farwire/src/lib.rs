@@ -49,6 +49,7 @@ mod memory;
 mod metrics;
 mod node;
 mod observe;
+mod past_caches;
 mod pending;
 mod policy;
 mod process;

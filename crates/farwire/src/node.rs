@@ -146,9 +146,7 @@ impl Node {
     ) -> std::io::Result<Arc<Membership>> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let share = wanted.map_or(cores / threads.max(1), NonZeroUsize::get).max(1);
-        if let Some(team) = team::crew(share)? {
-            driver.set_team(team);
-        }
+        driver.set_team(team::crew(share)?);
         let keeper = Arc::new(Keeper::default());
         let node = Arc::new(Self {
             driver: SharedDriver::new(driver),

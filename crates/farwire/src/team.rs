@@ -35,6 +35,8 @@ use std::time::{Duration, Instant};
 
 use farwire_proto::Team;
 
+use crate::past_caches;
+
 /// How many threads work on a frame at the most; with more, each would have too little to do.
 const MOST: usize = 4;
 /// How long a mate looks for more work. While a long vector is moved, there is some every few
@@ -62,8 +64,8 @@ pub(crate) struct Crew {
     alone: AtomicU32,
 }
 
-/// As many threads as are wanted, or as make sense; nobody, if that is one.
-pub(crate) fn crew(threads: usize) -> io::Result<Option<&'static dyn Team>> {
+/// As many threads as are wanted, or as make sense.
+pub(crate) fn crew(threads: usize) -> io::Result<&'static dyn Team> {
     static STARTED: Mutex<usize> = Mutex::new(0);
     let mates = threads.min(MOST).saturating_sub(1);
     let mut started = STARTED.lock().unwrap_or_else(PoisonError::into_inner);
@@ -71,7 +73,7 @@ pub(crate) fn crew(threads: usize) -> io::Result<Option<&'static dyn Team>> {
         MATES[*started].start()?;
         *started += 1;
     }
-    Ok((mates > 0).then(|| &CREWS[mates] as &dyn Team))
+    Ok(&CREWS[mates])
 }
 
 impl Crew {
@@ -134,6 +136,10 @@ impl Team for Crew {
             resume_unwind(panic);
         }
         assert!(there, "a part of the work panicked");
+    }
+
+    fn copy_past_caches(&self, target: &mut [u8], source: &[u8]) {
+        past_caches::copy(target, source);
     }
 }
 
@@ -327,7 +333,7 @@ mod tests {
 
     #[test]
     fn what_is_done_together_is_done_once_and_whole() {
-        let crew = crew(MOST).unwrap();
+        let crew = Some(crew(MOST).unwrap());
         std::thread::scope(|scope| {
             for thread in 0..3usize {
                 scope.spawn(move || {
@@ -345,7 +351,7 @@ mod tests {
 
     #[test]
     fn a_panic_in_either_half_reaches_the_caller_when_both_have_ended() {
-        let crew = crew(2).unwrap().unwrap();
+        let crew = crew(2).unwrap();
         for round in 0..200 {
             let (mut ended, mut panics) = (false, round % 2 == 0);
             let joined = catch_unwind(AssertUnwindSafe(|| {

@@ -83,6 +83,8 @@ pub(crate) struct Sender {
     /// Lanes that were told to wait.
     refused: HashSet<Lane>,
     writable: VecDeque<Lane>,
+    /// What the receiver has done that makes no sense.
+    broken: Option<Broken>,
     team: Teamed,
 }
 
@@ -107,6 +109,7 @@ impl Sender {
             on_its_way: HashMap::default(),
             refused: HashSet::default(),
             writable: VecDeque::new(),
+            broken: None,
             team: None,
         }
     }
@@ -124,6 +127,7 @@ impl Sender {
     /// If the payload is longer than the ring was made for.
     pub(crate) fn send(&mut self, lane: Option<Lane>, header: &Header, payload: &[u8]) -> bool {
         assert!(payload.len() <= self.payload, "a segment fits a slot");
+        self.reclaim();
         let first = lane.is_none_or(|lane| !self.on_its_way.contains_key(&lane));
         let full = lane
             .is_some_and(|lane| self.on_its_way.get(&lane).is_some_and(|frames| *frames >= WINDOW));
@@ -150,7 +154,24 @@ impl Sender {
 
     /// A lane that had to wait and may try again.
     pub(crate) fn poll_writable(&mut self) -> Result<Option<Lane>, Broken> {
-        while let Some((slot, _)) = self.end.take()? {
+        if !self.refused.is_empty() {
+            self.reclaim();
+        }
+        if let Some(broken) = self.broken {
+            return Err(broken);
+        }
+        Ok(self.writable.pop_front())
+    }
+
+    /// Takes slots that have come back. Done when one is wanted, and not in every turn: to look is
+    /// to fetch a cache line, and the slot that came back last is the one still in the cache.
+    fn reclaim(&mut self) {
+        loop {
+            let slot = match self.end.take() {
+                Ok(Some((slot, _))) => slot,
+                Ok(None) => return,
+                Err(broken) => return self.broken = Some(broken),
+            };
             if let Some(lane) = self.lane_of[slot.number()].take() {
                 let frames = self
                     .on_its_way
@@ -164,7 +185,6 @@ impl Sender {
             self.free.push(slot);
             self.writable.extend(self.refused.drain());
         }
-        Ok(self.writable.pop_front())
     }
 
     /// Says that nothing more will be sent.
@@ -221,11 +241,24 @@ impl Receiver {
 
     /// What has arrived next.
     pub(crate) fn poll_arrived(&mut self) -> Result<Option<Arrival>, Broken> {
-        let closed = self.end.is_closed();
         let Some((slot, behind)) = self.end.take()? else {
-            let news = closed && !std::mem::replace(&mut self.closed, closed);
-            return Ok(news.then_some(Arrival::Closed));
+            if self.closed || !self.end.is_closed() {
+                return Ok(None);
+            }
+            // What was passed on before the goodbye is there by now.
+            return match self.end.take()? {
+                Some((slot, behind)) => self.arrived(slot, behind).map(Some),
+                None => {
+                    self.closed = true;
+                    Ok(Some(Arrival::Closed))
+                }
+            };
         };
+        self.arrived(slot, behind).map(Some)
+    }
+
+    /// What is in a slot that the sender has passed on.
+    fn arrived(&mut self, slot: Slot<Receiving>, behind: u8) -> Result<Arrival, Broken> {
         let mut bytes = [0; HEADER_LEN];
         self.end.copy_out(&slot, 0, &mut bytes);
         let header = Header::decode(&bytes).map_err(|_| Broken("a frame has no header"))?;
@@ -238,13 +271,13 @@ impl Receiver {
             let mut payload = vec![0; header.payload as usize];
             self.end.copy_out(&slot, start, &mut payload);
             self.end.pass(slot, 0);
-            return Ok(Some(Arrival::Notice(header, payload)));
+            return Ok(Arrival::Notice(header, payload));
         }
         let lane = Lane::of(self.from, &header);
         let frames = self.lanes.entry(lane).or_insert_with(|| self.spare.take());
         frames.push_back((header, Kept::Slot(slot, start)));
         self.in_slots += 1;
-        Ok(Some(Arrival::Frame(lane)))
+        Ok(Arrival::Frame(lane))
     }
 
     /// Whether the sender has given this end up.
