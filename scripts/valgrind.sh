@@ -35,8 +35,8 @@ check() {
   rm -f "$log"
 }
 
-tests=(shm:: --skip shm::model)
-check "slots, rings and bells" -p farwire --lib
+tests=(shm:: past_caches --skip shm::model)
+check "slots, rings, bells and streaming copies" -p farwire --lib
 tests=(long_vectors_cross_many_slots segments_of_any_size_work)
 check "collectives between threads" -p farwire --test in_process
 tests=(simd:: index:: topk::)

@@ -412,13 +412,14 @@ fn a_rank_without_a_replica_leaves_and_others_join_as_a_whole_one() {
         let (_, variables) = job.rank(0);
         let address = format!("127.0.0.1:{}", variables["MASTER_PORT"]);
         let train = [&train[..], &["--join", &address]].concat();
-        let mut joiners = [(); 2].map(|()| {
+        let joiners = [(); 2].map(|()| {
             Command::new(env!("CARGO_BIN_EXE_farwire"))
                 .args(&train)
                 .current_dir(folder)
                 .envs(["FARWIRE_TOKEN", "FARWIRE_JOB"].map(|name| (name, &variables[name])))
                 .envs([("FARWIRE_LINK", "shm"), ("FARWIRE_FLIGHT_DIR", "")])
                 .stdout(Stdio::null())
+                .stderr(Stdio::piped())
                 .spawn()
                 .unwrap()
         });
@@ -428,8 +429,13 @@ fn a_rank_without_a_replica_leaves_and_others_join_as_a_whole_one() {
         let change = job.changed_to(4);
         assert_eq!((&change["replicas"], &change["waiting"]), (&2.into(), &0.into()), "{change}");
         job.end_alike();
-        for joiner in &mut joiners {
-            assert_eq!(joiner.wait().unwrap().code(), Some(128 + 15));
+        for joiner in joiners {
+            let ended = joiner.wait_with_output().unwrap();
+            let said = String::from_utf8_lossy(&ended.stderr).into_owned();
+            assert_eq!(ended.status.code(), Some(128 + 15), "{said}");
+            for line in ["calling 127.0.0.1:", "joined as rank", "the run was stopped after step"] {
+                assert!(said.contains(line), "{said}");
+            }
         }
     });
 }

@@ -53,9 +53,25 @@ pub(super) fn join(
     if let Some(text) = &text {
         data.get_or_init(|| data_line(text));
     }
+    // What a launcher has started says nothing: the launcher does.
+    let by_hand = args.join.is_some();
+    if by_hand {
+        eprintln!("calling {address}; the ranks that are there let others in between two steps");
+    }
     let builder = Communicator::builder().agree_on(lines).agree_later(data.clone());
     let comm = match builder.join_running(address) {
-        Ok(comm) => comm,
+        Ok(comm) => {
+            if by_hand {
+                eprintln!(
+                    "joined as rank {} of {}; the first rank shows how it goes, and `kill -USR1 {}` \
+                     has this one leave in good order",
+                    comm.rank(),
+                    comm.size(),
+                    std::process::id()
+                );
+            }
+            comm
+        }
         Err(error) => {
             say_error(&error);
             return Ok(ExitCode::from(NOT_LET_IN));
@@ -231,6 +247,10 @@ fn train(
         run.sample = sample.chars().filter(|c| !c.is_control() || *c == '\n').collect();
     }
     let (mut written, mut shown) = (Ok(()), Ok(()));
+    if joined && args.join.is_some() && !trainer.is_first() {
+        let what = if run.stopped { "was stopped" } else { "is complete" };
+        eprintln!("the run {what} after step {} of {steps}", trainer.steps_done());
+    }
     if trainer.is_first() {
         let line = match agree {
             Some(true) => "all replicas have the same bits",

@@ -53,6 +53,7 @@ pub(crate) fn region_from(file: OwnedFd, payload: usize) -> io::Result<Region> {
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
+
 /// Slots start on a cache line.
 fn slot_stride(payload: usize) -> usize {
     HEADER_LEN + LINE + payload.next_multiple_of(LINE)
