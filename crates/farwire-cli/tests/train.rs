@@ -407,8 +407,12 @@ fn a_full_disk_is_an_error_and_the_older_checkpoint_stays() {
 #[test]
 fn a_run_whose_terminal_goes_away_leaves_a_checkpoint() {
     let dir = Folder::new("hangup");
-    let arguments = "--ranks 2 --steps 4000 --checkpoint kept --json";
-    let (mut child, lines, _limit) = started(command(&dir.0, arguments));
+    let plain = command(&dir.0, "--ranks 2 --steps 4000 --checkpoint kept --json");
+    // Tests that run under nohup ignore the signal, and a child would inherit that.
+    let mut heeding = Command::new("env");
+    heeding.arg("--default-signal=HUP").arg(plain.get_program()).args(plain.get_args());
+    heeding.current_dir(&dir.0);
+    let (mut child, lines, _limit) = started(heeding);
     signal(&child, Signal::HUP);
     let rest: Vec<Value> =
         lines.map(|line| serde_json::from_str(&line.unwrap()).unwrap()).collect();
