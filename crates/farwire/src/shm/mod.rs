@@ -2,8 +2,8 @@
 //!
 //! A [`Region`](region::Region) is memory that both ends have mapped. [Slots](slots) in it change
 //! hands between the two. A [ring] passes frames one way, in slots that the receiver reads in
-//! place. A [`Bell`](bell::Bell) wakes whoever sleeps for lack of frames. All `unsafe` code is in
-//! `region` and `slots`.
+//! place. A [`Bell`](bell::Bell) wakes whoever sleeps for lack of frames. All `unsafe` code of
+//! this module is in `region` and `slots`.
 
 pub(crate) mod bell;
 mod files;
