@@ -4,30 +4,30 @@
     python3 scripts/chaos.py [--minutes 2] [--seed 1] [--ranks 5] [--links shm,quic,net] [--layout "--tp 2"]
                              [--faults stop,kill] [--json FILE] [--log FILE]
 
-With shm and quic the job is `farwire launch --elastic -- farwire train --elastic`: the launcher starts a rank for every one
-that is lost. With net, which needs root, it is `farwire netlab`: a host for each rank, 2 ms apart, that loses 0.5 % of all
-packets in bursts; on each host a shell starts the program again when it ends. Faults come one after another, as soon as all
-ranks are there again, and the links take turns. They are:
+With shm and quic the job is `farwire launch --elastic -- farwire train --elastic`: the launcher starts a new rank for every
+rank that is lost. With net, which needs root, it runs in `farwire netlab`: one host per rank, 2 ms apart, on a network that
+loses 0.5 % of all packets in bursts; on each host a shell starts the program again when it ends. Faults come one after
+another, each as soon as all ranks are back; the links take turns. The faults are:
 
-    kill       a rank, with SIGKILL
-    speaker    the oldest process, which as a rule shows how it goes: rank 0
-    two        two ranks at once
-    newcomer   a rank that has just been started, before or while it joins
+    kill       a rank is killed with SIGKILL
+    speaker    the oldest process is killed: usually rank 0, which reports progress
+    two        two ranks are killed at once
+    newcomer   a rank that has just been started is killed, before or while it joins
     stop       a rank is stopped for 6 s, longer than it may be silent, and then goes on
-    pause      a rank is stopped for 0.3 s, which nobody should mind
-    slow       a rank runs half of the time for 2 s, which nobody should mind either
+    pause      a rank is stopped for 0.3 s, which should change nothing
+    slow       a rank runs only half of the time for 2 s, which should change nothing either
     leave      a rank is told to leave (SIGUSR1), and another process joins
-    join       one more process joins than the job had, and is then told to leave
-    full       the disk with the job's checkpoints is full for a while (as root, who can make a small disk)
-    cut        with net: some hosts, fewer than half, hear nothing from the others for 5 s, and nobody hears them
-    mute       with net: all that one host sends vanishes for 5 s, while it still hears the others
-    burst      with net: all packets are lost for 0.5 s, which nobody should mind
+    join       one process more than the job had joins, and is then told to leave
+    full       the disk with the job's checkpoints is full for a while (needs root, to mount a small disk)
+    cut        with net: some hosts, fewer than half, are cut off from the others for 5 s, in both directions
+    mute       with net: everything that one host sends is lost for 5 s, while it still hears the others
+    burst      with net: all packets are lost for 0.5 s, which should change nothing
 
-Checked: after every step, that all replicas have the same bits, and that no gradient was lost or made up (`train --audit`);
-the group changes after each fault that takes a rank, and grows to its size again, within a minute; nothing changes after
-one that does not; one that leaves takes nothing with it that it owed; files and memory of each rank stay flat; at the end
-all replicas have the same bits, and no process, and no file, stays behind. The first violation ends it. The seed decides
-which faults come in which order; when exactly, the machine does.
+The checks: after every step, all replicas have the same bits, and no gradient was lost or made up (`train --audit`). After
+each fault that takes a rank, the group changes, and grows to its size again, within a minute; after others, except join, it
+does not change. A rank that leaves hands over everything it owed. Open files and memory of each rank stay flat. At the end all
+replicas have the same bits, and no process and no file is left behind. The first violation ends the script. The seed decides
+the order of the faults; their exact times depend on the machine.
 """
 
 import argparse
@@ -47,18 +47,18 @@ import time
 
 TRAIN = "train --layers 2 --heads 2 --width 16 --context 16 --batch 60 --codec int8 --steps 100000000 --json --audit --elastic"
 PATIENCE = 60  # seconds, for anything
-LAST_LINES = 60  # of what was said, shown after a violation
+LAST_LINES = 60  # of the output, shown after a violation
 CHECKPOINT_EVERY = 10
 TAKES_A_RANK = {
     "kill": 1, "speaker": 1, "two": 2, "newcomer": 1, "stop": 1, "pause": 0, "slow": 0, "leave": 1, "join": 0, "full": 0,
     "cut": 1, "mute": 1, "burst": 0,
 }
-# How often a fault comes in a round of all that a link has.
+# How often a fault comes in one round of all of a link's faults.
 WEIGHTS = {"speaker": 3, "kill": 3, "stop": 1}
 ONLY = {"newcomer": "shm quic", "join": "shm quic", "cut": "net", "mute": "net", "burst": "net"}
 # What no rank should ever say.
 WRONG = ("audit after step", "panicked at")
-# What a host of the laboratory does: takes part, and joins again whenever that ends and nobody had said to stop.
+# What a host of the laboratory does: takes part, and joins again whenever that ends without being told to stop.
 HOST = """
 export FARWIRE_PORT=29500 FARWIRE_FLIGHT_DIR= FARWIRE_JOIN_TIMEOUT=10s
 "$@" --elastic --report $RANK.html; code=$?
@@ -68,7 +68,7 @@ done
 """
 
 
-# Ranks say when they have a new group.
+# Makes ranks log when they have a new group.
 SAY = {"FARWIRE_LOG": "warn,farwire::elastic=info", "NO_COLOR": "1"}
 
 
@@ -77,7 +77,7 @@ class Violation(Exception):
 
 
 class Job:
-    """A launcher and its ranks, and what the one that speaks has said."""
+    """A launcher and its ranks, and the progress that they report."""
 
     def __init__(self, options, link, folder, train):
         self.size, self.options, self.folder, self.train = options.ranks, options, folder, train
@@ -90,23 +90,23 @@ class Job:
         self.watch()
 
     def watch(self):
-        self.guests = []  # processes that join and are not the launcher's
+        self.guests = []  # processes that joined and that the launcher did not start
         self.changed = threading.Condition()
         self.epoch, self.now, self.steps, self.changes, self.verdict = 0, self.size, 0, [], None
-        self.noticed = []  # when ranks found that another is lost
-        self.groups = []  # when ranks had a new group, its epoch, and how many they are
-        self.wrong = None  # what a rank said that none should
+        self.noticed = []  # when ranks noticed that another is lost
+        self.groups = []  # when ranks had a new group, its epoch, and its number of ranks
+        self.wrong = None  # a line that no rank should print
         self.ears = []
         self.hear(self.launcher)
 
     def hear(self, process):
-        """Reads what a process says, to its end."""
+        """Reads a process's output, to its end."""
         for target, output in ((self.listen, process.stdout), (self.overhear, process.stderr)):
             self.ears.append(threading.Thread(target=target, args=[output], daemon=True))
             self.ears[-1].start()
 
     def overhear(self, output):
-        """What ranks say of their trouble, which also goes to the log."""
+        """Reads the ranks' log lines, and copies them to the log."""
         for line in output:
             now = time.monotonic()
             if "a rank is lost" in line:
@@ -142,13 +142,13 @@ class Job:
                 self.changed.notify_all()
 
     def wait(self, condition, what):
-        """Until something is so, which must not take long."""
+        """Waits until a condition holds, which must not take long."""
         with self.changed:
             ended = lambda: self.wrong or self.launcher.poll() is not None
             if not self.changed.wait_for(lambda: condition() or ended(), PATIENCE):
                 raise Violation(f"{what}: not within {PATIENCE} s")
         if self.launcher.poll() is not None:
-            for ear in self.ears:  # what was said last may not have been read yet
+            for ear in self.ears:  # the last output may not have been read yet
                 ear.join(5)
         with self.changed:
             if self.wrong:
@@ -160,7 +160,7 @@ class Job:
         self.is_there(self.size)
 
     def is_there(self, size):
-        """Until so many make steps."""
+        """Waits until a group of this size makes steps."""
         steps, until = self.steps, time.monotonic() + PATIENCE
         while not (self.now == size and self.steps > steps + 1):
             self.replace_guests()
@@ -171,7 +171,7 @@ class Job:
             time.sleep(0.02)
 
     def has_ended(self, pid):
-        """Until a process has ended."""
+        """Waits until a process has ended."""
         until = time.monotonic() + PATIENCE
         while pid in self.ranks():
             if time.monotonic() > until:
@@ -179,13 +179,13 @@ class Job:
             time.sleep(0.01)
 
     def replace_guests(self):
-        """Starts another for each that has ended and is not the launcher's."""
+        """Starts a new guest for each one that has ended."""
         for guest in [guest for guest in self.guests if guest.poll() is not None]:
             self.guests.remove(guest)
             self.invite()
 
     def ranks(self):
-        """The processes, the oldest first."""
+        """The ranks' processes, the oldest first."""
         found = []
         for name in os.listdir("/proc"):
             try:
@@ -201,12 +201,12 @@ class Job:
         return parent == self.launcher.pid or pid in [guest.pid for guest in self.guests]
 
     def left(self, pid):
-        """One has left. The launcher starts nobody in its place."""
+        """Called when a rank has left: the launcher does not replace it, so this does."""
         if pid not in [guest.pid for guest in self.guests]:
             self.invite()
 
     def invite(self):
-        """Starts a process that joins, by the addresses of all that are there."""
+        """Starts a process that joins, by the addresses of all present ranks."""
         ports, environment = [], {}
         for pid in self.ranks():
             try:
@@ -277,7 +277,7 @@ class Laboratory(Job):
     def end(self):
         os.remove(os.path.join(self.folder, "running"))
         os.remove(os.path.join(self.folder, "control"))
-        send(self.ranks()[0], signal.SIGTERM)  # which tells the others
+        send(self.ranks()[0], signal.SIGTERM)  # it tells the others
 
 
 def is_there(pid):
@@ -292,7 +292,7 @@ def send(pid, what):
 
 
 def fill_up(path):
-    """Adds to a file until the disk is full. Returns how many bytes that took."""
+    """Appends to a file until the disk is full. Returns how many bytes that took."""
     before = os.path.getsize(path) if os.path.exists(path) else 0
     try:
         with open(path, "ab", buffering=0) as file:
@@ -303,7 +303,7 @@ def fill_up(path):
 
 
 def load(pid):
-    """Open files and resident kilobytes of a process."""
+    """The number of open files of a process, and its resident memory in kilobytes."""
     try:
         with open(f"/proc/{pid}/status") as file:
             memory = int(re.search(r"VmRSS:\s*(\d+)", file.read()).group(1))
@@ -318,10 +318,10 @@ class Chaos:
         self.random = random.Random(options.seed)
         self.faults = []
         self.seen, self.loads = {}, {}
-        self.disk = self.disk_now = None  # for checkpoints, where one can be made, and those of this job
+        self.disk = self.disk_now = None  # a small disk for checkpoints, if it can be mounted, and this job's folder on it
 
     def train(self, link):
-        """What a rank is started with."""
+        """The arguments that a rank is started with."""
         train = f"{TRAIN} {self.options.layout}"
         if not self.disk:
             return train
@@ -334,7 +334,7 @@ class Chaos:
         epoch, ranks = job.epoch, job.ranks()
         victims = self.random.sample(ranks, min(len(ranks), max(1, TAKES_A_RANK[kind])))
         if kind == "speaker":
-            victims = ranks[:1]  # ranks are numbered in the order in which they came
+            victims = ranks[:1]  # ranks are numbered in the order in which they joined
         began = time.monotonic()
         print(f"chaos: {time.strftime('%T')} {kind} of {victims} of {ranks}", file=self.options.log, flush=True)
         if kind in ("kill", "speaker", "two"):
@@ -350,7 +350,7 @@ class Chaos:
             time.sleep(self.random.uniform(0, 0.6))
             send(young[0], signal.SIGKILL)
         elif kind == "leave":
-            # Of the launcher's own, one leaves: without any it would end.
+            # A guest leaves if there is one: the launcher would end without ranks of its own.
             victims = [guest.pid for guest in job.guests][:1] or victims
             send(victims[0], signal.SIGUSR1)
         elif kind == "full":
@@ -383,10 +383,10 @@ class Chaos:
             at = began
         if kind == "leave":
             job.left(victims[0])
-        # One that was stopped and goes on ends only when it finds out that it was given up.
+        # A rank that was stopped and goes on ends only when it finds out that it was given up.
         job.is_whole()
         if kind == "leave":
-            job.has_ended(victims[0])  # or it might be killed next, and not have left
+            job.has_ended(victims[0])  # otherwise the next fault might kill it before it has left
         fault = {"kind": kind, "link": link, "change": at - began, "whole": time.monotonic() - began}
         noticed = [when for when in job.noticed if when >= began]
         if noticed and kind not in ("leave", "pause", "slow", "full", "burst"):
@@ -395,7 +395,7 @@ class Chaos:
         self.take_changes(job, kind, fault)
 
     def one_more(self, job, link, began):
-        """One joins that nobody had waited for, and leaves again."""
+        """An additional process joins, and leaves again."""
         size, guest = job.size, job.invite()
         print(f"chaos: {guest.pid} joins", file=self.options.log, flush=True)
         job.wait(lambda: job.now == size + 1, "one more")
@@ -413,7 +413,7 @@ class Chaos:
         self.take_changes(job, "leave", fault)
 
     def see_groups(self, job, kind, taken, began, at, fault):
-        """When all that are left had the group without those that are lost, and how long the step took that was lost."""
+        """When all surviving ranks had the group without the lost ones, and how long the lost step then took."""
         left = job.size - taken
         if kind not in ("kill", "speaker", "two", "stop", "cut", "mute"):
             return
@@ -439,9 +439,9 @@ class Chaos:
         self.faults.append(fault)
 
     def fill(self, job):
-        """Fills the disk, and sees that steps go on, no checkpoint is written, and one is when there is room again."""
+        """Fills the disk. Steps must go on, no checkpoint may be written, and one must be when there is room again."""
         filler = os.path.join(self.disk_now, "filler")
-        # One that has its room already still becomes whole, and makes room for others: an older one goes.
+        # A checkpoint that already has its space is still completed, and frees space: an older one is then removed.
         for _ in range(20):
             before, steps, was_full = self.newest(), job.steps, fill_up(filler) == 0
             job.wait(lambda: job.steps > steps + CHECKPOINT_EVERY, "steps while the disk fills")
@@ -455,11 +455,11 @@ class Chaos:
         job.wait(lambda: self.newest() > before, "a checkpoint after the disk was full")
 
     def newest(self):
-        """The step of the newest checkpoint; they are made under other names, and whole once they have theirs."""
+        """The step of the newest checkpoint. A checkpoint gets its final name when it is complete."""
         return max((int(name[5:]) for name in os.listdir(self.disk_now) if name.startswith("step-")), default=0)
 
     def look(self, job):
-        """Files and memory of ranks that have been there for a while."""
+        """Checks open files and memory of ranks that have been there for a while."""
         for pid in job.ranks():
             now, seen = load(pid), self.seen.setdefault(pid, time.monotonic())
             if now is None or time.monotonic() < seen + 5:  # while it joins, it grows

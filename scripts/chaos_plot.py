@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Draws what a run of scripts/chaos.py wrote with --json, as docs/chaos.md shows it.
+"""Draws the file that scripts/chaos.py writes with --json, as in docs/chaos.md.
 
     scripts/chaos_plot.py run.json docs/images/chaos.svg
 
-A row for each link and fault, and in it a dot for each time: when a rank noticed, when all that were left had the new
-group, and when all were there again. Seconds after the fault, on a logarithmic scale.
+Each link and fault has a row, with a dot for each time: when a rank noticed, when all surviving ranks had the new
+group, and when all ranks were back. Times are seconds after the fault, on a logarithmic scale.
 """
 
 import json
@@ -40,7 +40,7 @@ def main():
     rows = {}
     for fault in run["faults"]:
         rows.setdefault((fault["link"], fault["kind"]), []).append(fault)
-    # Those that change nothing have nothing to show.
+    # Faults that change nothing have nothing to show.
     rows = {row: faults for row, faults in rows.items() if any(fault["change"] for fault in faults)}
     height, chance = TOP + ROW * len(rows) + BOTTOM, random.Random(1)
     svg = [

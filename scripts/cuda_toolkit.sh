@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Puts together what `--features train-cuda` needs to build, from packages of PyPI: for a machine
-# without the CUDA toolkit. (With the toolkit, and nvcc on the PATH, nothing of this is needed.)
+# Puts together what `--features train-cuda` needs to build, from packages on PyPI: for a machine
+# without the CUDA toolkit. (With the toolkit, and nvcc on the PATH, none of this is needed.)
 #
 #   scripts/cuda_toolkit.sh [DIR]          (default: target/cuda-toolkit)
 #
-# Then build as the last lines say. CUDA 13.0: what a newer nvcc makes does not load on a driver
-# of 13.0. Takes about 2 GB, nearly all of it cuBLAS.
+# Then build with the commands that it prints. The packages are those of CUDA 13.0: code from a newer
+# nvcc does not load on a driver for 13.0. They take about 2 GB, nearly all of it cuBLAS.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 dir=${1:-target/cuda-toolkit}
@@ -19,7 +19,7 @@ python3 -m venv "$dir/python"
   "nvidia-cublas==13.0.*" "nvidia-curand==10.4.0.*"
 packages=$(echo "$dir"/python/lib/python3*/site-packages/nvidia/cu13)
 
-# The packages have libNAME.so.VERSION alone; linkers look for libNAME.so.
+# The packages have only libNAME.so.VERSION; linkers look for libNAME.so.
 ln -sfn "$packages/bin" "$dir/bin"
 ln -sfn "$packages/include" "$dir/include"
 ln -sfn "$packages/nvvm" "$dir/nvvm"
@@ -33,7 +33,7 @@ rm -f "$dir"/lib/*.a.so
 ln -sfn lib "$dir/lib64"
 ln -sfn "$dir/lib" "$packages/lib64" # where nvcc looks
 
-# The driver's library comes with the driver. To link, its functions' names will do.
+# The driver's library comes with the driver. For linking, the names of its functions are enough.
 grep -ohE "\bcu[A-Z][A-Za-z0-9_]*" "$packages/include/cuda.h" | sort -u |
   sed 's/.*/void &(void) {}/' > "$dir/cuda_names.c"
 "${CC:-cc}" -w -shared -fno-builtin -Wl,-soname,libcuda.so.1 -o "$dir/lib/libcuda.so" "$dir/cuda_names.c"

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """What elastic training costs, and what it does to the result. Linux.
 
-    python3 scripts/elastic.py cost [--rounds 10]      steps per second of an elastic run against a plain one, in turns
+    python3 scripts/elastic.py cost [--rounds 10]      steps per second of an elastic run and of a plain one, in turns
     python3 scripts/elastic.py loss [--codecs int8]    the final loss of a run with three kills and three joins
-    python3 scripts/elastic.py join [--rate 200mbit]   how long one takes that joins, on hosts with lines of that speed (root)
+    python3 scripts/elastic.py join [--rate 200mbit]   how long joining takes, on hosts with lines of that speed (root)
     python3 scripts/elastic.py cut                     five hosts cut in 3 | 2 for ten seconds, which join again (root)
 
-All take `--farwire PATH`, and work in a folder of their own. The runs of `loss` are those of `farwire train`, with its
-defaults, unless `--train` says otherwise.
+All take `--farwire PATH`, and work in a folder of their own. `loss` runs `farwire train` with its defaults, unless
+`--train` says otherwise.
 """
 
 import argparse
@@ -44,7 +44,7 @@ done
 
 
 class Run:
-    """A job, and what it says, with the time at which it does."""
+    """A job, and its events with the time of each."""
 
     def __init__(self, command, folder, **environment):
         environment = {**os.environ, "FARWIRE_FLIGHT_DIR": "", **environment}
@@ -79,7 +79,7 @@ def launch(options, elastic, train, restarts=0):
 
 
 def cost(options, folder):
-    """The time of all steps but the first tenth, as told."""
+    """Compares steps per second, by the reported steps; the first tenth does not count."""
 
     def speed(elastic):
         run, times = Run(launch(options, elastic, f"{options.train or SMALL} --steps {options.steps}"), folder), []
@@ -92,7 +92,7 @@ def cost(options, folder):
 
     ratios = []
     for turn in range(options.rounds):
-        # Who is first may have it easier, or harder.
+        # Being first may be an advantage, or a disadvantage.
         one, other = speed(turn % 2 == 0), speed(turn % 2 == 1)
         elastic, plain = (one, other) if turn % 2 == 0 else (other, one)
         ratios.append(elastic / plain)
@@ -113,7 +113,7 @@ def loss(options, folder):
                 if said["event"] == "step":
                     done = said["step"] + 1
                     if left and whole and done >= (kills - left + 1) * options.steps // (kills + 2):
-                        # The oldest first, which is rank 0; then others.
+                        # First the oldest, which is rank 0; then others.
                         ranks = run.ranks()
                         os.kill(ranks[0] if left == kills else ranks[len(ranks) // 2], signal.SIGKILL)
                         left, whole = left - 1, False

@@ -4,10 +4,10 @@
     python3 scripts/far.py [--farwire PATH] [--jobs N] [--rounds N] [--only WORD] [--size MB]
                            [--no-gloo] [--json FILE]
 
-Each line of the table is one network and one size. Gloo runs on the same network, over the kernel's
-BBR where the kernel has it; without torch its column stays empty. The fraction is that of the line:
-(8·size/rate + one round trip) / time, where packet headers cap it near 0.95. `lost` counts runs that
-ended with an error.
+Each line of the table is one network and one size. Gloo runs on the same network, over BBR if the
+kernel has it; without torch its column stays empty. The fraction is that of the line's capacity:
+(8·size/rate + one round trip) / time; packet headers limit it to about 0.95. `lost` counts runs
+that ended with an error.
 
 `--jobs` runs several networks at once; give each three cores.
 """
@@ -25,7 +25,7 @@ LIMIT = 240  # seconds for one run
 
 
 class Network:
-    """A network between two hosts, as `farwire netlab` takes it."""
+    """A network between two hosts, as flags for `farwire netlab`."""
 
     def __init__(self, rate, round_trip, loss="0", burst=1, queue=100):
         self.rate, self.round_trip, self.loss, self.burst, self.queue = rate, round_trip, loss, burst, queue
@@ -65,7 +65,7 @@ CASES += [(network, 64) for network in QUEUES]
 
 
 def gloo_rank(megabytes, iterations):
-    """One rank of the peer. Prints the median time of an iteration, of the slower rank."""
+    """One rank of the peer. Prints the median time of an iteration, on the slower rank."""
     import torch
     import torch.distributed as dist
 
@@ -86,7 +86,7 @@ def gloo_rank(megabytes, iterations):
 
 
 def lines(output):
-    """What the ranks printed that is JSON; netlab puts `[rank] ` in front."""
+    """The JSON objects that the ranks printed; netlab puts `[rank] ` in front."""
     for line in output.splitlines():
         start = line.find("{")
         if start >= 0:
@@ -97,7 +97,7 @@ def lines(output):
 
 
 def on(network, seed, command, options):
-    """Runs a command on both hosts. The JSON it printed, or the reason why there is none."""
+    """Runs a command on both hosts. Returns the JSON it printed, or why there is none."""
     lab = [options.farwire, "netlab", f"--seed={seed}", *network.flags(), "--", *command]
     try:
         done = subprocess.run(lab, capture_output=True, text=True, timeout=LIMIT)
@@ -123,7 +123,7 @@ def gloo(network, megabytes, seed, iterations, options):
 
 
 def measure(case, options):
-    """One line of the table: everything on this network, interleaved, `rounds` times."""
+    """One line of the table: all measurements on this network, interleaved, `rounds` times."""
     network, megabytes = case
     iterations = 5 if megabytes <= 8 else 3
     times = {"none": [], "topk:0.01": [], "gloo": []}

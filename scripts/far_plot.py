@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws the traces of the congestion controller's tests, as docs/far.md shows them.
+"""Draws the traces of the congestion controller's tests, as in docs/far.md.
 
     cargo test -p farwire --lib traces_for_the_docs -- --ignored --nocapture | scripts/far_plot.py docs/far-traces.svg
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""How farwire shares a long line, with TCP or with another job of its own, in `farwire netlab`. Needs root on Linux.
+"""How farwire shares a long line with TCP or with another farwire job, in `farwire netlab`. Needs root on Linux.
 
     python3 scripts/far_share.py [--farwire PATH] [--flow farwire|cubic|bbr] [--beside cubic|bbr|farwire]
                                  [--seconds 30] [--rate 100mbit] [--delay 25ms] [--queue 50ms] [--loss 0]
 
-Two hosts. One job of farwire makes all-reduces of 8 MB without end; beside it, a TCP connection of the kernel sends
-from the first host to the second as fast as it can, or another such job runs. After ten seconds, what both have sent
-from the first host is counted. Prints the share of the first. With `--flow`, that is a TCP connection, too: what TCP
-leaves to TCP is the measure for what it leaves to farwire.
+There are two hosts. A farwire job makes all-reduces of 8 MB without end; at the same time, a TCP connection of the
+kernel sends from the first host to the second as fast as it can, or another such job runs. After ten seconds, the
+bytes that both send from the first host are counted. Prints the share of the first flow. With `--flow`, that can be
+a TCP connection, too: the share that TCP leaves to TCP is the yardstick for what it leaves to farwire.
 """
 
 import argparse
@@ -25,7 +25,7 @@ WARM_UP = 10
 
 
 class Job:
-    """This rank of a job of farwire that makes all-reduces without end."""
+    """This rank of a farwire job that makes all-reduces without end."""
 
     def __init__(self, number, farwire):
         self.metrics = f"127.0.0.1:{9464 + 100 * number}"
@@ -75,7 +75,7 @@ class Tcp:
             self.socket.sendall(bytes(1 << 16))
 
     def sent(self):
-        """What has arrived, by the kernel's word: tcpi_bytes_acked, a u64 at offset 120 of struct tcp_info."""
+        """Bytes that have arrived, as the kernel counts: tcpi_bytes_acked, a u64 at offset 120 of struct tcp_info."""
         info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 192)
         return int.from_bytes(info[120:128], sys.byteorder)
 

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Has libFuzzer look for bytes that break what reads them, and keeps those that reach new code.
+"""Runs libFuzzer to find bytes that break the decoders, and can keep inputs that reach new code.
 
     python3 scripts/fuzz.py [--runs 100000] [--targets header,codec] [--keep]
 
-Builds fuzz/ with the toolchain that is there (stable is enough; a C++ compiler is needed), starts from what is kept in
-crates/farwire-fuzz/corpus, and runs each target so many times, on as many cores as there are. `--keep` makes the kept
-corpus anew from inputs that together reach all that was reached, or from 300 of them, short and long. An input that breaks a promise is
-left in fuzz/artifacts, and ends it.
+Builds fuzz/ with the installed toolchain (stable is enough; a C++ compiler is needed), starts from the inputs kept in
+crates/farwire-fuzz/corpus, and runs each target that many times, on all cores. `--keep` replaces the kept corpus by
+inputs that together reach all the code that was reached, or by 300 of them, short and long. An input that breaks a
+promise ends its target's run, and is left in fuzz/artifacts.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def build():
 
 
 def unpack(name):
-    """The kept inputs as files, each named by its number."""
+    """The kept inputs as files, each named by its offset in the corpus."""
     folder = WORK / name
     folder.mkdir(parents=True, exist_ok=True)
     packed, at = (KEPT / name).read_bytes() if (KEPT / name).exists() else b"", 0
@@ -57,7 +57,7 @@ def unpack(name):
 
 
 def pack(name, folder):
-    """Keeps inputs that reach what was reached."""
+    """Keeps inputs that together reach all the code that was reached."""
     least = folder.with_name(f"{name}-least")
     shutil.rmtree(least, ignore_errors=True)
     least.mkdir()

@@ -3,20 +3,20 @@
 #
 #   scripts/gpu.sh [DIR]          (default: target/gpu)
 #
-# Leaves in DIR the programs, stripped, and `run.sh`. Copy DIR to the machine with the GPU and start
-# `run.sh` there. That needs the NVIDIA driver and NVRTC (of the CUDA toolkit, or of the package
-# nvidia-cuda-nvrtc from PyPI), and nothing else; where compute-sanitizer is installed,
-# `run.sh sanitize` has it look for stray, racing and uninitialised accesses. `run.sh bench` measures
-# an all-reduce between two ranks on the card, and Gloo's if torch is there.
+# Writes the stripped programs and `run.sh` to DIR. Copy DIR to the machine with the GPU and start
+# `run.sh` there. It needs only the NVIDIA driver and NVRTC (from the CUDA toolkit, or from the
+# package nvidia-cuda-nvrtc on PyPI). With compute-sanitizer installed, `run.sh sanitize` looks for
+# stray, racing and uninitialised accesses. `run.sh bench` measures an all-reduce between two ranks
+# on the card, and Gloo's if torch is installed.
 #
-# Where nvcc is on the PATH (cuda_toolkit.sh), also what trains on the card, in DIR-train, for its
-# `run.sh train`: that needs cuBLAS and cuRAND there, of the CUDA toolkit or of torch.
+# If nvcc is on the PATH (see cuda_toolkit.sh), it also builds the programs that train on the card,
+# in DIR-train, for `run.sh train`: that needs cuBLAS and cuRAND, from the CUDA toolkit or torch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 dir=${1:-target/gpu}
 mkdir -p "$dir"
 
-# The name of what cargo built: the path in the JSON message of that target.
+# The path of a program that cargo built, from the JSON message for that target.
 built() {
   local name=$1
   shift
@@ -30,7 +30,7 @@ cp "$(built farwire --release --package farwire-cli --features cuda --bin farwir
 (cd "$dir" && strip parity memory all_reduce training codec_cuda farwire)
 cp scripts/gpu_peers.py "$dir"
 if command -v nvcc > /dev/null; then
-  # candle's kernels are compiled twice if another set of features comes between: a folder for them.
+  # A folder of its own: builds with other features in between would compile candle's kernels again.
   export CARGO_TARGET_DIR=${TRAIN_TARGET_DIR:-${CARGO_TARGET_DIR:-target}/train-cuda}
   mkdir -p "$dir-train"
   cp "$(built farwire --release --package farwire-cli --features train-cuda --bin farwire)" \
@@ -57,13 +57,12 @@ if ! ldconfig -p | grep -q libnvrtc; then
   done
 fi
 if [ "${1:-}" = sanitize ]; then
-  # Every test but those of memory over many steps and of killed ranks, with the smallest inputs
-  # that take kernels down all their ways, under each of three tools: a process for each tool, test
-  # and some codecs, as many at once as there are cores, or JOBS; those that take longest come first,
-  # or last if TIME is limited: then more of them are made.
-  # One that takes all of the card's memory comes after the others, alone. LIMIT is the most seconds
-  # of a run, TIME of all runs together, 0: no limit. Runs whose logs are there, and clean, are not
-  # made again.
+  # Runs every test except those of memory over many steps and of killed ranks, with the smallest
+  # inputs that take kernels through all their paths, under each of three tools. Each tool, test and
+  # group of codecs has a process of its own; JOBS run at once, by default one per core. Those that
+  # take longest come first, or last if TIME is limited, so that more of them are made. The test
+  # that takes all of the card's memory comes after the others, alone. LIMIT is the most seconds for
+  # one run, TIME for all runs together (0: no limit). Runs that have a clean log are not repeated.
   for bin in /usr/local/cuda/bin /usr/local/cuda-*/bin /usr/local/cuda*/compute-sanitizer; do
     if [ -x "$bin/compute-sanitizer" ]; then PATH=$PATH:$bin; fi
   done
@@ -74,7 +73,7 @@ if [ "${1:-}" = sanitize ]; then
   logs=sanitized
   mkdir -p "$logs"
   : > "$logs.txt"
-  # How the names of some codecs begin. There are most of top-k.
+  # Prefixes of codec names, in groups. Most codecs are variants of top-k.
   large="topk:2,topk:3,topk:4,topk:5,topk:6,topk:7,topk:8,topk:9"
   top="topk:0.0 topk:0.1,topk:0.2,topk:0.3,topk:0.4,topk:0.5,topk:0.6,topk:0.7,topk:0.8,topk:0.9"
   top="$top,topk:count,topk:1 $large"
@@ -85,8 +84,8 @@ if [ "${1:-}" = sanitize ]; then
     for program in parity training all_reduce; do
       for test in $("./$program" --list | sed -n 's/: test$//p'); do
         case $program.$test in
-          *thousand_steps | *killed*) continue ;; # too long; and who is killed does not report
-          *has_messages* | *not_there*) continue ;; # do without the card
+          *thousand_steps | *killed*) continue ;; # too long; and a killed process does not report
+          *has_messages* | *not_there*) continue ;; # these do not use the card
           *wrong_guess*) codecs="topk:0.01 topk:0.001 topk:0.02 topk:count topk:6" ;;
           *processes*) codecs="topk int8,int4,fp8 none,bf16,f16,randk,sign,powersgd" ;;
           training.* | *without_kernels* | *comes_after* | *dense* | *owed_moves* | *out_of_memory*)
@@ -145,7 +144,7 @@ if [ "${1:-}" = sanitize ]; then
   if [ "${TIME:-0}" -gt 0 ]; then until=$((began + TIME)); fi
   export -f one
   export logs until
-  # Kernels are compiled once, not by every process.
+  # Compiles the kernels once here, instead of in every process.
   for codec in $top int8,fp8 int4 none,bf16,f16,randk,sign,powersgd; do
     for program in parity all_reduce; do
       FARWIRE_CUDA_CODECS=$codec FARWIRE_CUDA_CASES=1 \
@@ -156,7 +155,7 @@ if [ "${1:-}" = sanitize ]; then
   wait
   echo "$(jobs | wc -l) runs; kernels were compiled in $(($(date +%s) - began)) s"
   rm -f "$logs.times"
-  # An eighth of the time is for what runs alone.
+  # An eighth of the time is kept for the test that runs alone.
   if [ $until -gt 0 ]; then until=$((began + TIME - TIME / 8)); fi
   jobs | grep -v out_of_memory | run "${JOBS:-$(nproc)}"
   if [ $until -gt 0 ]; then until=$((began + TIME)); fi
@@ -181,7 +180,7 @@ if [ "${1:-}" = bench ]; then
   exit
 fi
 if [ "${1:-}" = train ]; then
-  # cuBLAS and cuRAND as torch has them, where the toolkit's are not installed.
+  # Finds torch's cuBLAS and cuRAND, in case the toolkit's are not installed.
   torch=$(python3 -c 'import torch, os; print(os.path.dirname(torch.__file__))' 2> /dev/null || true)
   for lib in "$torch"/../nvidia/*/lib /usr/local/cuda/lib64 /usr/local/cuda-*/lib64; do
     if [ -d "$lib" ]; then LD_LIBRARY_PATH=${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$lib; fi

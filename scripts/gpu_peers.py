@@ -3,9 +3,9 @@
 
     scripts/gpu_peers.py [--size MIB] [--ranks N] [--repeats N]
 
-Needs torch with CUDA. Several ranks share the cards there are. Two ways: the whole vector to pinned
+Needs torch with CUDA. The ranks share the cards. It measures two ways: the whole vector to pinned
 memory, all_reduce, and back; and the same in pieces of 16 MiB, so that copies and network overlap.
-Prints the median time of each, from a card that is idle to a card that is idle again.
+Prints the median time of each, from an idle card to an idle card.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""The tables of training in docs/gpu.md: losses on the card and on the CPU, and speed.
+"""The training tables in docs/gpu.md: losses on the card and on the CPU, and speed.
 
     scripts/gpu_train.py PROGRAM [losses|speed]
 
-PROGRAM is a farwire built with the feature train-cuda. Two ranks share the cards there are.
+PROGRAM is a farwire built with the feature train-cuda. Two ranks share the cards.
 """
 
 import json
@@ -18,7 +18,7 @@ LARGE = "--layers 4 --heads 16 --width 1024 --context 256 --steps 24"
 
 
 def train(program, arguments):
-    """The steps of a run, or none if it failed."""
+    """The steps of a run; an empty list if it failed."""
     command = [program, "train", "--json", *arguments.split()]
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -32,7 +32,7 @@ def train(program, arguments):
 
 
 def apart(ours, theirs):
-    """How far losses are apart: at the most, and in the first 13 steps."""
+    """The largest difference between losses: over all steps, and over the first 13."""
     gaps = [abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs)]
     return f"{max(gaps):.1e}, {max(gaps[:13]):.1e} in the first 13 steps" if gaps else "no losses"
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What the Python layer adds to an all-reduce: the package beside `farwire bench`.
+"""What the Python layer adds to an all-reduce: the package compared with `farwire bench`.
 
     python scripts/py_overhead.py [--farwire PATH] [--rounds 10] [--json FILE]
 
-Two ranks of this machine all-reduce vectors of 4 KiB and 64 MiB of f32 through shared memory: from
+Two ranks on this machine all-reduce vectors of 4 KiB and 64 MiB of f32 through shared memory: from
 Rust, from NumPy and from PyTorch (if it is installed), each in processes of its own, one after the
-other, in rounds. A figure is the median time of an iteration on its slower rank. What else runs
-here adds to figures at random and takes nothing away, so the least of all rounds is compared, and
-shown beside the median of all rounds.
+other, in rounds. A figure is the median time of an iteration on its slower rank. Other programs on
+the machine can only make figures larger, so the least figure of all rounds is compared; it is shown
+next to the median of all rounds.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 
-#: Bytes, iterations in a round, and how a difference is shown.
+#: Bytes, and iterations in a round.
 SIZES = [(4 << 10, 2000), (64 << 20, 16)]
 LINK = "shm"
 WARM_UP = 5
@@ -63,7 +63,7 @@ def measure(kind, program, size, iterations):
     else:
         command = [program, "launch", "-n", "2", "--", sys.executable, os.path.abspath(__file__)]
         command += ["--rank", kind, str(size), str(iterations)]
-    # One BLAS thread: those of an idle pool spin on the cores that ranks need.
+    # One BLAS thread: the threads of an idle pool spin on the cores that ranks need.
     env = {**os.environ, "FARWIRE_LINK": LINK, "OMP_NUM_THREADS": "1"}
     run = subprocess.run(command, env=env, text=True, capture_output=True, timeout=LIMIT)
     lines = [line[line.index("{") :] for line in run.stdout.splitlines() if "{" in line]

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""How an all-reduce grows with the number of ranks: `farwire sim` with what work costs on this machine.
+"""How the time of an all-reduce grows with the number of ranks: `farwire sim` with costs measured on this machine.
 
-    python3 scripts/scaling.py speeds FILE             measures that here, on an idle machine (as root)
+    python3 scripts/scaling.py speeds FILE             measures the costs, on an idle machine (as root)
     python3 scripts/scaling.py check FILE              simulates four shaped hosts, and measures them (as root)
     python3 scripts/scaling.py curves FILE OUT         simulates hosts of 8 ranks: OUT.json
     python3 scripts/scaling.py plot OUT                OUT.svg from OUT.json, and a table, in ms
     python3 scripts/scaling.py memory                  what a rank needs for each peer, over QUIC and TCP
 
 `--farwire PATH` is the program. `speeds` and `check` take a few minutes, `curves` about 20 minutes of CPU time, and up to 3 GB
-for each of the simulations that are made at once (`--jobs`).
+for each simulation that runs at the same time (`--jobs`).
 """
 
 import argparse
@@ -28,12 +28,12 @@ RANKS = [16, 64, 256, 1024]
 PER_HOST, HOST_CORES = 8, 16
 LAB = "--hosts 4 --queue 20ms --delay 0.1ms"
 LATENCY = "100us"
-# What a byte costs depends on the link, so every run names it: TCP, which is meant for hosts less than 5 ms apart.
+# The cost of a byte depends on the link, so every run names it: TCP, which is meant for hosts less than 5 ms apart.
 LINK = "tcp"
 
 
 def rows(output):
-    """The JSON objects in what was printed; netlab puts `[rank] ` in front."""
+    """The JSON objects in an output; netlab puts `[rank] ` in front."""
     return [json.loads(line[line.find("{"):]) for line in output.splitlines() if "{" in line]
 
 
@@ -45,22 +45,22 @@ def farwire(options, arguments):
 
 
 def measured(options, rate, arguments, relay=None):
-    """The line of `bench` between the hosts of a laboratory."""
+    """The result of `bench` between the hosts of a laboratory."""
     to = f" --json {relay}" if relay else ""
     bench = f"{options.farwire} bench all_reduce --link {LINK} --json {arguments}"
     return rows(farwire(options, f"netlab {LAB} --rate {rate}{to} -- {bench}"))[0]
 
 
 def speeds(options, path):
-    """What work costs: codecs, frames, bytes that cross a network, the laboratory's relay; and what flows fill of a line."""
+    """Measures the costs of codecs, frames, network bytes and the laboratory's relay, and the share of a line that flows fill."""
     out = farwire(options, "bench codec --size 64MiB --codec int8 --codec topk:0.01 --codec randk:0.01 --iters 20 --json")
     out += farwire(options, f"bench barrier --ranks 8 --link {LINK} --size 4 --json")
     with tempfile.NamedTemporaryFile("r") as relay:
-        # CPU time counts here, not how long it takes.
+        # CPU time counts here, not elapsed time.
         row = measured(options, "1gbit", "--size 100MB --iters 3 --warmup 1", relay.name)
         out += json.dumps(row) + "\n" + relay.read()
-    # Here only the line counts: 20 MB at a tenth of the rate, half again as many bytes on each line. A faster one cannot be
-    # filled by a relay that is one thread.
+    # Here only the line counts: 20 MB at a tenth of the rate, one and a half times as many bytes on each line. A relay with one
+    # thread cannot fill a faster line.
     row = measured(options, "100mbit", "--size 20MB --iters 3 --warmup 1")
     share = 1.5 * 20e6 / 12.5e6 / (row["p50_us"] / 1e6)
     out += json.dumps({"line_share": share, "bandwidth": 12.5e6}) + "\n"
@@ -89,7 +89,7 @@ def check(options, path):
 
 
 def curves(options, path, out):
-    """Each host has its own cores, and nobody a relay. Goes on where an earlier run has stopped."""
+    """Simulates hosts with cores of their own, and without a relay. Goes on where an earlier run has stopped."""
     found = json.load(open(f"{out}.json")) if os.path.exists(f"{out}.json") else []
     known = {(point["ranks"], point["rate"], point["codec"], point["way"]) for point in found}
     todo = [case for case in itertools.product(RANKS, RATES, CODECS, WAYS) if case not in known]
@@ -106,7 +106,7 @@ def curves(options, path, out):
             done = {"ranks": ranks, "rate": rate, "codec": codec, "way": way}
             return done | {"ms": run["virtual_ms"], "segment": run["segment"]}
 
-        # The largest first, so that no core has one of them left when the others are done.
+        # The largest first, so that no core still has a large one when the others are done.
         for done in concurrent.futures.as_completed([pool.submit(point, case) for case in reversed(todo)]):
             print(*done.result().values(), flush=True)
             found.append(done.result())

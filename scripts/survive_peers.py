@@ -3,12 +3,12 @@
 
     python3 scripts/survive_peers.py [--rounds 5] [--farwire PATH]
 
-Needs `pip install torch torchft` and a built `farwire`; PCCL takes part where `import pccl` works. All train a model of about 0.8 million parameters on three
-processes of this host. For torchft a lighthouse runs beside them, and each process is a replica group of its own over Gloo;
-for PCCL its master does.
-Prints, as medians over rounds: seconds from the kill to the next step of the others, and to the first step of all three. All
-are started with their defaults, but for torchft's timeout of operations (5 s instead of 60) and the time that its lighthouse
-waits for those who join (1 s instead of 60), which would decide the result alone.
+Needs `pip install torch torchft` and a built `farwire`; PCCL takes part if `import pccl` works. All train a model of about
+0.8 million parameters in three processes on this host. torchft also runs a lighthouse, and each of its processes is a
+replica group of its own over Gloo; PCCL also runs its master.
+Prints medians and maxima over rounds: seconds from the kill to the next step of the others, and to the first step of all
+three. All are started with their defaults, except for torchft's timeout of operations (5 s instead of 60) and the time that
+its lighthouse waits for joining processes (1 s instead of 60): those alone would decide the result.
 """
 
 import argparse
@@ -30,7 +30,7 @@ TRAIN = "train --layers 4 --heads 4 --width 128 --context 32 --batch 12 --codec 
 
 
 def replica():
-    """A process of torchft's job: says when each step has ended, and how many took part."""
+    """A process of torchft's job: reports when each step has ended, and how many took part."""
     from datetime import timedelta
 
     import torch
@@ -114,7 +114,7 @@ def pccl_peer():
 
 
 class Steps:
-    """Waits for steps of so many ranks, as any process tells of them."""
+    """Waits for steps of a number of ranks, as reported by any process."""
 
     def __init__(self):
         self.changed, self.ranks, self.count, self.told = threading.Condition(), 0, 0, set()
@@ -129,13 +129,13 @@ class Steps:
             with self.changed:
                 if said.get("event") == "change":
                     self.ranks = said["ranks"]
-                    self.told.add(self.ranks)  # of two changes, both may be told before the step
+                    self.told.add(self.ranks)  # two changes may both be reported before the step
                 elif said.get("event") == "step":
                     self.ranks, self.count = said.get("ranks", self.ranks), self.count + 1
                 self.changed.notify_all()
 
     def wait(self, ranks, steps=1):
-        """Until steps of just so many ranks were made from now on."""
+        """Waits until a group of exactly this many ranks has made `steps` steps from now on."""
         with self.changed:
             done, until = 0, time.monotonic() + 120
             while done < steps:

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Top-k beside its peers, in one run on one core: farwire (with error feedback, down to bytes), torch.topk, nexar.
+"""Top-k compared with its peers, in one run on one core: farwire (with error feedback, down to bytes), torch.topk, nexar.
 
     python3 scripts/topk_peers.py [--nexar] [--farwire PATH] [--elements N] [--tries N]
 
-Prints the best of several tries of each, and the ratio. Peers are optional: torch.topk is measured where PyTorch is
-installed, nexar's TopKCompressor with --nexar where cargo can fetch and build it. Another peer can be put beside them
-with --peer NAME=SECONDS, measured elsewhere on the same machine.
+Prints the best of several tries of each, and the ratio. Peers are optional: torch.topk is measured if PyTorch is
+installed, nexar's TopKCompressor with --nexar if cargo can fetch and build it. Add another peer with
+--peer NAME=SECONDS: a time measured by other means on the same machine.
 """
 
 import argparse
@@ -29,7 +29,7 @@ nexar = "={NEXAR}"
 [workspace]
 """
 
-# The same kind of values as `farwire bench codec` makes, and a residual that owes something: one step in mid-training.
+# The same kind of values as in `farwire bench codec`, and a residual that is not zero: a step in the middle of training.
 PROGRAM = """use std::time::Instant;
 
 use nexar::DataType;

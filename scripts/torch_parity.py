@@ -4,7 +4,7 @@
     python3 scripts/torch_parity.py [--farwire PATH] [flags for farwire train, for example --ranks 2 --tp 2]
 
 Makes the weights, saves them as one safetensors file, runs `farwire train --init` on that file, and trains the same model here.
-Exits with 1 if any step's loss differs by more than 1e-3, and with 0 and a word if torch is not installed.
+Exits with 1 if any step's loss differs by more than 1e-3 (relative), and with 0 and a message if torch is not installed.
 """
 
 import argparse

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Looks for reads and writes outside of what was allocated or mapped, and for decisions on memory that
+# Looks for reads and writes outside of allocated or mapped memory, and for decisions on memory that
 # was never written, in the code with `unsafe`: shared memory and the codecs' kernels.
 #
 #   scripts/valgrind.sh
 #
-# Takes some minutes. Valgrind knows no AVX-512, so of the kernels it sees the portable and AVX2 forms.
-# The model checker's tests are left out: they switch stacks, which valgrind takes for errors.
+# Takes some minutes. Valgrind does not support AVX-512, so of the kernels it checks only the
+# portable and AVX2 forms. The model checker's tests are left out: they switch stacks, which valgrind
+# reports as errors.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 

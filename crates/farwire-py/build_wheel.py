@@ -1,7 +1,7 @@
 """Builds the wheel: maturin's build backend, after the `farwire` program has been built.
 
-The program goes into the wheel as a script, so that `farwire launch` is on the path of whoever
-installs it.
+The program goes into the wheel as a script, so that installing it puts `farwire launch` on the
+path.
 """
 
 import os
@@ -25,7 +25,7 @@ build_sdist = maturin.build_sdist
 
 
 def build_program():
-    """Builds the program, and puts it where maturin takes scripts from."""
+    """Builds the program and puts it where maturin looks for scripts."""
     build = ["cargo", "build", "--release", "--locked", "-p", "farwire-cli"]
     subprocess.run(build, cwd=ROOT, check=True)
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))

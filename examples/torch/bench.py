@@ -1,14 +1,14 @@
-"""How long a training step takes, by what exchanges the gradients.
+"""How long a training step takes with different ways of exchanging the gradients.
 
 Between two hosts of a lab on this machine (needs root):
 
     farwire netlab --hosts 2 --rate 100mbit -- python examples/torch/bench.py
 
-Or between real ones, with any launcher. It trains a GPT of about 50 million parameters on batches
+Or between real hosts, with any launcher. It trains a GPT of about 50 million parameters on batches
 of 1 x 64 tokens, without a phase-in, and prints the median step for each way of exchanging
-gradients; communication is what a step takes longer than one whose hook does nothing. Ways take
-turns in --rounds, so that a machine that is busy for a while does no way an injustice. What --json
-writes is what plot.py draws. To compare losses, take a small model and many steps:
+gradients; communication is the extra time compared with a step whose hook does nothing. The ways
+take turns in --rounds, so that a machine that is busy for a while is not unfair to one of them.
+plot.py draws the file that --json writes. To compare losses, use a small model and many steps:
 
     … bench.py --width 128 --layers 4 --batch 8 --rate 0.1 --momentum 0.9 --steps 200
 """
@@ -34,14 +34,14 @@ WAYS += [f"farwire {codec}" for codec in ("none", "int8", "powersgd:4", "topk:0.
 
 
 def do_nothing(_, bucket):
-    """What a step takes by itself."""
+    """A hook for measuring a step without communication."""
     future = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future
 
 
 def set_hook(model, way, comm):
-    """Has a model exchange its gradients in one of the ways."""
+    """Makes a model exchange its gradients in one of the ways."""
     if way == "nothing":
         model.register_comm_hook(None, do_nothing)
     elif way == "gloo fp16":
@@ -58,17 +58,17 @@ def set_hook(model, way, comm):
 
 
 def sent_by_host():
-    """Bytes that this host has sent, on all devices but loopback."""
+    """Bytes that this host has sent, on all devices except loopback."""
     with open("/proc/net/dev") as file:
         lines = [line.replace(":", " ").split() for line in file.readlines()[2:]]
     return sum(int(line[9]) for line in lines if line[0] != "lo")
 
 
 def measure(way, comm, chosen):
-    """Of each step the seconds, on the slowest rank, and the bytes sent; the loss at the end."""
+    """For each step, the seconds on the slowest rank and the bytes sent; the loss at the end."""
     torch.manual_seed(0)
-    # torch's PowerSGD starts its later rounds from callbacks, whose order Gloo's threads do not
-    # keep: with more than one bucket, ranks get each other's.
+    # torch's PowerSGD starts its later rounds from callbacks, and Gloo's threads do not keep their
+    # order: with more than one bucket, ranks mix the buckets up.
     options = {"bucket_cap_mb": 1 << 12} if way.startswith("gloo powersgd") else {}
     gpt = GPT(chosen.width, chosen.layers, heads=chosen.width // 64)
     # All ranks have the same seed, and so the same weights.
@@ -98,7 +98,7 @@ def measure(way, comm, chosen):
 
 
 def show(way, figures):
-    """A line for a way, beside the step that exchanges nothing."""
+    """Prints a line for a way, compared with the step that exchanges nothing."""
     step, sent, loss = figures[way]
     print(
         f"{way:18} step {step:7.3f} s   communication {step - figures['nothing'][0]:7.3f} s   "

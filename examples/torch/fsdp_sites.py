@@ -1,7 +1,7 @@
 """FSDP2 inside each site, compressed farwire between sites.
 
 Every site shards the model over its own ranks, with NCCL or Gloo; each rank then exchanges its
-shard of the gradients with the rank that holds the same shard at the other sites.
+shard of the gradients with the ranks that hold the same shard at the other sites.
 
     torchrun --nnodes 2 --nproc-per-node 2 --node-rank 0 --master-addr HOST0 --master-port 29500 \\
         examples/torch/fsdp_sites.py --per-site 2

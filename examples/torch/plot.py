@@ -1,4 +1,4 @@
-"""Draws what bench.py has measured: a bar for each way, computing and communicating.
+"""Draws the figures from bench.py: a bar for each way, split into computing and communicating.
 
     python examples/torch/plot.py "100 Mbit/s=bench-100.json" "1 Gbit/s=bench-1000.json" > steps.svg
 """
@@ -11,7 +11,7 @@ WIDTH, LEFT, BAR, GAP = 720, 150, 16, 8
 
 
 def panel(title, figures, top):
-    """One network: its bars, and where the next panel begins."""
+    """One network: its bars, and the top of the next panel."""
     base = figures["nothing"][0]
     longest = max(step for step, *_ in figures.values())
     scale = (WIDTH - LEFT - 90) / longest

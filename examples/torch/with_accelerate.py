@@ -1,9 +1,9 @@
-"""Hugging Face Accelerate, with gradients through farwire: two lines more.
+"""Hugging Face Accelerate, with gradients through farwire: two more lines.
 
     pip install accelerate
     torchrun --nproc-per-node 2 examples/torch/with_accelerate.py
 
-`accelerator.prepare` makes a DistributedDataParallel of the model, and that takes the hook. All
+`accelerator.prepare` wraps the model in DistributedDataParallel, which takes the hook. Everything
 else is as without farwire. (Lightning does the same by itself, on GPUs: give its `DDPStrategy`
 `ddp_comm_state=farwire.torch.State(…)` and `ddp_comm_hook=farwire.torch.hook`.)
 """

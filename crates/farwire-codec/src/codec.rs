@@ -1,4 +1,5 @@
-//! What the rest of farwire asks of a codec. Each file in `codecs/` answers it, and so can you.
+//! The questions that farwire asks of a codec. Each file in `codecs/` answers them, and so can
+//! yours.
 //!
 //! | question | asked by | answer |
 //! |---|---|---|
@@ -19,32 +20,33 @@ use crate::spec::{CodecSpec, Params};
 
 /// A codec with its parameters.
 ///
-/// The same on every rank, and without state: what it owes lies in the residual that its caller
+/// It is the same on every rank and has no state: what it owes is in the residual that the caller
 /// keeps (see [`ErrorFeedback`](crate::ErrorFeedback)).
 pub trait Codec: Any + Debug + Send + Sync {
-    /// The text that parses to this codec; options at their default are left out. It says all that
-    /// ranks must agree on: they compare it before they exchange messages.
+    /// The text that parses to this codec; options at their default are left out. It contains
+    /// everything that ranks must agree on: they compare it before they exchange messages.
     fn name(&self) -> String;
 
-    /// How a vector travels, and what makes its bytes. Nearly always `Travel::Shards(self)`.
+    /// How a vector travels, and what encodes it. Nearly always `Travel::Shards(self)`.
     fn travels(self: Arc<Self>) -> Travel;
 
-    /// The share of a vector's elements that one message brings news of: 1 unless the codec leaves
+    /// The fraction of a vector's elements that one message carries: 1 unless the codec leaves
     /// elements out.
     fn density(&self, elements: usize) -> f64 {
         let _ = elements;
         1.0
     }
 
-    /// The same codec with another density, in (0, 1]; none if it leaves no elements out.
+    /// The same codec with another density, in (0, 1]; `None` if the codec leaves no elements out.
     ///
-    /// A run can start with many elements and end with few.
+    /// With this, a run can start by sending many elements and end by sending few.
     fn with_density(&self, density: f64) -> Option<CodecSpec> {
         let _ = density;
         None
     }
 
-    /// Whether training goes as without it, so that a run may use it from the first step.
+    /// Whether training goes as well as without the codec, so that a run may use it from the first
+    /// step.
     fn trains_like_dense(&self) -> bool {
         false
     }
@@ -53,8 +55,8 @@ pub trait Codec: Any + Debug + Send + Sync {
 /// How a codec's bytes travel in an all-reduce.
 #[derive(Clone, Debug)]
 pub enum Travel {
-    /// Shards go to their owners, the owners' sums to everybody. Bytes per rank do not grow with
-    /// the number of ranks.
+    /// Shards go to their owners, and the owners' sums to every rank. Bytes per rank do not grow
+    /// with the number of ranks.
     Shards(Arc<dyn MessageCodec>),
     /// Every rank's whole vector goes to every other rank.
     Whole(Arc<dyn MessageCodec>),
@@ -67,13 +69,12 @@ pub trait MessageCodec: Debug + Send + Sync {
     /// Encodes each shard of `job` to a message of its own, and leaves in `out` what was not sent:
     /// `residual = values + old residual − decoded`, exactly as f32 arithmetic gives it.
     ///
-    /// `out` is reused: give the same one again and nothing is allocated. After an error its
-    /// content means nothing.
+    /// Pass the same `out` again to reuse its buffers. After an error its contents mean nothing.
     fn encode(&self, job: &Job<'_>, out: &mut Encoded) -> Result<(), EncodeError>;
 
     /// Adds the message for `place` to `acc`, which has one element for each of `place.range`.
     ///
-    /// The message must be whole and nothing more. It comes from the network: every length, count
+    /// `bytes` must be exactly one whole message. It comes from the network, so every length, count
     /// and index is checked before it is used.
     fn add_decoded_into(
         &self,
@@ -82,7 +83,8 @@ pub trait MessageCodec: Debug + Send + Sync {
         acc: &mut [f32],
     ) -> Result<(), DecodeError>;
 
-    /// The same where all of `acc` is to be taken for zero, whatever it holds.
+    /// Like [`add_decoded_into`](Self::add_decoded_into), but takes all of `acc` for zero, whatever
+    /// it holds.
     fn decode_into(
         &self,
         bytes: &[u8],
@@ -93,10 +95,10 @@ pub trait MessageCodec: Debug + Send + Sync {
         self.add_decoded_into(bytes, place, acc)
     }
 
-    /// The same, and every element divided by `by`: a mean of so many.
+    /// Like [`decode_into`](Self::decode_into), then divides every element by `by`, as for a mean.
     ///
-    /// To the bit what [`decode_into`](Self::decode_into) gives, divided. A codec that knows which
-    /// elements are zero need not touch them again.
+    /// The result is the same to the bit as dividing after [`decode_into`](Self::decode_into). A
+    /// codec that knows which elements are zero need not touch them again.
     fn decode_divided_into(
         &self,
         bytes: &[u8],
@@ -113,30 +115,30 @@ pub trait MessageCodec: Debug + Send + Sync {
     /// ones.
     fn max_message_len(&self, elements: usize) -> usize;
 
-    /// Bytes that a vector of this many elements takes as a rule.
+    /// Bytes that a vector of this many elements usually takes.
     fn expected_len(&self, elements: usize) -> usize {
         self.max_message_len(elements)
     }
 
-    /// Whether elements are coded one by one or in small blocks. Then a long vector is cut into
-    /// chunks, of which one is encoded while another travels.
+    /// Whether elements are coded one by one or in small blocks. If so, a long vector is cut into
+    /// chunks, and one is encoded while another travels.
     fn is_local(&self) -> bool {
         false
     }
 }
 
-/// A line of the [registry](crate::CODECS): codecs that one parser reads.
+/// A line of the [registry](crate::CODECS): the codecs that share one parser.
 #[derive(Debug)]
 pub struct CodecFamily {
     /// What people type, up to a colon or a comma.
     pub names: &'static [&'static str],
-    /// All that parses, for help texts and errors.
+    /// Every form that parses, for help texts and errors.
     pub forms: &'static str,
     /// What is sent, in a few words.
     pub help: &'static str,
-    /// What people use: benchmarks measure these, and tests run them.
+    /// Forms that people use: benchmarks measure these, and tests run them.
     pub typical: &'static [&'static str],
-    /// What else tests run: each option that changes the code that runs.
+    /// More forms for tests: they cover each option that changes which code runs.
     pub corners: &'static [&'static str],
     pub(crate) parse: fn(&mut Params<'_>) -> Result<CodecSpec, String>,
 }

@@ -5,9 +5,9 @@
 //! message) and checks for NaN. In an all-reduce every rank sends its message to every other, and
 //! all of them add the messages in rank order.
 //!
-//! That is the short way. A codec that is to travel in shards, like those that have names, or that
-//! has a faster way to its residual, implements [`Codec`] and [`MessageCodec`] itself, and goes
-//! wherever they go by [`CodecSpec::new`].
+//! That is the short way. A codec that should travel in shards, as the named ones do, or that can
+//! compute its residual faster, implements [`Codec`] and [`MessageCodec`] itself. With
+//! [`CodecSpec::new`] it can be used wherever they are.
 //!
 //! ```
 //! use farwire_codec::*;
@@ -71,8 +71,8 @@ pub trait VectorCodec: std::fmt::Debug + Send + Sync + 'static {
     /// messages.
     fn name(&self) -> String;
 
-    /// Appends the message for these finite values to `out`. What it depends on must be in the
-    /// values and the place.
+    /// Appends the message for these finite values to `out`. It may depend on the values and the
+    /// place only.
     fn encode(&self, values: &[f32], place: &CodedPlace, out: &mut Vec<u8>);
 
     /// Adds a message to `acc`, or refuses it. The bytes come from the network: check before you
@@ -128,7 +128,7 @@ impl<C: VectorCodec> MessageCodec for Custom<C> {
             guarded(encode).map_err(EncodeError::OwnMessage)?;
             let (need, given) = (self.0.max_message_len(values.len()), message.len());
             if given > need {
-                // Peers would not take it.
+                // Peers would refuse it.
                 return Err(EncodeError::OwnMessage(DecodeError::Length { need, given }));
             }
             decoded.clear();
@@ -155,7 +155,8 @@ impl<C: VectorCodec> MessageCodec for Custom<C> {
     }
 }
 
-/// Runs foreign code. A panic in it is an error like any other: other ranks wait for this one.
+/// Runs foreign code. A panic in it becomes an error like any other, since other ranks wait for
+/// this one.
 fn guarded<T>(work: impl FnOnce() -> Result<T, DecodeError>) -> Result<T, DecodeError> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or(Err(DecodeError::Field("panic")))
 }

@@ -1,4 +1,4 @@
-//! What all codecs that send something for each element have in common: the vector is cut into
+//! The common part of all codecs that send something for each element: the vector is cut into
 //! *tiles*, each coded on its own, and a message is one coded tile after the other. Lengths follow
 //! from the number of elements, so there is no header.
 //!
@@ -25,16 +25,15 @@ pub(crate) trait Tiles: std::fmt::Debug + Send + Sync {
     /// Elements of a tile.
     fn tile(&self) -> usize;
 
-    /// Bytes of a message of this many elements: the sum over its tiles, of which the last may be
-    /// short.
+    /// Bytes of a message of this many elements: the sum over its tiles. The last may be short.
     fn coded_len(&self, elements: usize) -> usize;
 
-    /// Codes a tile: `values`, which are finite and include what was owed, to all of `out`, which
-    /// holds old bytes. Leaves in `values` what [`add_tile`](Self::add_tile) will not add.
+    /// Encodes a tile. `values` are finite and include what was owed; `out` holds old bytes, and
+    /// all of it is written. Leaves in `values` what [`add_tile`](Self::add_tile) will not add.
     fn encode_tile(&self, level: Level, noise: &Noise, values: &mut [f32], out: &mut [u8]);
 
-    /// Adds a coded tile. Its length has been checked; what is in it comes from the network and
-    /// has not.
+    /// Adds a coded tile. Its length has been checked; its contents come from the network and have
+    /// not been.
     fn add_tile(
         &self,
         level: Level,
@@ -48,8 +47,8 @@ pub(crate) trait Tiles: std::fmt::Debug + Send + Sync {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Noise {
     /// For rounding: different on each rank, and in each of its two roles. An owner rounds a sum
-    /// that holds its own rounded values; with the same numbers the second error would follow the
-    /// first.
+    /// that holds its own rounded values; with the same numbers the second error would depend on
+    /// the first.
     pub(crate) rounding: Counter,
     /// For rotation: the same on each rank.
     pub(crate) rotation: Counter,
@@ -120,7 +119,7 @@ fn encode(codec: &impl Tiles, job: &Job<'_>, out: &mut Encoded) -> Result<(), En
     let mut tasks = Vec::new();
     let mut residual = &mut out.residual[..];
     for (shard, message) in job.shards.iter().zip(&mut out.messages) {
-        // One byte more than it needs: an exchange adds one.
+        // One byte more than the message needs: a collective adds one.
         message.reserve_exact((codec.coded_len(shard.len()) + 1).saturating_sub(message.len()));
         message.resize(codec.coded_len(shard.len()), 0);
         let mut message = &mut message[..];
@@ -157,7 +156,7 @@ fn encode(codec: &impl Tiles, job: &Job<'_>, out: &mut Encoded) -> Result<(), En
     Ok(())
 }
 
-/// Adds a message to tiles that are prepared first, and finished afterwards.
+/// Adds a message tile by tile: `prepare` runs on each tile before, and `finish` after.
 fn add_to(
     codec: &impl Tiles,
     mut bytes: &[u8],

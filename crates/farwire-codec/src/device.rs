@@ -1,4 +1,4 @@
-//! What codecs that run on a card ask of those that run here, so that both make the same bytes.
+//! What codecs on a GPU need from those on the CPU, so that both make the same bytes.
 //!
 //! Not part of the public interface: `farwire-cuda` is the only caller.
 
@@ -15,7 +15,7 @@ use crate::simd::{self, Level};
 
 pub use crate::codecs::topk::proportion;
 
-/// Columns, and rows, whose products PowerSGD adds up on their own.
+/// Rows and columns per partial sum of PowerSGD.
 pub use crate::codecs::powersgd::{BAND as POWER_BAND, SEGMENT as POWER_SEGMENT};
 
 /// The Q that a step of PowerSGD starts with, column by column.
@@ -28,7 +28,7 @@ pub fn power_start(
     codec.start(warm, shape, context)
 }
 
-/// The sum of P with orthonormal columns; or why there is none.
+/// The sum of P with its columns made orthonormal; an error if it is not finite.
 pub fn power_basis(mut sum: Vec<f32>, rank: usize) -> Result<Vec<f32>, EncodeError> {
     powersgd::check_finite(&sum)?;
     powersgd::orthonormalise(&mut sum, rank);
@@ -40,7 +40,7 @@ pub fn power_check(factor: &[f32]) -> Result<(), EncodeError> {
     powersgd::check_finite(factor)
 }
 
-/// Elements of a block of kept ones.
+/// Elements per block of kept elements.
 pub const KEPT_BLOCK: usize = index::BLOCK;
 
 /// The keys of the two streams of 32-bit numbers that a block quantiser draws from.
@@ -85,7 +85,7 @@ impl Draws {
     }
 }
 
-/// The first stratum whose drawn element is in `place`, if any is, and how many there are.
+/// The first stratum whose drawn element is in `place`, if there is one, and how many there are.
 pub fn drawn_within(codec: &RandomK, place: &CodedPlace) -> (u64, usize) {
     codec.strata(place).run_within(place.range.clone())
 }
@@ -96,15 +96,15 @@ pub fn drawn_within(codec: &RandomK, place: &CodedPlace) -> (u64, usize) {
 pub struct KeptBlock {
     /// Its first byte.
     pub at: u64,
-    /// Which bit of its unary part is the last one.
+    /// At which bit of its unary part the last one is.
     pub last: u32,
-    /// Its elements.
+    /// How many elements it has.
     pub count: u32,
 }
 
 /// Walks over the blocks of a top-k message for `elements` elements, and appends them to `blocks`.
-/// Returns false if the message is not one that an encoder writes. That indices and values are in
-/// range is left to the decoder.
+/// Returns false if no encoder writes such a message. Whether indices and values are in range is
+/// left to the decoder to check.
 pub fn kept_blocks(
     values: ValueCoding,
     bytes: &[u8],
@@ -130,8 +130,9 @@ fn walk(
         let count = left.min(KEPT_BLOCK);
         let (used, last) = index::skip(level, rest, count)?;
         let at = (bytes.len() - rest.len()) as u64;
-        // Each block says where the next one is, so reading waits for memory time and again. But
-        // they are about equally long: where the indices of a later one will be can be told.
+        // Each block says where the next one starts, so reading would wait for memory again and
+        // again. But blocks are about equally long, so the place of a later one can be guessed and
+        // fetched early.
         let len = used + values.len(count);
         (0..used + 64).step_by(64).for_each(|line| simd::prefetch(rest, 6 * len + line));
         rest = rest.get(len..)?;

@@ -1,6 +1,6 @@
 //! What can go wrong while a vector is encoded or a message decoded.
 
-/// Why a vector was not encoded. Nothing was changed but the output's scratch space.
+/// Why a vector was not encoded. Nothing was changed except the output's scratch space.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum EncodeError {
@@ -19,7 +19,7 @@ pub enum EncodeError {
     TooLong {
         /// How many were given.
         elements: usize,
-        /// How many are possible.
+        /// How many are allowed.
         limit: usize,
     },
     /// A codec that cannot read its own message.
@@ -27,7 +27,7 @@ pub enum EncodeError {
     OwnMessage(DecodeError),
 }
 
-/// Why a message was refused. What it would have been added to may have been changed in part.
+/// Why a message was refused. The accumulator may have been changed in part.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DecodeError {
@@ -36,9 +36,9 @@ pub enum DecodeError {
         "expected {need} bytes in a message, got {given}; check that all ranks use the same codec"
     )]
     Length {
-        /// Bytes that were due, at least.
+        /// Bytes expected, at least.
         need: usize,
-        /// Bytes there were.
+        /// Bytes received.
         given: usize,
     },
     /// More elements than the range has.

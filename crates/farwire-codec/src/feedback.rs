@@ -2,8 +2,8 @@
 //!
 //! For each tensor, by name, a rank keeps
 //! - the *worker* residual: what its own messages left out of its gradient;
-//! - the *owner* residual: what it left out when it sent on the sum of the shards it owns;
-//! - for PowerSGD, where the next step starts.
+//! - the *owner* residual: what it left out when it sent the sums of the shards it owns;
+//! - for PowerSGD, the Q that the next step starts with.
 //!
 //! ```text
 //!             begin("w")                        commit()
@@ -12,14 +12,14 @@
 //!                                └────────▶ the state as it was, to the bit
 //! ```
 //!
-//! What is owed is owed whatever codec comes next, or none: see [`Transaction::own`] and
+//! A residual stays owed whatever codec comes next, even none: see [`Transaction::own`] and
 //! [`Transaction::pay`].
 //!
-//! Residuals need not be in host memory: a [`Piece`] may be on the card where it was made.
+//! Residuals need not be in host memory: a [`Piece`] may be on the GPU that made it.
 //!
-//! An operation takes a [`Transaction`] with it. Only [`commit`](Transaction::commit) changes
-//! anything, so an operation that fails, or a step that is skipped, loses no gradient. Residuals
-//! are f32: smaller types would lose what is smallest.
+//! Each operation holds a [`Transaction`]. Only [`commit`](Transaction::commit) changes anything,
+//! so an operation that fails, or a step that is skipped, loses no gradient. Residuals are f32:
+//! smaller types would lose the smallest values.
 //!
 //! ```
 //! use farwire_codec::*;
@@ -65,11 +65,11 @@ pub struct ErrorFeedback {
 #[derive(Debug, Default)]
 struct Entry {
     state: State,
-    /// Elements of the tensor, where that is known.
+    /// Elements of the tensor, if known.
     len: Option<usize>,
     /// Whether a transaction is open.
     open: bool,
-    /// Buffers of earlier residuals, to be written again.
+    /// Buffers of earlier residuals, to be reused.
     spare: Vec<Vec<f32>>,
 }
 
@@ -106,7 +106,7 @@ impl State {
         }
     }
 
-    /// Adds to the worker residual of the elements from `start` on.
+    /// Adds `owed` to the worker residual of the elements from `start` on.
     fn add(&mut self, start: usize, owed: &[f32]) {
         let sum = match self.worker.get(start..start + owed.len()) {
             Some(own) => own.values().iter().zip(owed).map(|(own, owed)| own + owed).collect(),
@@ -116,7 +116,7 @@ impl State {
     }
 }
 
-/// How much a tensor's residuals are: their Euclidean norms.
+/// The Euclidean norms of a tensor's residuals.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Norms {
     /// Of the worker residual.
@@ -126,13 +126,13 @@ pub struct Norms {
 }
 
 impl ErrorFeedback {
-    /// Nothing owed.
+    /// Error feedback that owes nothing.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// [`begin`](Self::begin) for a tensor of so many elements. What is owed for one of another
-    /// length is not for this one.
+    /// [`begin`](Self::begin) for a tensor of `len` elements. An error if something is owed for a
+    /// tensor of this name and another length.
     pub fn begin_of(&self, tensor: &str, len: usize) -> Result<Transaction, FeedbackError> {
         if let Some(Entry { state, len: had, .. }) = lock(&self.tensors).get(tensor) {
             let end = state.worker.end().max(state.owner.end());
@@ -148,8 +148,8 @@ impl ErrorFeedback {
         Ok(transaction)
     }
 
-    /// Takes a tensor's residuals into an operation. One at a time: the next step needs what this
-    /// one leaves.
+    /// Opens a transaction on a tensor's residuals. A tensor has one at a time: the next step needs
+    /// what this one leaves.
     pub fn begin(&self, tensor: &str) -> Result<Transaction, FeedbackError> {
         let mut tensors = lock(&self.tensors);
         let entry = tensors.entry(tensor.into()).or_default();
@@ -167,12 +167,12 @@ impl ErrorFeedback {
         })
     }
 
-    /// The tensors that something was ever begun for, in order.
+    /// The names of all known tensors, in order.
     pub fn names(&self) -> Vec<String> {
         lock(&self.tensors).keys().cloned().collect()
     }
 
-    /// Whether anything is owed for a tensor, as last committed: an element that is not zero.
+    /// Whether anything is owed for a tensor, as last committed: whether any element is not zero.
     pub fn owes(&self, tensor: &str) -> bool {
         let state = |entry: &Entry| entry.state.clone();
         let state = lock(&self.tensors).get(tensor).map(state).unwrap_or_default();
@@ -186,8 +186,8 @@ impl ErrorFeedback {
         Some(Norms { worker: state.worker.norm(), owner: state.owner.norm() })
     }
 
-    /// How much is owed for a tensor in all, as last committed: the norm of worker and owner
-    /// residual together. A [`reshard`](Self::reshard) does not change it, but for rounding.
+    /// How much is owed for a tensor in all, as last committed: the norm of the sum of worker and
+    /// owner residual. A [`reshard`](Self::reshard) does not change it, except by rounding.
     pub fn owed(&self, tensor: &str) -> f64 {
         let tensors = lock(&self.tensors);
         let Some(Entry { state, .. }) = tensors.get(tensor) else { return 0.0 };
@@ -199,8 +199,8 @@ impl ErrorFeedback {
         (state.worker.norm().powi(2) + state.owner.norm().powi(2) + 2.0 * shared).max(0.0).sqrt()
     }
 
-    /// The sum, over all that is owed for all tensors as last committed, of `value` of each element.
-    /// Results and what all ranks owe add up to the inputs, so this is how to check that.
+    /// The sum of `value` over all elements of all residuals, as last committed. Results and the
+    /// residuals of all ranks add up to the inputs; this is how to check it.
     pub fn sum_of(&self, value: impl Fn(f64) -> f64) -> f64 {
         let tensors = lock(&self.tensors);
         let states = tensors.values().map(|entry| &entry.state);
@@ -214,10 +214,10 @@ impl ErrorFeedback {
     /// Moves every owner residual into the worker residual of the same elements. Call it on every
     /// rank when the set of ranks changes.
     ///
-    /// After a change others own these elements, and an owner residual is only ever sent by the
-    /// owner. As part of a worker residual it goes to whoever owns them now, with this rank's next
+    /// After a change, other ranks own these elements, and an owner residual is only ever sent by
+    /// the owner. As part of the worker residual it goes to the new owner with this rank's next
     /// gradient, and nothing is lost. PowerSGD starts afresh, since a rank that joins does not know
-    /// where the others were.
+    /// the others' Q.
     pub fn reshard(&self) -> Result<(), FeedbackError> {
         let mut tensors = lock(&self.tensors);
         if let Some((tensor, _)) = tensors.iter().find(|(_, entry)| entry.open) {
@@ -230,8 +230,8 @@ impl ErrorFeedback {
         Ok(())
     }
 
-    /// Takes over what another rank owes that is about to leave, after a [`reshard`](Self::reshard)
-    /// of both: from now on this one owes it as a worker.
+    /// Takes over the residuals of a rank that is about to leave, after a
+    /// [`reshard`](Self::reshard) of both. From now on this rank owes them as a worker.
     pub fn take_over(&self, other: Self) -> Result<(), FeedbackError> {
         self.reshard()?;
         other.reshard()?;
@@ -257,10 +257,10 @@ impl ErrorFeedback {
     }
 }
 
-/// Buffers that a tensor keeps beside its residuals.
+/// Spare buffers that a tensor keeps besides its residuals.
 const SPARE: usize = 8;
 
-/// One operation's hold on a tensor's residuals. Dropped, it leaves them as they were.
+/// One operation's hold on a tensor's residuals. Dropping it leaves them as they were.
 #[derive(Debug)]
 pub struct Transaction {
     tensors: Arc<Mutex<BTreeMap<String, Entry>>>,
@@ -278,13 +278,14 @@ impl Transaction {
 
     /// What the worker owed for these elements before this transaction.
     ///
-    /// Free if the last operation set a piece of the same elements; otherwise pieces are put
-    /// together.
+    /// This is free if the last operation set a piece with exactly these elements; otherwise it
+    /// copies pieces together.
     pub fn worker(&self, range: Range<usize>) -> Owed {
         Owed(self.worker_piece(range).map(|piece| piece.values()))
     }
 
-    /// The same, where it is; nothing if all of it is zero.
+    /// Like [`worker`](Self::worker), but a piece may be outside host memory. `None` if nothing is
+    /// owed.
     pub fn worker_piece(&self, range: Range<usize>) -> Option<Piece> {
         self.old.worker.get(range)
     }
@@ -294,33 +295,35 @@ impl Transaction {
         Owed(self.owner_piece(range).map(|piece| piece.values()))
     }
 
-    /// The same, where it is; nothing if all of it is zero.
+    /// Like [`owner`](Self::owner), but a piece may be outside host memory. `None` if nothing is
+    /// owed.
     pub fn owner_piece(&self, range: Range<usize>) -> Option<Piece> {
         self.old.owner.get(range)
     }
 
-    /// Where PowerSGD starts.
+    /// The Q that PowerSGD starts with.
     pub fn warm(&self) -> Option<&[f32]> {
         self.old.warm.as_deref().map(Vec::as_slice)
     }
 
-    /// In this transaction the rank sends on the sums of these elements, in ascending ranges, and
-    /// of no others: what it owes as the owner of others becomes part of what it owes as a worker,
-    /// and goes to whoever owns them now. Call it first.
+    /// Says which elements the rank owns in this transaction, in ascending ranges. What it owes as
+    /// the owner of any others becomes part of what it owes as a worker, and so goes to their
+    /// present owners. Call it first.
     ///
-    /// Codecs differ in who owns what: some cut a long vector in chunks first, some have no owners
-    /// at all.
+    /// Which rank owns what depends on the codec: some cut a long vector into chunks first, some
+    /// have no owners at all.
     pub fn own(&mut self, ranges: &[Range<usize>]) {
         self.old.own(ranges);
         self.new = self.old.clone();
     }
 
-    /// Adds all that is owed to a vector that will travel as it is, without a codec; what does not
-    /// fit its element type stays owed. `false`, and nothing is changed, if that gives a NaN or an
-    /// infinity.
+    /// Adds everything owed to a vector that will travel as it is, without a codec; what does not
+    /// fit its element type stays owed. Returns `false`, with nothing changed, if that gives a NaN
+    /// or an infinity.
     ///
-    /// In a sum, whoever owns an element does not matter; a vector of which ranks keep their own
-    /// copies has no owners, and only what the worker owes is paid.
+    /// If the vector is to be summed (`sum`), it does not matter which rank owns an element, and
+    /// owner residuals are paid too. If each rank keeps its own copy, there are no owners, and only
+    /// what the worker owes is paid.
     pub fn pay(&mut self, vector: &mut Floats, sum: bool) -> bool {
         let mut state = self.old.clone();
         if sum {
@@ -338,28 +341,28 @@ impl Transaction {
         true
     }
 
-    /// What the worker owes from now on for the elements from `start` on.
+    /// Sets what the worker owes for the elements from `start` on.
     pub fn set_worker(&mut self, start: usize, residual: impl Into<Piece>) {
         self.new.worker.set(start, residual.into());
     }
 
-    /// From now on the worker owes nothing for these elements.
+    /// The worker now owes nothing for these elements.
     pub fn clear_worker(&mut self, range: Range<usize>) {
         self.new.worker.cut(&range);
     }
 
-    /// What the owner owes from now on for the elements from `start` on.
+    /// Sets what the owner owes for the elements from `start` on.
     pub fn set_owner(&mut self, start: usize, residual: impl Into<Piece>) {
         self.new.owner.set(start, residual.into());
     }
 
-    /// Where PowerSGD starts next time.
+    /// Sets the Q that PowerSGD starts with next time.
     pub fn set_warm(&mut self, warm: Vec<f32>) {
         self.new.warm = Some(Arc::new(warm));
     }
 
-    /// An old buffer to write `len` elements to, if there is one: content and length mean nothing.
-    /// The smallest that is long enough, so that a loop touches no fresh memory.
+    /// A spare buffer to write `len` elements to, if there is one; its content and length mean
+    /// nothing. It is the smallest that fits, so that a loop touches no fresh memory.
     pub fn buffer(&mut self, len: usize) -> Vec<f32> {
         let fits = |(_, spare): &(usize, &Vec<f32>)| spare.capacity() >= len;
         let best =
@@ -367,14 +370,14 @@ impl Transaction {
         best.map(|(at, _)| at).map_or_else(Vec::new, |at| self.spare.swap_remove(at))
     }
 
-    /// Gives a buffer back that is not needed any more.
+    /// Gives back a buffer that is no longer needed.
     pub fn give_back(&mut self, buffer: Vec<f32>) {
         if buffer.capacity() > 0 && self.spare.len() < SPARE {
             self.spare.push(buffer);
         }
     }
 
-    /// Makes everything set visible. Call it when the operation has succeeded.
+    /// Makes all changes visible. Call it when the operation has succeeded.
     pub fn commit(mut self) {
         let old = std::mem::take(&mut self.old);
         let new = std::mem::take(&mut self.new);
@@ -383,7 +386,7 @@ impl Transaction {
             entry.state = new;
         }
         drop(tensors);
-        // Buffers that nobody else holds any more can be used again.
+        // Buffers that nothing else holds can be reused.
         let pieces = old.worker.0.into_values().chain(old.owner.0.into_values());
         self.spare.extend(pieces.filter_map(Piece::into_buffer));
     }
@@ -403,7 +406,7 @@ impl Drop for Transaction {
 pub struct Owed(Option<Arc<Vec<f32>>>);
 
 impl Owed {
-    /// As an encoder takes it.
+    /// The form that an encoder takes.
     pub fn residual(&self) -> Residual<'_> {
         match &self.0 {
             Some(values) => Residual::Owed(values),
@@ -425,7 +428,7 @@ pub enum FeedbackError {
         /// The tensor.
         tensor: String,
     },
-    /// What is owed is for a tensor of another length.
+    /// Something is owed for a tensor of this name and another length.
     #[error(
         "tensor `{tensor}` has {len} elements, but something is owed for one of that name with {had}; \
          give tensors of different lengths different names, and go on from what was saved with the same model"
@@ -435,13 +438,13 @@ pub enum FeedbackError {
         tensor: String,
         /// Elements that something is owed for.
         had: usize,
-        /// Elements that it has now.
+        /// Elements it has now.
         len: usize,
     },
-    /// A file that is not what was saved.
+    /// A file that `save` did not write.
     #[error("not a saved error-feedback file ({0}); use one written by `save`, or start without")]
     Format(safetensors::SafeTensorError),
-    /// A tensor in the file that is not what was saved.
+    /// A tensor in the file that `save` would not have written.
     #[error(
         "the saved tensor `{key}` is refused, since {why}; restore the file that `save` wrote, or start without one"
     )]
@@ -456,13 +459,13 @@ pub enum FeedbackError {
     File {
         /// The file.
         path: std::path::PathBuf,
-        /// What the system said.
+        /// The system's error.
         error: std::io::Error,
     },
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Nothing that can panic runs under the lock half way through a change.
+    // Nothing that can panic runs under the lock halfway through a change.
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -501,7 +504,7 @@ mod tests {
                 format!("`w` has {len} elements, but something is owed for one of that name");
             assert!(error.contains(&says), "{error}");
         }
-        // Of what was saved, it is known where it ends.
+        // Of a saved tensor, only where its residuals end is known.
         let saved = ErrorFeedback::from_bytes(&feedback.to_bytes()).unwrap();
         assert!(matches!(saved.begin_of("w", 3), Err(FeedbackError::Length { had: 4, .. })));
         saved.begin_of("w", 4).unwrap();
@@ -611,7 +614,7 @@ mod tests {
         transaction.commit();
         assert!(!feedback.owes("w"));
 
-        // Each keeps its own copy: nobody sums, and nobody owns.
+        // Each rank keeps its own copy: there is no sum and no owner.
         let feedback = with(&[1.0], &[10.0]);
         let mut vector = Floats::F64(vec![0.5; 4]);
         let mut transaction = feedback.begin("w").unwrap();
@@ -635,7 +638,7 @@ mod tests {
         );
     }
 
-    /// A card of one's own, with a count of what was fetched from it.
+    /// A stand-in for a GPU, with a count of fetches.
     #[derive(Debug)]
     struct OnCard(Vec<f32>, Arc<std::sync::atomic::AtomicUsize>);
 
@@ -663,7 +666,7 @@ mod tests {
         transaction.set_warm(vec![7.0]);
         transaction.commit();
 
-        // A step on the card.
+        // A step on the GPU.
         let mut transaction = feedback.begin("w").unwrap();
         transaction.own(&[1..2, 5..6]);
         let piece = transaction.worker_piece(2..4).unwrap();
@@ -677,11 +680,11 @@ mod tests {
         savepoint.release();
         assert_eq!(fetched.load(std::sync::atomic::Ordering::Relaxed), 0);
 
-        // Whatever it is on, a checkpoint is the same.
+        // A checkpoint is the same wherever the residuals are.
         let saved = ErrorFeedback::from_bytes(&state(&feedback)).unwrap();
         assert_eq!(state(&saved), state(&feedback));
         assert!(fetched.load(std::sync::atomic::Ordering::Relaxed) > 0);
-        // Other cuts, and others who own.
+        // Other cuts and other owners.
         let owed = feedback.begin("w").unwrap().worker(1..4);
         assert!(matches!(owed.residual(), Residual::Owed([2.0, 5.0, 6.0])));
         feedback.reshard().unwrap();

@@ -6,7 +6,7 @@
 //!  u8 low │ low bits of each gap, `low` bits each │ gap >> low of each, in unary: that many zeros and a one
 //! ```
 //!
-//! both parts filled up to a byte with zeros. Bits go from the least significant up. `low` is what
+//! both parts padded to a byte with zeros. Bits go from the least significant up. `low` is what
 //! makes this block shortest; kept apart, the parts decode a word at a time. Two special cases come
 //! for free: `low` = 0 is a bitmap, and [`RUN`] in its place, with nothing after it, a block
 //! without gaps. So the cost never exceeds one bit per element passed, and all elements cost
@@ -23,7 +23,8 @@ pub(crate) const BLOCK: usize = 256;
 /// In place of `low`: the block is `next..next + count`.
 const RUN: u8 = 0xff;
 
-/// More low bits than this are never worth it within 2³² elements and 256 to a block, or nearly so.
+/// More low bits than this are never, or hardly ever, worth it within 2³² elements and 256 to a
+/// block.
 const MAX_LOW: u32 = 23;
 
 /// The most bytes the blocks of any ascending indices below `elements` take.
@@ -31,12 +32,12 @@ pub(crate) fn max_len(elements: usize) -> usize {
     elements / 8 + 2 * elements.div_ceil(BLOCK)
 }
 
-/// Bytes that the blocks of so many indices below `elements` take if these are drawn at random.
+/// Bytes that the blocks of this many random indices below `elements` take.
 pub(crate) fn expected_len(indices: usize, elements: usize) -> usize {
     let density = indices as f64 / elements.max(1) as f64;
     let entropy = |p: f64| if p > 0.0 { -p * p.log2() } else { 0.0 };
     let bits = elements as f64 * (entropy(density) + entropy(1.0 - density));
-    // What this coding takes above the entropy, and a byte for each block.
+    // What this coding costs above the entropy, and a byte for each block.
     (1.01 * bits / 8.0) as usize + indices.div_ceil(BLOCK)
 }
 
@@ -81,14 +82,15 @@ pub(crate) fn encode(indices: &[u32], next: u32, out: &mut Vec<u8>) {
     }
 }
 
-/// The number of low bits that takes fewest bits, among those the mean gap suggests and zero.
+/// The number of low bits that makes the block shortest, among zero and those the mean gap
+/// suggests.
 fn best_low(gaps: &[u32], passed: u64) -> u32 {
     // The high parts add up to less than the elements passed, so to less than 2³².
     let bits = |low: u32| {
         u64::from(gaps.iter().map(|gap| gap >> low).sum::<u32>())
             + u64::from(low + 1) * gaps.len() as u64
     };
-    // A geometric distribution's best is near log₂ of ln 2 times its mean.
+    // The best for a geometric distribution is near log₂ of ln 2 times its mean.
     let guess = (passed * 45_426 / 65_536 / gaps.len() as u64).max(1).ilog2().min(MAX_LOW);
     [0, guess.saturating_sub(1), guess, (guess + 1).min(MAX_LOW)]
         .into_iter()
@@ -130,9 +132,9 @@ pub(crate) fn decode(
     if last < u64::from(range) { Ok(1 + used) } else { Err(outside) }
 }
 
-/// A block of `count` indices at the front of `bytes`: how many bytes it takes, and which bit of its
-/// unary part is the last one. None if no encoder wrote it. Whether the indices lie in any range
-/// is not looked at.
+/// Measures a block of `count` indices at the front of `bytes`: how many bytes it takes, and at
+/// which bit of its unary part the last one is. `None` if no encoder wrote it. Does not check that
+/// the indices lie in any range.
 pub(crate) fn skip(level: Level, bytes: &[u8], count: usize) -> Option<(usize, u32)> {
     let (low, rest) = bytes.split_first()?;
     if *low == RUN {

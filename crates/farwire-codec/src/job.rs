@@ -15,14 +15,14 @@ pub struct Job<'a> {
     pub values: Values<'a>,
     /// What error feedback still owes, to be sent along.
     pub residual: Residual<'a>,
-    /// Where the values stand.
+    /// Where the values are in the vector.
     pub place: CodedPlace,
     /// Which of the two rounds this is.
     pub role: Role,
-    /// This rank's number. Stochastic rounding draws other numbers on each rank, so that errors
+    /// This rank's number. Stochastic rounding draws different numbers on each rank, so that errors
     /// average out.
     pub rank: u32,
-    /// The ranges to encode, in order and without a gap over all of `place.range`.
+    /// The ranges to encode, in order; they cover `place.range` without gaps.
     pub shards: &'a [Range<usize>],
     /// How many threads may work on it. The bits do not depend on it.
     pub threads: NonZeroUsize,
@@ -65,7 +65,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Panics if the parts do not belong together: a bug of the caller, not of a peer.
+    /// Panics if the parts do not fit together: a bug in the caller, not in a peer.
     pub(crate) fn check(&self) {
         let len = self.place.range.len();
         assert_eq!(self.values.len(), len, "one value for each element of place.range");
@@ -86,7 +86,7 @@ pub struct Encoded {
     pub(crate) scratch: Scratch,
 }
 
-/// Space that encoders use again.
+/// Space that encoders reuse.
 #[derive(Debug, Default)]
 pub(crate) struct Scratch {
     /// Top-k: what was selected.
@@ -128,7 +128,7 @@ impl Sparse {
 }
 
 impl Encoded {
-    /// Room for `shards` messages and `elements` of residual, with whatever was in it before.
+    /// Makes room for `shards` messages and `elements` of residual. Old contents may remain.
     pub(crate) fn resize(&mut self, shards: usize, elements: usize) {
         self.messages.resize_with(shards, Vec::new);
         self.residual.resize(elements, 0.0);
@@ -159,14 +159,14 @@ pub enum Residual<'a> {
 pub enum Role {
     /// A rank's own gradient, to the shards' owners.
     Worker,
-    /// An owner's sum, to everybody.
+    /// An owner's sum, to every rank.
     Owner,
 }
 
-/// Where some elements stand: what sender and receiver both know without sending it.
+/// Where some elements are in a vector. Sender and receiver both know this without sending it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CodedPlace {
-    /// When and in which tensor.
+    /// The seed, the step and the tensor.
     pub context: Context,
     /// Elements of the whole vector, the one that is cut into shards.
     pub whole: usize,
@@ -180,7 +180,7 @@ impl CodedPlace {
         Self { context, whole: elements, range: 0..elements }
     }
 
-    /// Panics unless the shards follow one another over all of the range, which lies in the vector.
+    /// Panics unless the shards cover the range without gaps, and the range lies in the vector.
     pub(crate) fn check(&self, shards: &[Range<usize>]) {
         assert!(self.range.end <= self.whole, "place.range lies within the whole vector");
         let mut next = self.range.start;
@@ -208,7 +208,7 @@ pub struct Context {
     pub seed: u64,
     /// Counts the steps: a number never used with this tensor before.
     pub step: u64,
-    /// Which tensor; see [`Context::tensor_id`].
+    /// The tensor; see [`Context::tensor_id`].
     pub tensor: u64,
 }
 
@@ -233,7 +233,7 @@ impl Context {
 pub enum Values<'a> {
     /// 32-bit floats.
     F32(&'a [f32]),
-    /// 64-bit floats, rounded to f32 first: what that drops is not kept in the residual.
+    /// 64-bit floats, rounded to f32 first: what rounding drops is not kept in the residual.
     F64(&'a [f64]),
     /// IEEE binary16.
     F16(&'a [f16]),
@@ -324,8 +324,7 @@ impl<'a> Fused<'a> {
         Err(EncodeError::NotFinite { index: start + index })
     }
 
-    /// What [`read`](Self::read) will read from element `start` on, where it lies in memory as it
-    /// is.
+    /// The memory that [`read`](Self::read) will read from element `start` on, as far as it is f32.
     pub(crate) fn soon(&self, start: usize) -> [&'a [f32]; 2] {
         let values = if let Values::F32(values) = self.values { values } else { &[] };
         let owed = if let Residual::Owed(owed) = self.residual { owed } else { &[] };

@@ -42,7 +42,7 @@ impl ValueCoding {
         }
     }
 
-    /// Appends a block of values. Leaves in `values` what was not coded.
+    /// Appends a block of values. Leaves in `values` what coding dropped.
     pub(crate) fn encode(self, level: Level, values: &mut [f32], out: &mut Vec<u8>) {
         let start = out.len();
         out.resize(start + self.len(values.len()), 0);
@@ -65,7 +65,7 @@ impl ValueCoding {
         }
     }
 
-    /// Decodes a block whose length is right.
+    /// Decodes a block whose length has been checked.
     pub(crate) fn decode(
         self,
         level: Level,

@@ -1,22 +1,23 @@
 //! Gradient compressors, error feedback, and the wire coding of sparse and quantised vectors.
 //!
-//! This crate turns vectors into bytes and adds bytes to vectors. It does no IO but to save error
-//! feedback, reads no clock, and uses no threads but those a call asks for. The collectives that
-//! move the bytes are built on top of it.
+//! This crate turns vectors into bytes and adds bytes to vectors. Its only IO is saving and loading
+//! error feedback. It reads no clock, and uses only the threads that a call asks for. The
+//! collectives that move the bytes are built on top of it.
 //!
 //! The path of a gradient through the crate:
 //!
-//! 1. A [`CodecSpec`] names a codec, `topk:0.01`; [`CODECS`] lists all that have names. What can be
-//!    asked of a codec is in [`Codec`].
-//! 2. [`ErrorFeedback::begin`] takes what is owed for the tensor into a [`Transaction`].
-//! 3. [`MessageCodec::encode`] adds that to the gradient, and makes one message per shard and the
-//!    new residual.
+//! 1. A [`CodecSpec`] names a codec, such as `topk:0.01`; [`CODECS`] lists all named codecs.
+//!    [`Codec`] says what a codec must answer.
+//! 2. [`ErrorFeedback::begin`] opens a [`Transaction`] on what is owed for the tensor.
+//! 3. [`MessageCodec::encode`] adds what is owed to the gradient, and makes one message per shard
+//!    and the new residual.
 //! 4. [`MessageCodec::add_decoded_into`] adds a message to an accumulator. A shard's owner adds one
-//!    from each rank, in rank order, then encodes the sum as an owner; everybody decodes that.
-//! 5. [`Transaction::commit`] makes the new residual the one that is owed.
+//!    from each rank, in rank order, then encodes the sum as an owner; every rank decodes that
+//!    message.
+//! 5. [`Transaction::commit`] replaces the old residual with the new one.
 //!
-//! Codecs of your own: [`custom`]. Top-k, sign and PowerSGD need error feedback to train at all;
-//! the others do better with it.
+//! To write a codec of your own, see [`custom`]. Top-k, sign and PowerSGD need error feedback to
+//! train at all; the others do better with it.
 //!
 //! Small, one-dimensional and normalisation parameters are better left dense. An optimiser that
 //! keeps second moments (Adam) sees sparse updates through a sparse codec; some dense steps at the
@@ -55,8 +56,9 @@
 //! assert_eq!(result, [6.0, 0.0, 1.0, 8.0]);
 //! ```
 //!
-//! Words used throughout: a *shard* is what a rank owns of a vector; a *message* is one shard,
-//! coded; the *residual* is what error feedback still owes; to *keep* an element is to send it.
+//! Words used throughout: a *shard* is the part of a vector that a rank owns; a *message* is one
+//! encoded shard; the *residual* is what error feedback still owes; to *keep* an element is to send
+//! it.
 
 #![deny(unsafe_code)]
 

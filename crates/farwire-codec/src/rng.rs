@@ -51,7 +51,7 @@ impl Counter {
         ((u128::from(self.at(index)) * u128::from(bound)) >> 64) as u64
     }
 
-    /// A sample of the standard normal distribution, to the accuracy of a sum of twelve uniform
+    /// A sample of the standard normal distribution, as approximated by a sum of twelve uniform
     /// ones.
     pub(crate) fn normal(self, index: u64) -> f32 {
         let uniform =
@@ -59,7 +59,7 @@ impl Counter {
         (0..12).map(uniform).sum::<f32>() - 6.0
     }
 
-    /// The key itself, for kernels that draw on their own.
+    /// The key itself, for kernels that draw numbers themselves.
     pub(crate) fn key(self) -> u64 {
         self.key
     }

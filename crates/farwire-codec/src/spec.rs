@@ -25,7 +25,7 @@ use crate::codecs::powersgd::Shape;
 pub struct CodecSpec(Arc<dyn Codec>);
 
 impl CodecSpec {
-    /// This codec.
+    /// The spec of this codec.
     pub fn new(codec: impl Codec) -> Self {
         Self(Arc::new(codec))
     }
@@ -41,12 +41,12 @@ impl CodecSpec {
         codec.is::<Identity>()
     }
 
-    /// How a vector travels, and what makes its bytes.
+    /// How a vector travels, and what encodes it.
     pub fn travels(&self) -> Travel {
         self.0.clone().travels()
     }
 
-    /// What makes its messages; none if it has no messages but sums factors.
+    /// What makes its messages; `None` if it sums factors and has no messages.
     pub fn messages(&self) -> Option<Arc<dyn MessageCodec>> {
         match self.travels() {
             Travel::Shards(codec) | Travel::Whole(codec) => Some(codec),
@@ -54,7 +54,7 @@ impl CodecSpec {
         }
     }
 
-    /// Bytes that a vector of this many elements takes as a rule.
+    /// Bytes that a vector of this many elements usually takes.
     pub fn expected_len(&self, elements: usize) -> usize {
         match self.travels() {
             Travel::Shards(codec) | Travel::Whole(codec) => codec.expected_len(elements),
@@ -65,7 +65,7 @@ impl CodecSpec {
         }
     }
 
-    /// 32 bits by which ranks compare their codecs: part of the protocol.
+    /// A 32-bit digest by which ranks compare their codecs: part of the protocol.
     pub fn id(&self) -> NonZeroU32 {
         if self.is_none() {
             return NonZeroU32::MIN;
@@ -76,7 +76,7 @@ impl CodecSpec {
         NonZeroU32::new(digest).unwrap_or(NonZeroU32::MIN)
     }
 
-    /// The codecs that have names, one to a line, for `--help`.
+    /// A list of the named codecs, for `--help`.
     pub fn help() -> String {
         let mut text =
             "Codecs, and how many times smaller than f32 a vector of 16 Mi gets:\n".to_owned();
@@ -116,7 +116,7 @@ impl PartialEq for CodecSpec {
     }
 }
 
-/// Prints the form that parses to the same.
+/// Prints the form that parses to the same codec.
 impl fmt::Display for CodecSpec {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.name())
@@ -152,8 +152,8 @@ fn parse(text: &str) -> Result<CodecSpec, String> {
     Ok(spec)
 }
 
-/// A text taken apart, `name:argument,key=value,key=value`. A parser takes what it knows; what is
-/// left over is an error.
+/// A codec's text, split up: `name:argument,key=value,key=value`. A parser takes the parts it
+/// knows; any left over are an error.
 #[derive(Debug)]
 pub(crate) struct Params<'a> {
     pub(crate) name: &'a str,
@@ -174,7 +174,7 @@ impl<'a> Params<'a> {
         Ok(Self { name, argument, options: pairs.collect::<Result<_, _>>()? })
     }
 
-    /// What stands after the colon.
+    /// The text after the colon.
     pub(crate) fn argument(&mut self, example: &str) -> Result<&'a str, String> {
         let name = self.name;
         self.argument
@@ -188,7 +188,7 @@ impl<'a> Params<'a> {
         Some(self.options.remove(at).1)
     }
 
-    /// The value of an option that has a closed set of them.
+    /// The value of an option that accepts a closed set of values.
     pub(crate) fn one_of<T: Copy>(
         &mut self,
         key: &str,
@@ -277,7 +277,7 @@ mod tests {
             let error = text.parse::<CodecSpec>().expect_err(text).to_string();
             assert!(error.contains("topk:0.01 | topk:count=1000"), "{error}");
         }
-        // Whatever a codec takes, it takes nothing that it does not know.
+        // No codec accepts an option that it does not know.
         for text in samples() {
             assert!(format!("{text},zip=1").parse::<CodecSpec>().is_err(), "{text}");
             assert!(format!("{text}:0.5").parse::<CodecSpec>().is_err(), "{text}");

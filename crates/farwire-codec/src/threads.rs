@@ -1,9 +1,9 @@
-//! Work spread over threads without a change of its result.
+//! Spreads work over threads without changing its result.
 
 use std::num::NonZeroUsize;
 
-/// Does all `items`, contiguous groups of them on each thread, and gives the results in the order
-/// of the items.
+/// Runs `work` on all `items`, a contiguous group on each thread. The results are in the order of
+/// the items.
 pub(crate) fn in_order<T: Send, R: Send>(
     threads: NonZeroUsize,
     items: Vec<T>,

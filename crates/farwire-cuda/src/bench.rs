@@ -1,8 +1,10 @@
-//! How long codecs take on the card, against a `r += g` pass over the same memory in the same run.
+//! How long codecs take on the card, compared with a pass of `r += g` over the same memory in the
+//! same run.
 //!
-//! Times are of the card's own clock (events), medians, with all measurements of a round next to
-//! each other. Before each measured piece of work the card gets a pass that is not measured: while
-//! it runs, the work is put on the stream, so that what is measured is the card and not the host.
+//! Times are medians, by the card's own clock (events) unless a field says otherwise. Each round
+//! takes all measurements one after another. Before each measurement by the card's clock, the card
+//! gets a pass that is not measured. While that pass runs, the work to be measured is put on the
+//! stream, so that the times show the card and not the host.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -14,24 +16,24 @@ use crate::driver::{Buffer, Device, Pinned, Timer, ValueType};
 use crate::error::DeviceError;
 use crate::kernels::{AddKernel, Matrix, PowerKernels};
 
-/// What was measured of a codec. Times are in milliseconds.
+/// The measurements of a codec. Times are in milliseconds.
 #[derive(Clone, Debug)]
 pub struct Measured {
     /// The codec.
     pub codec: String,
-    /// Elements of the vector.
+    /// Number of elements in the vector.
     pub elements: usize,
-    /// Bytes of its message.
+    /// Bytes in its message.
     pub bytes: usize,
     /// `r += g`.
     pub add_ms: f64,
     /// Encode with error feedback; messages stay on the card.
     pub encode_ms: f64,
-    /// Decode and add a message that is on the card.
+    /// Decode and add a message that is already on the card.
     pub decode_ms: f64,
-    /// Encode, messages in pinned memory, by the host's clock.
+    /// Encode, with the messages copied to pinned memory, by the host's clock.
     pub to_host_ms: f64,
-    /// A message from pinned memory, decoded and added, by the host's clock.
+    /// Decode and add a message from pinned memory, by the host's clock.
     pub from_host_ms: f64,
 }
 
@@ -59,7 +61,7 @@ impl Bench {
         })
     }
 
-    /// Measures codecs, `repeats` times each in turn.
+    /// Measures the codecs in turn, `repeats` times each.
     pub fn measure(
         &mut self,
         codecs: &[CodecSpec],
@@ -130,21 +132,21 @@ impl Bench {
     }
 }
 
-/// What was measured of PowerSGD, in milliseconds on the card.
+/// The measurements of PowerSGD, in milliseconds on the card.
 #[derive(Clone, Copy, Debug)]
 pub struct PowerMeasured {
     /// `r += g`.
     pub add_ms: f64,
-    /// Gradient plus residual, and P.
+    /// Adding gradient and residual, and computing P.
     pub p_ms: f64,
-    /// Q.
+    /// Computing Q.
     pub q_ms: f64,
-    /// The result, and the new residual.
+    /// Computing the result and the new residual.
     pub end_ms: f64,
 }
 
 impl Bench {
-    /// Measures PowerSGD of some rank, of a matrix that is as square as it can be.
+    /// Measures PowerSGD with this rank, on a matrix as close to square as possible.
     pub fn measure_power(
         &mut self,
         rank: usize,
@@ -183,7 +185,8 @@ impl Bench {
     }
 }
 
-/// GB/s of copies of 256 MiB between the card and pinned memory: to the host, and to the card.
+/// Speed in GB/s of 256 MiB copies between the card and pinned memory: to the host, and to the
+/// card.
 pub fn copy_speed(device: &Arc<Device>) -> Result<(f64, f64), DeviceError> {
     const BYTES: usize = 256 << 20;
     let mut pinned = Pinned::new(device, BYTES)?;
@@ -203,7 +206,7 @@ fn median(mut times: Vec<f64>) -> f64 {
     times.get(times.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
-/// Numbers of a bell-shaped distribution of variance one: sums of four uniform ones.
+/// Numbers from a bell-shaped distribution of variance one: sums of four uniform numbers.
 fn gaussian(len: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
     let mut next = || {

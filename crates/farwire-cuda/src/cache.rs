@@ -1,12 +1,12 @@
 //! Compiled kernels on disk, so that only the first program on a machine waits for the compiler.
 //!
-//! A file's name is a hash of all that its content depends on: the source, the options, the
-//! architecture of the card and the version of the compiler. So a file never has to be replaced,
-//! and one that is damaged is found by the check sum at its end and written anew.
+//! A file's name is a hash of everything its content depends on: the source, the options, the
+//! architecture of the card and the version of the compiler. So a file never goes out of date. A
+//! damaged file is detected by the checksum at its end and written anew.
 //!
 //! The folder is `$FARWIRE_CUDA_CACHE`, or `$XDG_CACHE_HOME/farwire/cuda`, or
 //! `~/.cache/farwire/cuda`. An empty `FARWIRE_CUDA_CACHE` turns the cache off. A folder that cannot
-//! be written to costs a compilation, never an error.
+//! be written to costs a compilation each time, but is never an error.
 
 use std::ffi::OsString;
 use std::fs;
@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 pub struct Cache(Option<PathBuf>);
 
 impl Cache {
-    /// The folder that the environment names.
+    /// The folder named by the environment.
     pub fn from_env() -> Self {
         Self::choose(|name| std::env::var_os(name))
     }
@@ -41,14 +41,14 @@ impl Cache {
         Some(self.0.as_ref()?.join(format!("{:032x}.cubin", key.0)))
     }
 
-    /// What was stored under the key, if it is whole.
+    /// The bytes stored under the key, if they are intact.
     pub fn load(&self, key: &Key) -> Option<Vec<u8>> {
         let mut bytes = fs::read(self.path(key)?).ok()?;
         let sum = bytes.split_off(bytes.len().checked_sub(16)?);
         (sum == hash(&[&bytes]).to_le_bytes()).then_some(bytes)
     }
 
-    /// Stores under the key. Another program that looks meanwhile finds all of it or nothing.
+    /// Stores bytes under the key. A program that looks meanwhile finds all of them or nothing.
     pub fn store(&self, key: &Key, bytes: &[u8]) {
         let Some(path) = self.path(key) else { return };
         // A cache that cannot be written is a cache that misses.
@@ -72,7 +72,7 @@ fn write_whole(path: &Path, bytes: &[u8]) -> std::io::Result<()> {
     written
 }
 
-/// What a compiled kernel depends on, hashed.
+/// A hash of everything a compiled kernel depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Key(u128);
 
@@ -83,7 +83,7 @@ impl Key {
     }
 }
 
-/// FNV-1a over 128 bits, with each part's length before it.
+/// 128-bit FNV-1a over the parts, each preceded by its length.
 fn hash(parts: &[&[u8]]) -> u128 {
     const PRIME: u128 = 0x0000_0000_0100_0000_0000_0000_0000_013b;
     let step = |hash: u128, byte: &u8| (hash ^ u128::from(*byte)).wrapping_mul(PRIME);

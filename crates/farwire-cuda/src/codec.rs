@@ -1,4 +1,5 @@
-//! A codec on the card: what the CPU's `MessageCodec` does, with vectors that stay where they are.
+//! A codec on the card: does what the CPU's `MessageCodec` does, with vectors that stay on the
+//! card.
 //!
 //! ```text
 //!  card   gradient ─┬─ kernels ─ messages ─┐       ┌─ message ─ kernels ─ accumulator
@@ -33,7 +34,7 @@ use crate::kernels::{
 pub struct DeviceCodec {
     device: Arc<Device>,
     spec: CodecSpec,
-    /// The same codec on the CPU: it knows how long messages are, and names what is wrong with one.
+    /// The same codec on the CPU: it knows how long messages are, and says what is wrong with one.
     cpu: Arc<dyn MessageCodec>,
     kind: Kind,
     /// By type of value.
@@ -58,17 +59,17 @@ enum Kernels {
 /// One vector on the card to encode. The counterpart of [`farwire_codec::Job`].
 #[derive(Clone, Debug)]
 pub struct DeviceJob<'a> {
-    /// The gradient, or at an owner the sum of what was received.
+    /// The gradient, or at an owner the sum of the messages it received.
     pub values: DeviceValues<'a>,
     /// What error feedback still owes.
     pub residual: DeviceResidual<'a>,
-    /// Where the values stand.
+    /// Which part of which tensor the values are.
     pub place: CodedPlace,
     /// Which of the two rounds this is.
     pub role: Role,
     /// This rank's number, for stochastic rounding.
     pub rank: u32,
-    /// The ranges to encode, in order and without a gap over all of `place.range`.
+    /// The ranges to encode: in order, without gaps, and covering all of `place.range`.
     pub shards: &'a [Range<usize>],
 }
 
@@ -79,28 +80,28 @@ pub enum DeviceResidual<'a> {
     Off,
     /// Error feedback that owes nothing yet.
     Zero,
-    /// Error feedback that owes this: as many elements as there are values, or more.
+    /// Error feedback that owes this: at least as many elements as there are values.
     Owed(&'a Buffer<f32>),
 }
 
-/// Messages in pinned memory and the new residual on the card, with the space that encoders use
-/// again. Give the same one again and nothing is allocated.
+/// Messages in pinned memory and the new residual on the card, with scratch space for the encoder.
+/// Pass the same one again and nothing is allocated.
 #[derive(Debug)]
 pub struct DeviceEncoded {
     device: Arc<Device>,
     residual: Buffer<f32>,
     out: Buffer<u8>,
     pinned: Pinned,
-    /// On the card: the least index of what is not finite, and for sparse codecs where messages
-    /// start.
+    /// On the card: the lowest index of a value that is not finite, and for sparse codecs where the
+    /// messages start.
     header: Buffer<u64>,
     pinned_header: Pinned,
     scratch: Buffer<f32>,
     sparse: Option<SparseScratch>,
-    /// Where messages are in `out`, and so in `pinned`; of sparse codecs known at the end. Each has
-    /// a byte after it that means nothing.
+    /// Where the messages are in `out`, and so in `pinned`. Sparse codecs know it only at the end.
+    /// The byte after each message has no meaning.
     messages: Vec<Range<usize>>,
-    /// Which of the blocks each message has; of sparse codecs alone.
+    /// Which of the blocks belong to each message; for sparse codecs only.
     blocks: Vec<Range<usize>>,
     sizes_on_card: bool,
 }
@@ -144,28 +145,28 @@ impl DeviceEncoded {
         &self.pinned.bytes()[self.messages[shard].clone()]
     }
 
-    /// What was not sent; of no use with [`DeviceResidual::Off`]. It may be longer than the vector:
-    /// what follows means nothing.
+    /// What was not sent; meaningless with [`DeviceResidual::Off`]. It may be longer than the
+    /// vector: the elements past its length have no meaning.
     pub fn residual(&self) -> &Buffer<f32> {
         &self.residual
     }
 
-    /// Takes the new residual and leaves the old one to be written over: once the step has
-    /// succeeded, and not before. Residuals so take twice their size on the card.
+    /// Puts the new residual into `owed` and keeps the old one, to be overwritten. Call it only
+    /// once the step has succeeded. Because of this, residuals take twice their size on the card.
     pub fn swap_residual(&mut self, owed: &mut Buffer<f32>) {
         std::mem::swap(&mut self.residual, owed);
     }
 }
 
-/// Bytes after a message that kernels may read, a word at a time, and take no notice of.
+/// Bytes after a message that kernels may read, as they read whole words, but ignore.
 const SLACK: usize = 16;
 
-/// A message that has come, in pinned memory, with the space that decoders use again.
+/// A received message in pinned memory, with scratch space for the decoder.
 #[derive(Debug)]
 pub struct Inbox {
     device: Arc<Device>,
     pinned: Pinned,
-    /// Whether a copy from it may still run.
+    /// Whether a copy from `pinned` may still be running.
     in_flight: bool,
     len: usize,
     bytes: Buffer<u8>,
@@ -200,8 +201,9 @@ impl Inbox {
         })
     }
 
-    /// Room for a message of `len` bytes, for the network to write to. Waits if the one before is
-    /// still on its way to the card: what was checked on the host must be what arrives there.
+    /// Room for a message of `len` bytes, for the network to write to. Waits if the previous
+    /// message is still being copied to the card: the card must get the bytes that the host has
+    /// checked.
     pub fn room(&mut self, len: usize) -> Result<&mut [u8], DeviceError> {
         if std::mem::take(&mut self.in_flight) {
             self.device.wait()?;
@@ -211,14 +213,14 @@ impl Inbox {
         Ok(&mut self.pinned.bytes_mut()[..len])
     }
 
-    /// A copy of this message.
+    /// Copies this message into the inbox.
     pub fn copy_from(&mut self, message: &[u8]) -> Result<(), DeviceError> {
         self.room(message.len())?.copy_from_slice(message);
         Ok(())
     }
 
-    /// Puts a copy of a message that was encoded on this card on the stream, from there to here: it
-    /// does not cross the bus.
+    /// Puts on the stream a copy of a message that was encoded on this card: it does not cross the
+    /// bus.
     pub(crate) fn copy_on_card(
         &mut self,
         out: &DeviceEncoded,
@@ -246,7 +248,8 @@ impl Inbox {
 }
 
 impl DeviceCodec {
-    /// The codec on that card, or why there is none. Kernels are compiled when they are first used.
+    /// The codec on that card, or an error that says why the card cannot run it. Kernels are
+    /// compiled when they are first used.
     pub fn new(device: &Arc<Device>, spec: &CodecSpec) -> Result<Self, DeviceError> {
         let (kind, cpu) = Kind::of(spec)?;
         let (kernels, kept) = Default::default();
@@ -263,19 +266,19 @@ impl DeviceCodec {
         &self.spec
     }
 
-    /// Encodes each shard of `job` to a message of its own, in pinned memory, and leaves the new
-    /// residual in `out`. Waits until they are there. After an error their content means nothing;
-    /// the job's residual is as it was.
+    /// Encodes each shard of `job` into a message of its own, in pinned memory, and leaves the new
+    /// residual in `out`. Waits until they are complete. After an error the content of `out` has no
+    /// meaning; the job's residual is unchanged.
     pub fn encode(&self, job: &DeviceJob<'_>, out: &mut DeviceEncoded) -> Result<(), DeviceError> {
         self.start_encode(job, out)?;
         self.finish_encode(out)
     }
 
-    /// Puts the encoding on the stream: all of it but the copy of the messages to the host.
+    /// Puts the encoding on the stream: all of it except the copy of the messages to the host.
     ///
     /// # Panics
     ///
-    /// If the parts of the job do not belong together.
+    /// If the parts of the job do not match.
     pub fn start_encode(
         &self,
         job: &DeviceJob<'_>,
@@ -293,7 +296,7 @@ impl DeviceCodec {
             DeviceResidual::Off | DeviceResidual::Zero => None,
         };
         let keeps = !matches!(job.residual, DeviceResidual::Off);
-        // Sparse codecs work on the fused values, whether anybody wants the residual or not.
+        // Sparse codecs work on the fused values, whether or not the residual is wanted.
         if keeps || !matches!(self.kind, Kind::Dense(_)) {
             out.residual.reserve(len)?;
         }
@@ -337,7 +340,7 @@ impl DeviceCodec {
             selected = Some((selection, limit));
         }
         if out.out.len() < end + SLACK {
-            // What lies between messages is copied with them.
+            // The gaps between messages are copied along with them.
             out.out = self.device.zeros(end + SLACK)?;
         }
         if out.sparse.is_none() && selected.is_some() {
@@ -393,9 +396,9 @@ impl DeviceCodec {
         Ok(())
     }
 
-    /// Waits for the encoding, and makes parcels of the messages: each with a zero byte after it, in
-    /// pinned memory of the device's. That of `own`, if there is one, stays on the card, and an
-    /// empty parcel is in its place.
+    /// Waits for the encoding, and makes parcels of the messages: each with a zero byte after it,
+    /// in pinned memory from the device's pool. The message of shard `own`, if given, stays on the
+    /// card, and an empty parcel takes its place.
     pub(crate) fn finish_parcels(
         &self,
         out: &mut DeviceEncoded,
@@ -405,7 +408,7 @@ impl DeviceCodec {
         let copy = |out: &DeviceEncoded| {
             let all = 0..out.messages.last().map_or(0, |message| message.end);
             let skipped = own.map_or(all.end..all.end, |own| out.messages[own].clone());
-            // Its own pinned memory, which the network reads while the next message is made.
+            // In pinned memory of their own: the network reads it while the next messages are made.
             let mut pinned = out.device.pooled_pinned(all.end + 1)?;
             out.device.copy_part_to_host(&out.out, 0..skipped.start, &mut pinned)?;
             out.device.copy_part_to_host(&out.out, skipped.end..all.end, &mut pinned)?;
@@ -433,14 +436,15 @@ impl DeviceCodec {
         Ok(out.messages.iter().enumerate().map(parcel).collect())
     }
 
-    /// Puts on the stream that the host learns how the encoding went.
+    /// Puts on the stream the copy that tells the host how the encoding went.
     fn start_header(&self, out: &mut DeviceEncoded) -> Result<(), DeviceError> {
         let words = if out.sizes_on_card { 2 * out.messages.len() + 3 } else { 1 };
         out.pinned_header.reserve(8 * words)?;
         out.device.copy_to_host(&out.header, words, &mut out.pinned_header)
     }
 
-    /// How it went; and whether only now it is known where the messages are.
+    /// Checks how the encoding went. Returns whether the messages' places have become known only
+    /// now.
     fn finish_header(&self, out: &mut DeviceEncoded) -> Result<bool, DeviceError> {
         let shards = out.messages.len();
         let header: Vec<u64> = words_of(out.pinned_header.bytes());
@@ -461,7 +465,7 @@ impl DeviceCodec {
     /// Adds the message in `inbox` for `place` to `acc`, which has one element for each of
     /// `place.range`. Waits until it is done.
     ///
-    /// The message comes from the network, and is checked as on the CPU, with the same errors.
+    /// The message comes from the network, so it is checked as on the CPU, with the same errors.
     /// After an error `acc` may have been changed in part.
     pub fn add_decoded(
         &self,
@@ -473,7 +477,7 @@ impl DeviceCodec {
         self.finish_decode(inbox, place)
     }
 
-    /// The same where all of `acc` is to be taken for zero, whatever it holds.
+    /// As [`add_decoded`](Self::add_decoded), but takes all of `acc` to be zero, whatever it holds.
     pub fn decode(
         &self,
         inbox: &mut Inbox,
@@ -484,11 +488,11 @@ impl DeviceCodec {
         self.finish_decode(inbox, place)
     }
 
-    /// Puts the decoding on the stream, the message's way to the card included.
+    /// Puts the decoding on the stream, including the copy of the message to the card.
     ///
     /// # Panics
     ///
-    /// If `acc` has not one element for each of `place.range`.
+    /// If `acc` does not have one element for each of `place.range`.
     pub fn start_decode(
         &self,
         inbox: &mut Inbox,
@@ -500,7 +504,7 @@ impl DeviceCodec {
         self.start_decode_uploaded(inbox, place, acc, fresh)
     }
 
-    /// Checks the message's length and puts its way to the card on the stream.
+    /// Checks the message's length and puts its copy to the card on the stream.
     pub(crate) fn upload(&self, inbox: &mut Inbox, place: &CodedPlace) -> Result<(), DeviceError> {
         self.check_len(place)?;
         if std::mem::replace(&mut inbox.in_flight, true) {
@@ -539,7 +543,7 @@ impl DeviceCodec {
         device.copy_to_card(pinned, *len + SLACK, bytes)
     }
 
-    /// Puts the decoding of a message that is on the card on the stream.
+    /// Puts on the stream the decoding of a message that is already on the card.
     pub(crate) fn start_decode_uploaded(
         &self,
         inbox: &mut Inbox,
@@ -579,19 +583,19 @@ impl DeviceCodec {
         }
     }
 
-    /// Waits for the decoding, and says what was wrong with the message, if anything was.
+    /// Waits for the decoding. Returns an error if anything was wrong with the message.
     pub fn finish_decode(&self, inbox: &mut Inbox, place: &CodedPlace) -> Result<(), DeviceError> {
         self.start_check(inbox)?;
         inbox.device.wait()?;
         self.finish_check(inbox, place)
     }
 
-    /// Puts on the stream that the host learns whether anything was wrong with the message.
+    /// Puts on the stream the copy that tells the host whether anything was wrong with the message.
     pub(crate) fn start_check(&self, inbox: &mut Inbox) -> Result<(), DeviceError> {
         inbox.device.copy_to_host(&inbox.bad, 1, &mut inbox.pinned_bad)
     }
 
-    /// Says what was wrong with the message. The caller has waited since
+    /// Returns an error if anything was wrong with the message. The caller has waited since
     /// [`start_check`](Self::start_check).
     pub(crate) fn finish_check(
         &self,
@@ -605,7 +609,7 @@ impl DeviceCodec {
         Err(self.refusal(inbox.message(), place))
     }
 
-    /// What the CPU says of a message that the card refuses. Rare, so it may take its time.
+    /// What the CPU says about a message that the card refuses. Rare, so it may be slow.
     fn refusal(&self, message: &[u8], place: &CodedPlace) -> DeviceError {
         let mut acc = vec![0.0; place.range.len()];
         match self.cpu.add_decoded_into(message, place, &mut acc) {
@@ -687,7 +691,7 @@ impl Kind {
     }
 }
 
-/// Which elements a job keeps, as the CPU decides it.
+/// Which elements a job keeps, by the same rule as on the CPU.
 fn selection(codec: &TopK, job: &DeviceJob<'_>) -> Selection {
     let (whole, len) = (job.place.whole, job.place.range.len());
     match codec.keep {

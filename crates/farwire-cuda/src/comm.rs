@@ -1,4 +1,4 @@
-//! Collectives of vectors that are on a card.
+//! Collectives on vectors that are on a card.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -20,11 +20,11 @@ use crate::vectors::{Coder, DeviceVectors, Workspace, dtype};
 /// Gradients are compressed where they are: only messages cross the bus. Other ranks may have a
 /// card or not; the messages are the same, and so are the bits of the result.
 ///
-/// An operation waits, on the card, for what the tensor's stream has been given before the call.
-/// When its [`Pending`] is done, the result has been put on the card's queue in the tensor's place,
-/// and the tensor's stream waits for it: work that is put there afterwards sees the result, and the
-/// host need not wait for the card. If the call fails, the tensor and all residuals are as they
-/// were.
+/// An operation waits, on the card, for the work put on the tensor's stream before the call. When
+/// its [`Pending`] is done, the card has been given the work that writes the result over the
+/// tensor, and the tensor's stream waits for that work. Work put on the tensor's stream afterwards
+/// sees the result, so the host need not wait for the card. If the call fails, the tensor and all
+/// residuals are as they were.
 ///
 /// ```no_run
 /// use std::sync::Arc;
@@ -47,16 +47,16 @@ use crate::vectors::{Coder, DeviceVectors, Workspace, dtype};
 pub struct DeviceCommunicator {
     comm: Communicator,
     tools: DeviceTools,
-    /// Started by the first vector that travels as it is.
+    /// Started by the first vector that travels uncompressed.
     staging: Arc<Mutex<Option<Arc<Staging>>>>,
 }
 
-/// What operations on a card use, whoever they are with: its kernels, and room to work in. It is
-/// for callers who want to keep these and not the communicator.
+/// What operations on a card use, with any communicator: the kernels, and memory to work in. For
+/// callers who want to keep these longer than the communicator.
 #[derive(Clone, Debug)]
 pub struct DeviceTools(Arc<Shared>);
 
-/// What calls of all clones use.
+/// Shared by the calls of all clones.
 #[derive(Debug)]
 struct Shared {
     device: Arc<Device>,
@@ -68,7 +68,7 @@ struct Shared {
 }
 
 impl DeviceTools {
-    /// Nothing is compiled yet.
+    /// Compiles nothing yet.
     pub fn new(device: &Arc<Device>) -> Self {
         Self(Arc::new(Shared {
             device: device.clone(),
@@ -78,8 +78,9 @@ impl DeviceTools {
         }))
     }
 
-    /// Has the kernels of a codec ready for gradients of a type; or says what is missing. An
-    /// operation that finds that out by itself fails, and the other ranks wait for it.
+    /// Gets the kernels of a codec ready for gradients of a type, or says what is missing. Without
+    /// this call, an operation that finds something missing fails while the other ranks wait for
+    /// it.
     pub fn prepare(&self, codec: &CodecSpec, type_: ValueType) -> Result<(), DeviceError> {
         self.0.finish(type_)?;
         self.0.coder(codec).map(drop)
@@ -92,12 +93,12 @@ impl DeviceTools {
 }
 
 impl DeviceCommunicator {
-    /// Operations of `comm` on vectors that are on `device`.
+    /// Runs the operations of `comm` on vectors that are on `device`.
     pub fn new(comm: &Communicator, device: &Arc<Device>) -> Self {
         Self::with_tools(comm, &DeviceTools::new(device))
     }
 
-    /// The same, with tools that others use, too.
+    /// The same, with tools that may be shared with others.
     pub fn with_tools(comm: &Communicator, tools: &DeviceTools) -> Self {
         Self { comm: comm.clone(), tools: tools.clone(), staging: Arc::default() }
     }
@@ -112,13 +113,13 @@ impl DeviceCommunicator {
         self.tools.device()
     }
 
-    /// [`Communicator::all_reduce_compressed`] of a gradient on the card, whose place the result
-    /// takes.
+    /// [`Communicator::all_reduce_compressed`] of a gradient on the card. The result replaces the
+    /// gradient.
     ///
-    /// What is owed is kept on the card, in `compressor`, and comes to the host with whoever asks
-    /// for it there: to save a checkpoint, say. A vector that `compressor` leaves as it is (a short
-    /// one) travels as in [`Communicator::all_reduce_compressed`], through host memory: then this
-    /// call waits for the tensor's stream.
+    /// The residual is kept on the card, in `compressor`, and is copied to the host only when it is
+    /// asked for there: to save a checkpoint, say. A vector that `compressor` does not compress (a
+    /// short one) travels as in [`Communicator::all_reduce_compressed`], through host memory: then
+    /// this call waits for the tensor's stream.
     pub fn all_reduce_compressed(
         &self,
         tensor: &str,
@@ -141,12 +142,13 @@ impl DeviceCommunicator {
         }
     }
 
-    /// All-reduce of a vector on the card, in its place and without a codec: through pinned memory,
-    /// in pieces, so that copies and network overlap. All ranks of the group have theirs on cards.
-    /// As it works in place, a call that fails half-way leaves anything in the tensor.
+    /// All-reduce of a vector on the card, in place and without a codec. It goes through pinned
+    /// memory, in pieces, so that copies and network overlap. All ranks of the group must have
+    /// their vectors on cards. As it works in place, a call that fails half-way leaves the tensor's
+    /// content undefined.
     ///
-    /// Its result has the bits of [`Communicator::all_reduce`]. These calls are made in the same
-    /// order on all ranks, but have no place among the others.
+    /// The result has the bits of [`Communicator::all_reduce`]. All ranks must make these calls in
+    /// the same order, but their order relative to other operations does not matter.
     pub fn all_reduce(&self, data: impl Into<DeviceTensor>, op: ReduceOp) -> Pending<()> {
         match self.staging() {
             Ok(staging) => staging.all_reduce(data.into(), op),
@@ -154,7 +156,7 @@ impl DeviceCommunicator {
         }
     }
 
-    /// A vector that has to travel as the vectors of ranks without a card do.
+    /// All-reduce of a vector that has to travel as the vectors of ranks without a card do.
     fn through_the_host(
         &self,
         tensor: &str,
@@ -164,7 +166,7 @@ impl DeviceCommunicator {
     ) -> Result<Pending<()>, Error> {
         let owes = |feedback: &ErrorFeedback| feedback.norms(tensor).is_some();
         if self.comm.size() == 1 && !compressor.feedback().is_some_and(owes) {
-            // It is its own sum and mean, and need not cross the bus to find out.
+            // The vector is its own sum and mean, so it need not cross the bus.
             let (promise, pending) = Pending::promise();
             promise.keep(Ok(()));
             return Ok(pending);

@@ -2,15 +2,15 @@
 //! with `unsafe`.
 //!
 //! Rules:
-//! 1. Nothing of the driver is called before [`is_present`] has found it: cudarc would panic.
+//! 1. No driver function is called before [`is_present`] has found the driver: cudarc would panic.
 //! 2. All work on a device is put on its one stream, and so are allocation and release of its
 //!    memory: whatever was put there before a buffer is dropped is done before the memory is used
-//!    again. That is why cudarc need not track who reads and writes what. Memory of others comes
-//!    with the stream they use it on: this one waits for theirs before the first access, and theirs
-//!    for this one after the last.
-//! 3. The host looks at pinned memory only after it has waited for the stream: its bytes are seen
-//!    within this crate alone, and whoever starts a copy waits before it reads, writes or gives the
-//!    memory back.
+//!    again. That is why cudarc need not track who reads and writes what. Memory that belongs to
+//!    others comes with the stream they use it on: this stream waits for theirs before the first
+//!    access, and theirs waits for this one after the last.
+//! 3. The host looks at pinned memory only after it has waited for the stream: the bytes are
+//!    visible only within this crate, and code that starts a copy waits before it reads, writes or
+//!    returns the memory.
 //! 4. Lengths are checked here, in release builds too, before a copy is started.
 
 #![allow(unsafe_code)]
@@ -36,14 +36,14 @@ use crate::error::DeviceError;
 use crate::nvrtc;
 use crate::source::{Source, options};
 
-/// Whether the driver is there. Looked up once; a program that is linked to it has it.
+/// Whether the driver is present. Looked up once; a program that is linked to it always has it.
 fn is_present() -> bool {
     #[cfg(feature = "linked")]
     return true;
     #[cfg(not(feature = "linked"))]
     {
         static PRESENT: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
-        // SAFETY: loads a library, as the first use would; the driver does nothing before it is
+        // SAFETY: loads a library, as the first use would; the driver does nothing until it is
         // initialised.
         *PRESENT.get_or_init(|| unsafe { sys::is_culib_present() })
     }
@@ -58,7 +58,7 @@ fn describe(error: DriverError) -> String {
     text.unwrap_or_else(|_| format!("{error:?}"))
 }
 
-/// What is known of a card.
+/// What is known about a card.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Card {
     /// Its number.
@@ -69,7 +69,7 @@ pub struct Card {
     pub compute_capability: (i32, i32),
     /// Bytes of memory.
     pub memory: usize,
-    /// The newest CUDA the driver knows.
+    /// The newest CUDA version the driver supports.
     pub driver: (i32, i32),
 }
 
@@ -104,7 +104,7 @@ pub fn cards() -> Result<Vec<Card>, DeviceError> {
     (0..count).map(card).collect::<Result<_, _>>().map_err(failed("describe itself"))
 }
 
-/// A card, with one stream that everything happens on in order.
+/// A card, with one stream on which all its work runs in order.
 pub struct Device {
     context: Arc<CudaContext>,
     stream: Arc<CudaStream>,
@@ -116,14 +116,14 @@ pub struct Device {
     bus: Arc<Bus>,
 }
 
-/// Bytes that have crossed the bus, by all streams of a device and its siblings.
+/// Bytes that have crossed the bus, on the streams of a device and its siblings.
 #[derive(Default)]
 struct Bus {
     to_host: AtomicU64,
     to_card: AtomicU64,
 }
 
-/// What was used, and will be again.
+/// Memory and events kept for reuse.
 #[derive(Default)]
 struct Spare {
     memory: Vec<DeviceMemory>,
@@ -131,7 +131,7 @@ struct Spare {
     events: Vec<CudaEvent>,
 }
 
-/// A place in the order of a device's work.
+/// A point in the order of a device's work.
 pub(crate) struct Mark(CudaEvent);
 
 impl fmt::Debug for Mark {
@@ -176,12 +176,12 @@ impl fmt::Debug for Device {
 }
 
 impl Device {
-    /// Opens card `ordinal`, with compiled kernels kept where the environment says.
+    /// Opens card `ordinal`, with compiled kernels kept in the folder named by the environment.
     pub fn new(ordinal: usize) -> Result<Arc<Self>, DeviceError> {
         Self::with_cache(ordinal, Cache::from_env())
     }
 
-    /// The same, with compiled kernels kept there.
+    /// The same, with compiled kernels kept in `cache`.
     pub fn with_cache(ordinal: usize, cache: Cache) -> Result<Arc<Self>, DeviceError> {
         if !is_present() {
             return Err(DeviceError::NoDriver);
@@ -223,7 +223,7 @@ impl Device {
         }))
     }
 
-    /// What is put on the stream from now on waits for what is on the sibling's now.
+    /// Work put on the stream from now on waits for the work that is on the sibling's stream now.
     pub(crate) fn follow_sibling(&self, sibling: &Self) -> Result<(), DeviceError> {
         self.order(sibling.stream.cu_stream(), self.stream.cu_stream())
     }
@@ -233,13 +233,13 @@ impl Device {
         self.context.ordinal()
     }
 
-    /// The stream that everything happens on: a `CUstream` as a number.
+    /// The stream that all work runs on: a `CUstream` as a number.
     pub fn stream(&self) -> u64 {
         self.stream.cu_stream() as u64
     }
 
-    /// What is put on that stream of the same card from now on waits for what is on the device's
-    /// now: so that memory which the device's work reads can be used there again.
+    /// Work put on `stream`, a stream of the same card, from now on waits for the work that is on
+    /// the device's stream now. Memory which that work reads can then be used again on `stream`.
     ///
     /// # Safety
     ///
@@ -257,7 +257,7 @@ impl Device {
         }
     }
 
-    /// Gives memory back that was used and would be used again.
+    /// Releases the memory that is kept for reuse.
     pub fn trim(&self) {
         let spare = std::mem::take(&mut *self.spare());
         drop(spare);
@@ -267,12 +267,12 @@ impl Device {
         self.spare.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until all that was put on the stream so far is done. The thread sleeps meanwhile.
+    /// Waits until all work put on the stream so far is done. The thread sleeps meanwhile.
     pub(crate) fn wait(&self) -> Result<(), DeviceError> {
         self.wait_for(self.mark()?)
     }
 
-    /// Where the stream is now.
+    /// Marks the current end of the stream's work.
     pub(crate) fn mark(&self) -> Result<Mark, DeviceError> {
         self.bind()?;
         let spare = self.spare().events.pop();
@@ -287,20 +287,19 @@ impl Device {
         Ok(Mark(event))
     }
 
-    /// Waits until all that was put on the stream before the mark is done. The thread sleeps
-    /// meanwhile.
+    /// Waits until all work put on the stream before the mark is done. The thread sleeps meanwhile.
     pub(crate) fn wait_for(&self, mark: Mark) -> Result<(), DeviceError> {
         mark.0.synchronize().map_err(failed("finish its work"))?;
         self.spare().events.push(mark.0);
         Ok(())
     }
 
-    /// What is put on the device's stream from now on waits for what is on that one now.
+    /// Work put on the device's stream from now on waits for the work that is on `other` now.
     pub(crate) fn follow(&self, other: CallerStream) -> Result<(), DeviceError> {
         self.order(other.raw(), self.stream.cu_stream())
     }
 
-    /// What is put on that stream from now on waits for what is on the device's now.
+    /// Work put on `other` from now on waits for the work that is on the device's stream now.
     pub(crate) fn lead(&self, other: CallerStream) -> Result<(), DeviceError> {
         self.order(self.stream.cu_stream(), other.raw())
     }
@@ -312,7 +311,8 @@ impl Device {
         self.bind()?;
         let event = self.context.new_event(None).map_err(failed("make an event"))?;
         // SAFETY: one is the device's stream; whoever made the other a `CallerStream` promised that
-        // it is a stream of this card that still exists. An event may end before it happens.
+        // it is a stream of this card that still exists. An event may be destroyed before it
+        // happens.
         unsafe {
             result::event::record(event.cu_event(), first).map_err(failed("record an event"))?;
             let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
@@ -321,7 +321,7 @@ impl Device {
         }
     }
 
-    /// Room for `len` elements, with anything in it, which goes back to the device when dropped.
+    /// Room for `len` elements, with unspecified content. It returns to the device when dropped.
     pub(crate) fn pooled<T: Pod>(self: &Arc<Self>, len: usize) -> Result<Pooled<T>, DeviceError> {
         let need = len.saturating_mul(size_of::<T>());
         let mut spare = self.spare();
@@ -341,7 +341,7 @@ impl Device {
         Ok(Pooled(Some(buffer)))
     }
 
-    /// Pinned memory of `len` bytes at least, with anything in it, which goes back to the device
+    /// Pinned memory of at least `len` bytes, with unspecified content. It returns to the device
     /// when dropped.
     pub(crate) fn pooled_pinned(self: &Arc<Self>, len: usize) -> Result<PooledPinned, DeviceError> {
         let mut spare = self.spare();
@@ -364,25 +364,25 @@ impl Device {
         self.multiprocessors
     }
 
-    /// Waits until all that was put on the stream is done.
+    /// Waits until all work put on the stream is done.
     pub fn synchronize(&self) -> Result<(), DeviceError> {
         self.stream.synchronize().map_err(failed("finish its work"))
     }
 
-    /// Bytes free on the card, and bytes it has.
+    /// The card's free memory and its total memory, in bytes.
     pub fn memory(&self) -> Result<(usize, usize), DeviceError> {
         self.context.mem_get_info().map_err(failed("say how much memory is free"))
     }
 
-    /// Room for `len` elements, with anything in it.
+    /// Room for `len` elements, with unspecified content.
     pub fn buffer<T: Pod>(self: &Arc<Self>, len: usize) -> Result<Buffer<T>, DeviceError> {
         let out_of_memory = |bytes| DeviceError::OutOfMemory { which: "device", bytes };
         let bytes = len.checked_mul(size_of::<T>()).ok_or(out_of_memory(usize::MAX))?;
-        // SAFETY: what is in it means nothing until something is written; every type of `Pod` may
-        // have any bits. A driver does not give out zero bytes.
+        // SAFETY: the content means nothing until something is written; every `Pod` type may have
+        // any bits. The driver does not give out zero bytes.
         let allocate = || unsafe { self.stream.alloc::<u8>(bytes.max(16)) };
         let bytes = allocate().or_else(|_| {
-            // There may be enough in memory that nobody uses now.
+            // The memory kept for reuse may be enough.
             self.trim();
             allocate()
         });
@@ -401,14 +401,14 @@ impl Device {
         Ok(buffer)
     }
 
-    /// A copy of these elements. Waits until it is there.
+    /// A copy of these elements on the card. Waits until it is complete.
     pub fn upload<T: Pod>(self: &Arc<Self>, values: &[T]) -> Result<Buffer<T>, DeviceError> {
         let mut buffer = self.buffer(values.len())?;
         buffer.upload(values)?;
         Ok(buffer)
     }
 
-    /// The kernels of a source, compiled if this program and this machine have not met them yet.
+    /// The kernels of a source. They are compiled if neither this program nor the cache has them.
     pub(crate) fn module(self: &Arc<Self>, source: &Source) -> Result<Module, DeviceError> {
         let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(module) = modules.get(source) {
@@ -420,7 +420,7 @@ impl Device {
         let load = |code: Vec<u8>| self.context.load_module(Ptx::from_binary(code));
         let module = match self.cache.load(&key).map(load) {
             Some(Ok(module)) => module,
-            // Not there, or the driver does not want it.
+            // Not in the cache, or the driver refuses it.
             _ => {
                 let code = nvrtc::compile(source.name(), &text, &options)?;
                 self.cache.store(&key, &code);
@@ -431,8 +431,8 @@ impl Device {
         Ok(Module { device: self.clone(), module })
     }
 
-    /// Puts a copy from pinned memory on the stream. The memory is busy until the next
-    /// [`wait`](Self::wait).
+    /// Puts a copy of the first `len` bytes of pinned memory on the stream. The memory is busy
+    /// until the next [`wait`](Self::wait).
     pub(crate) fn copy_to_card(
         &self,
         from: &Pinned,
@@ -447,14 +447,14 @@ impl Device {
         self.bind()?;
         // SAFETY: `from` has this many bytes, all initialised.
         let source = unsafe { std::slice::from_raw_parts(from.pointer, len) };
-        // SAFETY: both are as long as that, and neither is released before this is done: rule 2,
+        // SAFETY: both are at least that long, and neither is released before this is done: rule 2,
         // and `Pinned` waits for the stream.
         unsafe { result::memcpy_htod_async(to.pointer(), source, self.stream.cu_stream()) }
             .map_err(failed("copy from the host"))
     }
 
-    /// Puts a copy of the first `len` elements of a buffer to the front of pinned memory on the
-    /// stream.
+    /// Puts on the stream a copy of the first `len` elements of a buffer to the front of pinned
+    /// memory.
     pub(crate) fn copy_to_host<T: Pod>(
         &self,
         from: &Buffer<T>,
@@ -464,7 +464,7 @@ impl Device {
         self.copy_part_to_host(from, 0..len, to)
     }
 
-    /// The same of some elements, to the same place in pinned memory.
+    /// The same for some elements, to the same place in pinned memory.
     pub(crate) fn copy_part_to_host<T: Pod>(
         &self,
         from: &Buffer<T>,
@@ -488,7 +488,7 @@ impl Device {
             .map_err(failed("copy to the host"))
     }
 
-    /// Puts a copy of some elements of a tensor to the front of pinned memory on the stream.
+    /// Puts on the stream a copy of some elements of a tensor to the front of pinned memory.
     pub(crate) fn copy_from_tensor(
         &self,
         from: &DeviceTensor,
@@ -509,7 +509,7 @@ impl Device {
             .map_err(failed("copy to the host"))
     }
 
-    /// Puts a copy from the front of pinned memory to some elements of a tensor on the stream.
+    /// Puts on the stream a copy from the front of pinned memory to some elements of a tensor.
     pub(crate) fn copy_to_tensor(
         &self,
         from: &Pinned,
@@ -525,13 +525,13 @@ impl Device {
         self.bind()?;
         // SAFETY: `from` has this many bytes, all initialised.
         let source = unsafe { std::slice::from_raw_parts(from.pointer, bytes) };
-        // SAFETY: whoever made the tensor promised that the elements are there, and nobody else's
-        // now; pinned memory is not released before this is done.
+        // SAFETY: whoever made the tensor promised that the elements are there, and that nobody
+        // else accesses them now; pinned memory is not released before this is done.
         unsafe { result::memcpy_htod_async(target, source, self.stream.cu_stream()) }
             .map_err(failed("copy from the host"))
     }
 
-    /// Puts a copy of some elements to the front of another buffer on the stream.
+    /// Puts on the stream a copy of some elements to the front of another buffer.
     pub(crate) fn copy_on_card<T: Pod>(
         &self,
         from: &Buffer<T>,
@@ -589,8 +589,8 @@ impl Kernel {
     ///
     /// # Safety
     ///
-    /// The arguments are those the kernel takes, and every address in them is of memory on this
-    /// card that is as long as the kernel takes it for and not released before this call returns
+    /// The arguments are those the kernel takes. Every address in them is of memory on this card
+    /// that is as long as the kernel assumes, and that is not released before this call returns
     /// (rule 2 of this file).
     pub(crate) unsafe fn launch(
         &self,
@@ -612,7 +612,7 @@ impl Kernel {
     }
 }
 
-/// What a kernel is given.
+/// The arguments of a kernel.
 pub(crate) trait Arguments {
     fn push<'a>(&'a self, launch: &mut LaunchArgs<'a>);
 }
@@ -631,7 +631,7 @@ arguments!(A 0, B 1);
 arguments!(A 0, B 1, C 2);
 arguments!(A 0, B 1, C 2, D 3);
 
-/// Bytes on a card, which may be released by any thread.
+/// Bytes on a card. Any thread may release them.
 struct DeviceMemory(Option<CudaSlice<u8>>);
 
 impl DeviceMemory {
@@ -647,8 +647,8 @@ impl DeviceMemory {
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
         if let Some(slice) = self.0.take() {
-            // The driver releases memory for threads that use the card. If it is lost, so is the
-            // memory.
+            // The driver releases memory only for threads that use the card. If the card is lost,
+            // so is the memory.
             let _ = slice.context().bind_to_thread();
         }
     }
@@ -679,18 +679,18 @@ impl<T: Pod> Buffer<T> {
         self.len == 0
     }
 
-    /// Whether it is this device's.
+    /// Whether it belongs to this device.
     pub(crate) fn is_of(&self, device: &Arc<Device>) -> bool {
         Arc::ptr_eq(&self.device, device)
     }
 
-    /// The address on the card, for whoever launches kernels of their own.
+    /// The address on the card, for callers that launch their own kernels.
     pub fn pointer(&self) -> u64 {
         // Nothing is tracked (rule 2), so dropping the guard does nothing.
         self.bytes.slice().device_ptr(&self.device.stream).0
     }
 
-    /// Makes room for `len` elements at least. What was in it is lost if there was too little.
+    /// Makes room for at least `len` elements. If the buffer has to grow, its content is lost.
     pub fn reserve(&mut self, len: usize) -> Result<(), DeviceError> {
         if len > self.len {
             *self = self.device.buffer(len)?;
@@ -698,7 +698,7 @@ impl<T: Pod> Buffer<T> {
         Ok(())
     }
 
-    /// Overwrites the front with these elements. Waits until they are there.
+    /// Overwrites the front with these elements. Waits until the copy is complete.
     pub fn upload(&mut self, values: &[T]) -> Result<(), DeviceError> {
         assert!(values.len() <= self.len, "room for them");
         if values.is_empty() {
@@ -707,19 +707,19 @@ impl<T: Pod> Buffer<T> {
         self.device.bind()?;
         self.device.bus.to_card.fetch_add(size_of_val(values) as u64, Ordering::Relaxed);
         let stream = self.device.stream.cu_stream();
-        // SAFETY: the buffer is long enough, and the values stay until the copy is done: it is
-        // waited for below.
+        // SAFETY: the buffer is long enough, and the values stay until the copy is done, because
+        // this waits for it below.
         unsafe { result::memcpy_htod_async(self.pointer(), values, stream) }
             .map_err(failed("copy from the host"))?;
         self.device.wait()
     }
 
-    /// A copy on the host. Waits until it is there.
+    /// A copy on the host. Waits until it is complete.
     pub fn download(&self) -> Result<Vec<T>, DeviceError> {
         self.download_front(self.len)
     }
 
-    /// The same of the first `len` elements.
+    /// The same for the first `len` elements.
     pub fn download_front(&self, len: usize) -> Result<Vec<T>, DeviceError> {
         assert!(len <= self.len, "elements of it");
         let mut values = vec![T::zeroed(); len];
@@ -729,14 +729,14 @@ impl<T: Pod> Buffer<T> {
         self.device.bind()?;
         self.device.bus.to_host.fetch_add(size_of_val(&values[..]) as u64, Ordering::Relaxed);
         let stream = self.device.stream.cu_stream();
-        // SAFETY: both have so many elements, and the copy is waited for below.
+        // SAFETY: both have this many elements, and the copy is waited for below.
         let copied = unsafe { result::memcpy_dtoh_async(&mut values, self.pointer(), stream) };
         self.device.wait()?;
         copied.map_err(failed("copy to the host"))?;
         Ok(values)
     }
 
-    /// Puts on the stream that all bytes of some elements become `byte`.
+    /// Puts on the stream a fill of all bytes of some elements with `byte`.
     pub fn fill_bytes(&mut self, elements: Range<usize>, byte: u8) -> Result<(), DeviceError> {
         assert!(elements.start <= elements.end && elements.end <= self.len, "elements of it");
         let size = size_of::<T>();
@@ -796,14 +796,14 @@ impl DeviceValues<'_> {
         self.len == 0
     }
 
-    /// Memory of somebody else: candle's, say, or torch's.
+    /// Memory owned by other code: candle, say, or torch.
     ///
     /// # Safety
     ///
     /// `pointer` is the address, on the card the values are used on, of `len` elements of that
-    /// type, a multiple of its size. They are written by nobody, and not released, from the time
-    /// that work with them is put on the device's stream until it is done; what wrote them is done
-    /// before.
+    /// type, and a multiple of its size. The elements are neither written nor released from the
+    /// time that work with them is put on the device's stream until it is done. The work that wrote
+    /// them is done before.
     pub unsafe fn from_raw(pointer: u64, len: usize, type_: ValueType) -> Self {
         Self { pointer, len, type_, owner: PhantomData }
     }
@@ -841,11 +841,11 @@ impl Buffer<f32> {
     }
 }
 
-/// A vector on a card for an operation to work on, which somebody else owns: candle's, say, or
-/// torch's, or a [`Buffer`].
+/// A vector on a card for an operation to work on. Its memory belongs to other code, such as candle
+/// or torch, or to a [`Buffer`].
 ///
-/// Its owner is kept until the operation has put its last access on the card. Whatever the owner
-/// then has its own stream do comes after that.
+/// The owner is kept until the operation has put its last access on the card. Work that the owner
+/// puts on its own stream after that runs after that access.
 pub struct DeviceTensor {
     pointer: u64,
     len: usize,
@@ -862,15 +862,15 @@ impl fmt::Debug for DeviceTensor {
 }
 
 impl DeviceTensor {
-    /// Memory of somebody else, used on `stream`: a `CUstream` as a number, where zero is the
+    /// Memory owned by other code, used on `stream`: a `CUstream` as a number, where zero is the
     /// default stream.
     ///
     /// # Safety
     ///
     /// `pointer` is the address, a multiple of the type's size, of `len` elements on the card that
-    /// the operation's device is on, and `stream` is a stream of that card; both are there until
+    /// the operation's device is on, and `stream` is a stream of that card. Both exist until
     /// `owner` is dropped. From the time of the call until the operation has ended, nothing else
-    /// accesses the elements but work that was put on `stream` before.
+    /// accesses the elements except work that was put on `stream` before.
     pub unsafe fn from_raw(
         pointer: u64,
         len: usize,
@@ -907,14 +907,14 @@ impl DeviceTensor {
         DeviceValues { pointer, len: elements.len(), type_: self.type_, owner: PhantomData }
     }
 
-    /// Where its elements are, for a kernel that writes them.
+    /// The address of its elements, for a kernel that writes them.
     pub(crate) fn pointer_mut(&mut self) -> u64 {
         self.pointer
     }
 }
 
-/// A buffer that its owner still holds. All work on it is put on its device's stream, and so comes
-/// before or after the operation.
+/// A buffer that its owner still holds. All work on it is put on its device's stream, and so runs
+/// either before or after the operation.
 impl<T: TensorElement> From<&Arc<Buffer<T>>> for DeviceTensor {
     fn from(buffer: &Arc<Buffer<T>>) -> Self {
         Self {
@@ -929,7 +929,7 @@ impl<T: TensorElement> From<&Arc<Buffer<T>>> for DeviceTensor {
 
 /// A Rust type of gradients.
 pub trait TensorElement: Pod + Send + Sync {
-    /// The same as a value.
+    /// The same type as a value.
     const TYPE: ValueType;
 }
 
@@ -965,7 +965,7 @@ impl Buffer<f32> {
 }
 
 impl DevicePart<'_> {
-    /// Puts on the stream that all of it becomes zero.
+    /// Puts on the stream a fill of all of it with zeros.
     pub(crate) fn clear(&mut self, device: &Device) -> Result<(), DeviceError> {
         if self.len == 0 {
             return Ok(());
@@ -985,7 +985,7 @@ impl<'a> From<&'a mut Buffer<f32>> for DevicePart<'a> {
     }
 }
 
-/// Memory of the host that the card copies from and to by itself.
+/// Host memory that the card can copy from and to by itself.
 pub struct Pinned {
     stream: Arc<CudaStream>,
     pointer: *mut u8,
@@ -1012,7 +1012,7 @@ impl Pinned {
 
     fn on(stream: &Arc<CudaStream>, len: usize) -> Result<Self, DeviceError> {
         stream.context().bind_to_thread().map_err(failed("be used by this thread"))?;
-        // SAFETY: a driver does not give out zero bytes, hence at least one.
+        // SAFETY: the driver does not give out zero bytes, hence at least one.
         let pointer = unsafe { result::malloc_host(len.max(1), 0) };
         let pointer = pointer.map_err(|error| match error.0 {
             sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY => {
@@ -1021,7 +1021,7 @@ impl Pinned {
             _ => failed("allocate pinned memory")(error),
         })?;
         let pointer: *mut u8 = pointer.cast();
-        // SAFETY: these bytes are ours, and are to be initialised before anybody looks.
+        // SAFETY: these bytes are ours; this initialises them before anybody reads them.
         unsafe { pointer.write_bytes(0, len) };
         Ok(Self { stream: stream.clone(), pointer, len })
     }
@@ -1036,7 +1036,7 @@ impl Pinned {
         self.len == 0
     }
 
-    /// Makes room for `len` bytes at least, zeros if it has to grow.
+    /// Makes room for at least `len` bytes. If it has to grow, all bytes become zero.
     pub(crate) fn reserve(&mut self, len: usize) -> Result<(), DeviceError> {
         if len > self.len {
             *self = Self::on(&self.stream, len)?;
@@ -1051,7 +1051,7 @@ impl Pinned {
         unsafe { std::slice::from_raw_parts(self.pointer, self.len) }
     }
 
-    /// The same, to be written.
+    /// The same, for writing.
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above, and borrowed once.
         unsafe { std::slice::from_raw_parts_mut(self.pointer, self.len) }
@@ -1060,7 +1060,7 @@ impl Pinned {
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        // A copy may still run. If the card is lost there is nothing to wait for.
+        // A copy may still be running. If the card is lost there is nothing to wait for.
         let _ = self.stream.synchronize();
         // SAFETY: allocated by `malloc_host`, released once.
         let _ = unsafe { result::free_host(self.pointer.cast()) };
@@ -1070,7 +1070,7 @@ impl Drop for Pinned {
 /// Sizes in the device's pool are multiples of this.
 const POOLED: usize = 1 << 16;
 
-/// Elements on a card, whose memory goes back to the device.
+/// Elements on a card. Their memory returns to the device's pool when dropped.
 #[derive(Debug)]
 pub(crate) struct Pooled<T>(Option<Buffer<T>>);
 
@@ -1096,7 +1096,7 @@ impl<T> Drop for Pooled<T> {
     }
 }
 
-/// Pinned memory that goes back to the device.
+/// Pinned memory that returns to the device's pool when dropped.
 #[derive(Debug)]
 pub(crate) struct PooledPinned {
     device: Arc<Device>,
@@ -1125,7 +1125,7 @@ impl Drop for PooledPinned {
     }
 }
 
-/// So that it can become a parcel. By rule 3, what was copied to it is there.
+/// Lets it become a parcel. By rule 3, the copies to it are complete.
 impl AsRef<[u8]> for PooledPinned {
     fn as_ref(&self) -> &[u8] {
         self.bytes()
@@ -1153,7 +1153,7 @@ impl Timer {
         Ok(Self { device: device.clone(), start: event()?, end: event()? })
     }
 
-    /// Milliseconds that the card takes for what `work` puts on the stream. Waits for it.
+    /// Milliseconds that the card takes for the work that `work` puts on the stream. Waits for it.
     pub fn time(&self, work: impl FnOnce() -> Result<(), DeviceError>) -> Result<f64, DeviceError> {
         self.start.record(&self.device.stream).map_err(failed("record an event"))?;
         work()?;

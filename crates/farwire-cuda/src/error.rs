@@ -18,7 +18,7 @@ pub enum DeviceError {
          `nvidia-smi` lists the cards, CUDA_VISIBLE_DEVICES may hide some"
     )]
     NoCard {
-        /// Which was asked for.
+        /// The card that was asked for.
         ordinal: usize,
         /// What the driver says.
         why: String,
@@ -33,12 +33,12 @@ pub enum DeviceError {
     /// The kernels of this crate do not compile for this card.
     #[error("NVRTC cannot compile {kernel} for this card: {log}")]
     Compile {
-        /// Which file.
+        /// The source file.
         kernel: String,
         /// What the compiler says.
         log: String,
     },
-    /// A codec, or an option of one, that has no kernels.
+    /// There are no kernels for this codec, or for one of its options.
     #[error("{codec} does not run on the card: {why}")]
     Unsupported {
         /// The codec.
@@ -46,7 +46,7 @@ pub enum DeviceError {
         /// What is missing.
         why: &'static str,
     },
-    /// Not enough memory on the card, or for pinned memory of the host.
+    /// Not enough memory on the card, or not enough pinned memory on the host.
     #[error(
         "out of {which} memory: {bytes} bytes are not free; nothing was changed. \
          Use smaller buckets, or free memory first"
@@ -54,7 +54,7 @@ pub enum DeviceError {
     OutOfMemory {
         /// Device or pinned.
         which: &'static str,
-        /// How many were asked for.
+        /// The number of bytes asked for.
         bytes: usize,
     },
     /// Anything else the driver says.
@@ -71,7 +71,7 @@ pub enum DeviceError {
     /// The message cannot be decoded: the error the CPU codec gives.
     #[error(transparent)]
     Decode(#[from] DecodeError),
-    /// The card refuses a message that the CPU takes: a bug.
+    /// The card refuses a message that the CPU accepts: a bug.
     #[error("the card refuses a message of {codec} that the CPU decodes; please report this")]
     Disagreement {
         /// The codec.

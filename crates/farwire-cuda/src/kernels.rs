@@ -4,9 +4,9 @@
 //! 1. A `#[repr(C)]` struct here has the fields of its namesake in `kernels/*.cu`, in the same
 //!    order and of the same sizes.
 //! 2. Before a launch, the function that makes it checks that every buffer is as long as the kernel
-//!    takes it for, in release builds too. Where a kernel writes to, its function holds `&mut`.
-//! 3. What a message says is never trusted: the walk on the host has checked where its parts are,
-//!    and kernels check every index before they use it.
+//!    assumes, in release builds too. It holds `&mut` to all memory that the kernel writes.
+//! 3. The content of a message is never trusted: the walk on the host has checked where its parts
+//!    are, and kernels check every index before they use it.
 
 #![allow(unsafe_code)]
 
@@ -20,31 +20,31 @@ use crate::driver::{Buffer, Device, DevicePart, DeviceTensor, DeviceValues, Kern
 use crate::error::DeviceError;
 use crate::source::{File, Source};
 
-/// Shards that one launch takes: they travel with its arguments.
+/// The most shards that one launch takes: they are passed in its arguments.
 const MAX_SHARDS: usize = 64;
 
-/// Elements of a tile of top-k, and how many of them its list of candidates has room for.
+/// Elements in a tile of top-k, and how many of them fit in its list of candidates.
 const TILE: usize = 4096;
 const LISTED: usize = 512;
 
-/// The most bytes that the indices of a block of 256 take, with the byte before them.
+/// The most bytes that the indices of a block of 256 take, including the byte before them.
 const INDEX_BYTES: usize = 868;
 
 /// Bytes of top-k's `State`, and where its `total` is.
 const STATE_BYTES: usize = 48 + 3 * 2048 * 4;
 const STATE_TOTAL: usize = 24;
 
-/// Some elements that become one message.
+/// The elements that become one message.
 #[derive(Clone, Copy, Debug, Default)]
 #[repr(C)]
 pub(crate) struct Shard {
     /// First element, counted from the first of the job.
     pub(crate) start: u64,
-    /// Elements; for random-k, those that are drawn.
+    /// Number of elements; for random-k, of drawn elements.
     pub(crate) len: u64,
     /// Where its message starts: a multiple of 16.
     pub(crate) out: u64,
-    /// Random-k: its first stratum.
+    /// For random-k, its first stratum.
     pub(crate) drawn: u64,
 }
 
@@ -198,16 +198,16 @@ macro_rules! device_repr {
 }
 device_repr!(Encode, Decode, Strata, Select, Chunks, Coding, Added, Power, Add, AdamW);
 
-/// What an encoder reads and writes, whichever it is.
+/// What every encoder reads and writes.
 #[derive(Debug)]
 pub(crate) struct Encoding<'a> {
     pub(crate) values: DeviceValues<'a>,
-    /// What is owed, one for each value.
+    /// The old residual, one for each value.
     pub(crate) owed: Option<&'a Buffer<f32>>,
-    /// Where to leave the residual, one for each value.
+    /// Where to write the new residual, one for each value.
     pub(crate) left: Option<&'a mut Buffer<f32>>,
     pub(crate) out: &'a mut Buffer<u8>,
-    /// At its front, the least index of an element that is not finite.
+    /// Its first word is the lowest index of an element that is not finite.
     pub(crate) header: &'a mut Buffer<u64>,
     pub(crate) origin: usize,
     pub(crate) keys: Keys,
@@ -215,7 +215,7 @@ pub(crate) struct Encoding<'a> {
 }
 
 impl Encoding<'_> {
-    /// Panics unless all vectors are as long as the values.
+    /// Panics unless all vectors are at least as long as the values.
     fn check(&self) {
         let len = self.values.len();
         assert!(self.owed.is_none_or(|owed| owed.len() >= len), "a residual for each value");
@@ -241,14 +241,14 @@ impl Encoding<'_> {
     }
 }
 
-/// What a decoder reads and writes, whichever it is.
+/// What every decoder reads and writes.
 #[derive(Debug)]
 pub(crate) struct Decoding<'a> {
-    /// The message, which has this many bytes; sixteen more can be read.
+    /// The message, which has `len` bytes; sixteen more can be read.
     pub(crate) bytes: &'a Buffer<u8>,
     pub(crate) len: usize,
     pub(crate) acc: DevicePart<'a>,
-    /// At its front, whether anything was wrong.
+    /// Its first word says whether anything was wrong.
     pub(crate) bad: &'a mut Buffer<u32>,
     pub(crate) origin: usize,
     pub(crate) keys: Keys,
@@ -277,7 +277,7 @@ fn value_define(type_: ValueType) -> (&'static str, usize) {
     ("VALUE", type_ as usize)
 }
 
-/// So many thread blocks. More than a grid can have are more elements than a card can hold.
+/// The number of thread blocks. More than fit a grid would mean more elements than fit a card.
 fn grid(work: usize, per_block: usize) -> u32 {
     u32::try_from(work.div_ceil(per_block)).expect("fewer thread blocks than a grid can have")
 }
@@ -291,11 +291,11 @@ pub(crate) enum Dense {
     Cast(Option<Cast>),
 }
 
-/// Elements that a thread block of `sign.cu` and of `cast.cu` takes.
+/// Elements that a thread block handles in `sign.cu`, `cast.cu` and other elementwise kernels.
 const ELEMENTWISE: usize = 4096;
-/// Blocks that a thread block of `block_encode` takes.
+/// Blocks that a thread block of `block_encode` handles.
 const WARPS: usize = 8;
-/// Elements of a block that fit shared memory.
+/// The most elements of a block that fit in shared memory.
 const SHARED: usize = 8192;
 
 /// The kernels of a dense codec for one type of value.
@@ -303,7 +303,7 @@ const SHARED: usize = 8192;
 pub(crate) struct DenseKernels {
     codec: Dense,
     type_: ValueType,
-    /// Of blocks that a warp holds in registers, or of all there are.
+    /// For blocks that a warp holds in registers; without blocks, for all elements.
     encode: Option<Kernel>,
     add: Option<Kernel>,
     encode_any: Option<Kernel>,
@@ -353,7 +353,7 @@ impl DenseKernels {
         })
     }
 
-    /// Bytes of a message, as the CPU codec says them.
+    /// Bytes in a message, as the CPU codec computes them.
     fn coded_len(&self, elements: usize) -> usize {
         use farwire_codec::MessageCodec;
         match self.codec {
@@ -480,7 +480,7 @@ impl RandomKernels {
         Ok(Self { type_, width: if bf16 { 2 } else { 4 }, fuse, encode, add })
     }
 
-    /// Encodes each shard, whose `len` and `drawn` say which strata's elements lie in it. With
+    /// Encodes each shard. Its `len` and `drawn` say which strata have their elements in it. With
     /// `boost`, values are multiplied by the lengths of their strata.
     pub(crate) fn encode(
         &self,
@@ -518,7 +518,7 @@ impl RandomKernels {
         Ok(())
     }
 
-    /// Adds a message of `count` elements, drawn from the strata from `first` on.
+    /// Adds a message of `count` elements, drawn from `count` strata starting at `first`.
     pub(crate) fn add(
         &self,
         decoding: &mut Decoding<'_>,
@@ -543,7 +543,7 @@ fn strata(draws: Draws) -> Strata {
     Strata { elements: draws.elements, count: draws.count, key: draws.key }
 }
 
-/// What top-k's kernels use, kept from one step to the next.
+/// Memory for top-k's kernels, kept from one step to the next.
 #[derive(Debug)]
 pub(crate) struct SparseScratch {
     indices: Buffer<u32>,
@@ -586,9 +586,9 @@ impl SparseScratch {
 pub(crate) enum Selection {
     /// All that are not zero.
     All,
-    /// So many of the whole job.
+    /// This many of the whole job.
     Whole(usize),
-    /// `keep` of each chunk of the whole vector, and in proportion of what the job has of one.
+    /// `keep` of each chunk of the whole vector, or in proportion where the job has only a part.
     PerChunk { keep: usize, chunk: usize },
 }
 
@@ -603,12 +603,12 @@ impl Selection {
     }
 }
 
-/// A job cut where chunks of the whole vector end.
+/// A job cut into pieces where chunks of the whole vector end.
 #[derive(Clone, Copy, Debug)]
 struct Pieces {
-    /// How many there are.
+    /// Number of pieces.
     count: usize,
-    /// Elements of the first and of the last.
+    /// Elements in the first and in the last piece.
     first: usize,
     last: usize,
     keep: usize,
@@ -627,12 +627,12 @@ impl Pieces {
         Self { count, first, last, keep, chunk }
     }
 
-    /// Elements kept of a piece of this length.
+    /// Elements kept from a piece of this length.
     fn kept(&self, len: usize) -> usize {
         farwire_codec::device::proportion(self.keep, len, self.chunk)
     }
 
-    /// Elements kept of all pieces.
+    /// Elements kept from all pieces.
     fn total(&self) -> usize {
         match self.count {
             0 => 0,
@@ -647,7 +647,7 @@ impl Pieces {
 pub(crate) struct TopKernels {
     type_: ValueType,
     multiprocessors: u32,
-    /// Chunks that `select_chunks` was compiled for, or zero.
+    /// Elements in the chunks that `select_chunks` was compiled for, or zero.
     chunk: usize,
     select_any: Kernel,
     select_chunks: Option<Kernel>,
@@ -660,7 +660,7 @@ pub(crate) struct TopKernels {
 }
 
 impl TopKernels {
-    /// With `chunk`, elements of a chunk.
+    /// `chunk` is the number of elements in a chunk.
     pub(crate) fn new(
         device: &Arc<Device>,
         chunk: Option<usize>,
@@ -736,7 +736,7 @@ impl TopKernels {
         select.tallies = scratch.tallies.pointer();
         match keep {
             None => (select.all, select.keep) = (1, 0),
-            // Lists of candidates pay where they are short.
+            // Lists of candidates pay off where they are short.
             Some(keep) if len >= 1 << 16 && keep > 0 && keep <= len / 16 => {
                 let expected = 16_384.0 * keep as f64 / len as f64;
                 select.rank = (expected + 4.0 * expected.sqrt() + 8.0) as u32;
@@ -792,7 +792,7 @@ impl TopKernels {
                 chunk: pieces.chunk as u64,
                 keep: pieces.keep as u64,
                 keep_first,
-                // Of a grid of full pieces, of which at most one that is not comes before.
+                // For a grid of full pieces: at most one short piece comes before it.
                 at: if range.start == 0 { 0 } else { pieces.first as u64 },
                 to: if range.start == 0 { 0 } else { keep_first },
             };
@@ -820,7 +820,7 @@ impl TopKernels {
     }
 }
 
-/// The kernels that put kept elements on the wire and take them off it.
+/// The kernels that encode and decode kept elements.
 #[derive(Debug)]
 pub(crate) struct KeptKernels {
     values: ValueCoding,
@@ -857,21 +857,21 @@ impl KeptKernels {
         }
     }
 
-    /// Blocks that so many elements in so many shards make, at most.
+    /// The most blocks that `limit` elements in this many shards make.
     fn blocks(limit: usize, shards: usize) -> usize {
         limit / KEPT_BLOCK + shards
     }
 
-    /// Bytes that messages of so many elements can take together, each with a byte after it.
+    /// The most bytes that messages with `limit` elements in total take, each with a byte after it.
     pub(crate) fn room(&self, limit: usize, shards: usize) -> usize {
         let block = INDEX_BYTES + self.value_bytes(KEPT_BLOCK);
         5 * shards + Self::blocks(limit, shards) * block
     }
 
-    /// Codes what was selected, at most `limit` elements. `ends` says where shards end, counted
-    /// from the first element of the job. Left in the header, after its first word: where messages
-    /// start and the last one ends, each with a byte after it, and then which of the blocks is the
-    /// first of each message, and how many there are.
+    /// Encodes the selected elements, at most `limit`. `ends` says where shards end, counted from
+    /// the first element of the job. After its first word, the header then says where each message
+    /// starts and the last one ends, counting a byte after each message; then the number of each
+    /// message's first block, and the number of blocks.
     pub(crate) fn encode(
         &self,
         encoding: &mut Encoding<'_>,
@@ -924,7 +924,7 @@ impl KeptKernels {
         Ok(())
     }
 
-    /// Adds a message whose blocks are known: `count` of them, 16 bytes each.
+    /// Adds a message. `blocks` describes its `count` blocks, with 16 bytes for each.
     pub(crate) fn add(
         &self,
         decoding: &mut Decoding<'_>,
@@ -961,7 +961,7 @@ impl KeptKernels {
 /// The most columns that PowerSGD's kernels keep in registers.
 const MAX_RANK: usize = 32;
 
-/// The kernels of PowerSGD, for factors of some number of columns.
+/// The kernels of PowerSGD, for factors with `rank` columns.
 #[derive(Debug)]
 pub(crate) struct PowerKernels {
     type_: ValueType,
@@ -970,11 +970,11 @@ pub(crate) struct PowerKernels {
     bands: Kernel,
     q: Kernel,
     end: Kernel,
-    /// For columns in fours, where four of them fit registers.
+    /// For a multiple of four columns, if four columns fit in registers.
     end_wide: Option<Kernel>,
 }
 
-/// The matrix that a vector is, and its factors: P row by row, Q column by column.
+/// A vector as a matrix, and its factors: P row by row, Q column by column.
 #[derive(Debug)]
 pub(crate) struct Matrix<'a> {
     pub(crate) rows: usize,
@@ -1016,7 +1016,7 @@ impl PowerKernels {
         })
     }
 
-    /// Rows that one block makes P of: they share what it reads of Q, in registers.
+    /// Rows of P that one thread block computes: they share the elements of Q it has in registers.
     const fn together(rank: usize) -> usize {
         match rank {
             ..=4 => 4,
@@ -1025,7 +1025,7 @@ impl PowerKernels {
         }
     }
 
-    /// Elements that the sums over bands of rows take, for a matrix of this shape.
+    /// Number of elements in the sums over bands of rows, for a matrix of this shape.
     pub(crate) fn bands_len(&self, rows: usize, columns: usize) -> usize {
         rows.div_ceil(POWER_BAND) * self.rank * columns
     }
@@ -1050,8 +1050,8 @@ impl PowerKernels {
         }
     }
 
-    /// Makes the matrix, and P of the given Q. The least index of what is not finite is left at the
-    /// front of `header`.
+    /// Computes the matrix, and P from the given Q. Leaves the lowest index of an element that is
+    /// not finite in the first word of `header`.
     pub(crate) fn begin(
         &self,
         values: DeviceValues<'_>,
@@ -1073,7 +1073,8 @@ impl PowerKernels {
         unsafe { self.p.launch((blocks, 1), 256, 0, &arguments) }
     }
 
-    /// Makes Q of the given P, with room for [`bands_len`](Self::bands_len) elements on the way.
+    /// Computes Q from the given P. `bands` is scratch space of [`bands_len`](Self::bands_len)
+    /// elements.
     pub(crate) fn go_on(
         &self,
         matrix: &mut Matrix<'_>,
@@ -1091,8 +1092,8 @@ impl PowerKernels {
         }
     }
 
-    /// Makes the result of both, with Q the sum of all ranks', and takes from the matrix what this
-    /// rank has sent, of which `own` is the Q.
+    /// Computes the result from P and the sum of all ranks' Q. Subtracts from the matrix what this
+    /// rank has sent; `own` is its Q.
     pub(crate) fn end(
         &self,
         matrix: &mut Matrix<'_>,
@@ -1107,7 +1108,8 @@ impl PowerKernels {
         if let Some(kernel) = self.end_wide.as_ref().filter(|_| columns.is_multiple_of(4)) {
             let (x, y) = (grid(columns, 4 * 128), grid(rows, 32).min(65_535));
             // SAFETY: as above; the grid goes over all rows. Buffers start at multiples of 256
-            // bytes, so rows of so many elements, and those of Q, at multiples of 16.
+            // bytes, so rows of a multiple of four elements, and those of Q, start at multiples of
+            // 16.
             return unsafe { kernel.launch((x, y), 128, 0, &arguments) };
         }
         let y = grid(rows, 16).min(65_535);
@@ -1148,7 +1150,7 @@ impl FinishKernel {
     }
 }
 
-/// What training does to vectors beside exchanging them.
+/// What training does to vectors, besides exchanging them.
 #[derive(Debug)]
 pub(crate) struct TrainingKernels {
     add: Kernel,
@@ -1156,14 +1158,14 @@ pub(crate) struct TrainingKernels {
     adamw: Kernel,
 }
 
-/// The numbers of an update by AdamW, the same for all elements.
+/// The parameters of an AdamW update, the same for all elements.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct AdamWStep {
     /// Gradients are multiplied by this first.
     pub scale: f32,
-    /// The share of the first moment that stays.
+    /// The share of the first moment that is kept.
     pub beta1: f32,
-    /// The share of the second moment that stays.
+    /// The share of the second moment that is kept.
     pub beta2: f32,
     /// The learning rate over `1 − beta1ⁿ`.
     pub step: f32,
@@ -1185,9 +1187,9 @@ impl TrainingKernels {
         })
     }
 
-    /// Adds the gradient to the elements of `sum` from `at` on, which are taken for zeros if
-    /// `fresh`. The least of `4 · index + kind` of what is then not finite goes to
-    /// `bad[place]` if it is less than what is there.
+    /// Adds the gradient to the elements of `sum` from `at` on, which are taken to be zeros if
+    /// `fresh`. `bad[place]` becomes the least of its old value and `4 · index + kind` of the
+    /// elements that are not finite afterwards.
     pub(crate) fn add(
         &self,
         sum: &mut DeviceTensor,
@@ -1216,12 +1218,12 @@ impl TrainingKernels {
         unsafe { self.add.launch((grid(len, ELEMENTWISE), 1), 256, 0, &arguments) }
     }
 
-    /// How many sums there are for so many elements.
+    /// The number of sums for this many elements.
     pub(crate) fn sums(len: usize) -> usize {
         len.div_ceil(ELEMENTWISE)
     }
 
-    /// Sums of squares, one for each 4,096 elements, from `out[at]` on.
+    /// Writes sums of squares, one for each 4,096 elements, to `out` from `at` on.
     pub(crate) fn squares(
         &self,
         values: DeviceValues<'_>,
@@ -1240,7 +1242,7 @@ impl TrainingKernels {
         unsafe { self.squares.launch((grid(values.len(), ELEMENTWISE), 1), 256, 0, &arguments) }
     }
 
-    /// One update.
+    /// Runs one update.
     pub(crate) fn adamw(
         &self,
         weights: &mut DeviceTensor,
@@ -1276,7 +1278,7 @@ impl TrainingKernels {
     }
 }
 
-/// `r += g`, which codecs are measured against.
+/// `r += g`, which codecs are compared with.
 #[derive(Debug)]
 pub(crate) struct AddKernel(Kernel);
 
@@ -1285,7 +1287,7 @@ impl AddKernel {
         Ok(Self(device.module(&Source::new(File::Bench, &[]))?.kernel("add_into")?))
     }
 
-    /// Adds all but up to three elements.
+    /// Adds all elements except up to three at the end.
     pub(crate) fn add(&self, r: &mut Buffer<f32>, g: &Buffer<f32>) -> Result<(), DeviceError> {
         assert_eq!(r.len(), g.len(), "vectors of one length");
         if r.is_empty() {
@@ -1297,7 +1299,7 @@ impl AddKernel {
     }
 }
 
-/// Bits of a format, as `block.cu` numbers them.
+/// Formats, value codings and value types have the numbers that the kernels use.
 const _: () = assert!(
     Format::Int8 as usize == 0 && Format::Int4 as usize == 1 && Format::Fp8 as usize == 2,
     "block.cu's FORMAT"
@@ -1324,7 +1326,7 @@ mod tests {
                 for origin in 0..2 * chunk + 1 {
                     for len in 0..3 * chunk + 2 {
                         let pieces = Pieces::new(origin, len, keep, chunk);
-                        // One by one, as the CPU goes.
+                        // One by one, as on the CPU.
                         let (mut at, mut lens) = (origin, Vec::new());
                         while at < origin + len {
                             let end = ((at / chunk + 1) * chunk).min(origin + len);
@@ -1341,7 +1343,7 @@ mod tests {
         }
     }
 
-    /// Rule 1, as far as sizes go: what `sizeof` gives in the kernels' language.
+    /// Rule 1, as far as sizes go: these are the values of `sizeof` in CUDA C++.
     #[test]
     fn arguments_have_the_sizes_of_their_namesakes() {
         assert_eq!(size_of::<Shard>(), 32);

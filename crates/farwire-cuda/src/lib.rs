@@ -1,16 +1,16 @@
 //! farwire's gradient compressors as CUDA kernels: gradients are compressed where they are, and
 //! only compressed bytes leave the card.
 //!
-//! The bytes are those of the CPU codec, and so are the residuals, to the bit: ranks with a GPU and
-//! ranks without train together, and the CPU codec is what the tests compare with.
+//! Messages and residuals match those of the CPU codec to the bit: ranks with a GPU and ranks
+//! without one train together, and the tests compare against the CPU codec.
 //!
-//! 1. [`Device::new`] opens a card. No CUDA is needed to build this crate or to run a program that
-//!    holds it: the driver and NVRTC are loaded at run time, and an error says what is missing.
+//! 1. [`Device::new`] opens a card. CUDA is not needed to build this crate or to run a program that
+//!    contains it: the driver and NVRTC are loaded at run time, and an error says what is missing.
 //! 2. [`DeviceCodec::new`] takes a [`CodecSpec`]. Its kernels are compiled at first use, for this
 //!    card, and kept on disk ([`cache`]).
 //! 3. [`DeviceCodec::encode`] adds the residual to the gradient and makes one message per shard, in
-//!    pinned memory. The new residual is written aside: [`DeviceEncoded::swap_residual`] puts it in
-//!    place once the step has succeeded.
+//!    pinned memory. The new residual is kept separately: [`DeviceEncoded::swap_residual`] puts it
+//!    in place once the step has succeeded.
 //! 4. [`DeviceCodec::add_decoded`] adds a message to an accumulator on the card. Call it in rank
 //!    order.
 //!
@@ -43,10 +43,10 @@
 //! # }
 //! ```
 //!
-//! A [`DeviceCommunicator`] does all that in an all-reduce, with what is owed kept on the card.
-//! [`Training`] has what else is done to gradients and weights, so that they need not leave it.
+//! A [`DeviceCommunicator`] does all of this in an all-reduce and keeps the residuals on the card.
+//! [`Training`] has the other operations on gradients and weights, so that they can stay there.
 //!
-//! Everything of a [`Device`] happens in order on one stream.
+//! All work on a [`Device`] runs in order on one stream.
 //!
 //! [`CodecSpec`]: farwire_codec::CodecSpec
 

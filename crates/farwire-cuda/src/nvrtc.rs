@@ -1,9 +1,9 @@
 //! NVRTC, the compiler that is loaded at run time. One of the three files with `unsafe`.
 //!
 //! Rules:
-//! 1. Nothing of NVRTC is called before [`is_present`] has found the library: cudarc would panic.
-//! 2. A program is destroyed exactly once, by [`Program`]'s drop, and not used after.
-//! 3. Sizes of buffers are those NVRTC named just before.
+//! 1. No NVRTC function is called before [`is_present`] has found the library: cudarc would panic.
+//! 2. A program is destroyed exactly once, by [`Program`]'s drop, and not used afterwards.
+//! 3. Buffers have the sizes that NVRTC returned just before.
 
 #![allow(unsafe_code)]
 
@@ -14,7 +14,7 @@ use cudarc::nvrtc::sys;
 
 use crate::error::DeviceError;
 
-/// Whether the library is there. Looked up once; a program that is linked to it has it.
+/// Whether the library is present. Looked up once; a program that is linked to it always has it.
 fn is_present() -> bool {
     #[cfg(feature = "linked")]
     return true;
@@ -26,7 +26,7 @@ fn is_present() -> bool {
     }
 }
 
-/// The compiler's version; none if it is not on this machine.
+/// The compiler's version, or `None` if it is not on this machine.
 pub fn nvrtc_version() -> Option<(i32, i32)> {
     if !is_present() {
         return None;
@@ -46,7 +46,7 @@ impl Drop for Program {
     }
 }
 
-/// Machine code for one architecture.
+/// Compiles to machine code for one architecture.
 pub(crate) fn compile(
     name: &str,
     source: &str,
@@ -102,7 +102,7 @@ fn log(program: &Program) -> String {
     let got = unsafe { sys::nvrtcGetProgramLogSize(program.0, &mut size) };
     let mut log = vec![0u8; size + 1];
     if got == sys::nvrtcResult::NVRTC_SUCCESS {
-        // SAFETY: rule 3, and one zero more.
+        // SAFETY: rule 3, and the buffer has one more zero.
         unsafe { sys::nvrtcGetProgramLog(program.0, log.as_mut_ptr().cast()) };
     }
     let text = CStr::from_bytes_until_nul(&log).map(CStr::to_string_lossy);

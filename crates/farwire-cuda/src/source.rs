@@ -1,13 +1,13 @@
-//! The kernels' source, part of the program.
+//! The kernels' source, built into the program.
 
-/// A file of kernels, and what is set for it: one compilation.
+/// A file of kernels and the macros defined for it: one compilation.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct Source {
     file: File,
     defines: Vec<(&'static str, usize)>,
 }
 
-/// The files, after `common.cu`.
+/// The files that are compiled after `common.cu`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum File {
     Bench,
@@ -51,7 +51,7 @@ impl Source {
         self.file.name_and_text().0
     }
 
-    /// One text. Lines in the compiler's messages are those of the file.
+    /// The whole text to compile. Line numbers in the compiler's messages are those of the files.
     pub(crate) fn text(&self) -> String {
         let (name, text) = self.file.name_and_text();
         let defines: String =
@@ -60,7 +60,7 @@ impl Source {
     }
 }
 
-/// The compiler's options: those that make float arithmetic the CPU's are not to be changed.
+/// The compiler's options. Those that make float arithmetic match the CPU's must not be changed.
 pub(crate) fn options((major, minor): (i32, i32)) -> Vec<String> {
     vec![
         format!("--gpu-architecture=sm_{major}{minor}"),

@@ -1,4 +1,4 @@
-//! Vectors that travel as they are: through pinned memory, in pieces, so that copies and network
+//! Vectors that travel uncompressed: through pinned memory, in pieces, so that copies and network
 //! overlap.
 //!
 //! ```text
@@ -7,8 +7,8 @@
 //!  stream back               U0       U1      U2                 to the card
 //! ```
 //!
-//! A thread waits for copies and starts the network's part. The collectives are made on a group of
-//! their own, so that they need no place in the order of the caller's.
+//! A thread waits for copies and starts the collectives. These run on a group of their own, so that
+//! they need no place in the order of the caller's.
 
 use std::collections::VecDeque;
 use std::marker::PhantomData;
@@ -24,30 +24,30 @@ use crate::comm::card_error;
 use crate::driver::{Device, DeviceTensor, Mark, PooledPinned, ValueType};
 use crate::error::DeviceError;
 
-/// Bytes of a piece: long enough for full speed, short enough that three overlap.
+/// Bytes in a piece: long enough for full speed, short enough that three overlap.
 const PIECE: usize = 16 << 20;
 /// Pieces in pinned memory at a time.
 const STAGED: usize = 5;
 /// Pieces on the network at a time.
 const TRAVELLING: usize = 2;
 
-/// The staging thread, which ends with this once its last job has.
+/// The staging thread. Dropping this waits for its last job and ends it.
 #[derive(Debug)]
 pub(crate) struct Staging {
-    /// Until it is dropped.
+    /// `None` only while being dropped.
     jobs: Option<Sender<Job>>,
     thread: Option<JoinHandle<()>>,
 }
 
 #[derive(Debug)]
 enum Job {
-    /// To be moved in pieces.
+    /// A tensor to be reduced in pieces.
     Move { tensor: DeviceTensor, op: ReduceOp, promise: Promise<()> },
-    /// Under way by other means; the result is to be put on the card.
+    /// A vector whose operation is already running; its result is to be put on the card.
     Put { result: Travelling, tensor: DeviceTensor, promise: Promise<()> },
 }
 
-/// A vector under way in host memory, by its type.
+/// A running operation on a vector in host memory, by its type.
 #[derive(Debug)]
 pub(crate) enum Travelling {
     F32(Pending<Vec<f32>>),
@@ -69,8 +69,8 @@ impl Travelling {
 }
 
 impl Staging {
-    /// Starts the thread. All ranks of the group make theirs, in the same order among others of the
-    /// same group.
+    /// Starts the thread. All ranks of the group start theirs; if a group has several, in the same
+    /// order.
     pub(crate) fn start(comm: &Communicator, device: &Arc<Device>) -> Result<Self, Error> {
         let everyone: Vec<usize> = (0..comm.size()).collect();
         let group = comm.subgroup(&everyone, "farwire-cuda staging")?;
@@ -85,21 +85,21 @@ impl Staging {
         Ok(Self { jobs: Some(jobs), thread: Some(thread) })
     }
 
-    /// A thread that has ended drops the promise, and with it says so.
+    /// If the thread has ended, the promise is dropped, which tells the caller.
     fn send(&self, job: Job) {
         if let Some(jobs) = &self.jobs {
             let _ = jobs.send(job);
         }
     }
 
-    /// An all-reduce in the tensor's place.
+    /// An all-reduce of the tensor in place.
     pub(crate) fn all_reduce(&self, tensor: DeviceTensor, op: ReduceOp) -> Pending<()> {
         let (promise, pending) = Pending::promise();
         self.send(Job::Move { tensor, op, promise });
         pending
     }
 
-    /// Puts the result in the tensor's place once it is there.
+    /// Writes the result over the tensor once it has arrived.
     pub(crate) fn put(&self, result: Travelling, tensor: DeviceTensor) -> Pending<()> {
         let (promise, pending) = Pending::promise();
         self.send(Job::Put { result, tensor, promise });
@@ -108,7 +108,7 @@ impl Staging {
 }
 
 impl Drop for Staging {
-    /// The thread holds a communicator, whose last holder says goodbye to the others.
+    /// Waits for the thread: it holds a communicator, whose last holder says goodbye to the others.
     fn drop(&mut self) {
         drop(self.jobs.take());
         if let Some(thread) = self.thread.take() {
@@ -117,7 +117,7 @@ impl Drop for Staging {
     }
 }
 
-/// What the staging thread has: a stream for each direction.
+/// The staging thread's state, with a stream for each direction.
 struct Stager {
     group: Communicator,
     out: Arc<Device>,
@@ -144,7 +144,7 @@ impl Stager {
         }
     }
 
-    /// The operation has ended; copies may still be under way.
+    /// Ends an operation; copies may still be running.
     fn end(&self, tensor: DeviceTensor, promise: Promise<()>, result: Result<Held, Error>) {
         let ordered = self
             .out
@@ -157,7 +157,7 @@ impl Stager {
             Err(error) => (Held::default(), Err(error)),
         };
         promise.keep(result);
-        // Pinned memory can be written again when it has been read.
+        // Pinned memory can be written again once it has been read.
         let _ = self.back.wait();
         drop(held);
     }
@@ -203,7 +203,7 @@ impl Stager {
             match ranges.next() {
                 None => held.0.push(pinned),
                 Some(range) => {
-                    // Once it has been read.
+                    // The copy starts once the pinned memory has been read.
                     self.out.follow_sibling(&self.back).map_err(card_error)?;
                     let copied = self.copy_out::<T>(tensor, range, pinned);
                     copying.push_back(copied.map_err(card_error)?);

@@ -1,4 +1,4 @@
-//! What training does to vectors on a card, beside exchanging them.
+//! What training does to vectors on a card, besides exchanging them.
 
 use std::sync::Arc;
 
@@ -6,10 +6,10 @@ use crate::driver::{Buffer, Device, DeviceTensor, DeviceValues};
 use crate::error::DeviceError;
 use crate::kernels::{AdamWStep, TrainingKernels};
 
-/// Sums of gradients, their norm and AdamW, where the vectors are. All vectors are of f32.
+/// Sums of gradients, their norm and AdamW, on the card. All vectors are f32.
 ///
-/// Everything is put on the device's stream, in order. A tensor's own stream is waited for before,
-/// and waits afterwards.
+/// All work is put on the device's stream, in order. It first waits for the tensor's own stream,
+/// which waits for it afterwards.
 #[derive(Debug)]
 pub struct Training {
     device: Arc<Device>,
@@ -17,7 +17,7 @@ pub struct Training {
 }
 
 impl Training {
-    /// Compiles its kernels, if that has not been done yet.
+    /// Compiles the kernels, if that has not been done yet.
     pub fn new(device: &Arc<Device>) -> Result<Self, DeviceError> {
         Ok(Self { device: device.clone(), kernels: TrainingKernels::new(device)? })
     }
@@ -27,13 +27,13 @@ impl Training {
         &self.device
     }
 
-    /// Adds a gradient to the elements of `sum` from `at` on. Notes in `found`, at `place`, which
-    /// element is then the first that is not finite. If `fresh`, it adds to zeros, and nothing was
-    /// found so far.
+    /// Adds a gradient to the elements of `sum` from `at` on. Records in `found`, at `place`, the
+    /// first of these elements that is not finite afterwards. If `fresh`, it adds to zeros and
+    /// forgets what was found before.
     ///
     /// # Panics
     ///
-    /// If `sum` or `found` is too short, or something is not f32.
+    /// If `sum` or `found` is too short, or a vector is not f32.
     pub fn add(
         &self,
         sum: impl Into<DeviceTensor>,
@@ -53,12 +53,12 @@ impl Training {
         self.device.lead(sum.stream())
     }
 
-    /// The sum of squares of each of these, in f64: the same bits for the same values, on any card.
-    /// Not finite where a value is not. Waits for it.
+    /// The sum of squares of each vector, in f64: the same bits for the same values, on any card.
+    /// A sum is not finite if a value is not. Waits for the sums.
     ///
     /// # Panics
     ///
-    /// If something is not f32.
+    /// If a vector is not f32.
     pub fn squares(&self, vectors: &[DeviceValues<'_>]) -> Result<Vec<f64>, DeviceError> {
         let counts: Vec<usize> =
             vectors.iter().map(|values| TrainingKernels::sums(values.len())).collect();
@@ -81,7 +81,7 @@ impl Training {
             .collect())
     }
 
-    /// Moves weights by AdamW, with the bits of the same formula on a CPU:
+    /// Updates weights by AdamW, with the same bits as this formula on a CPU:
     ///
     /// ```text
     /// g = scale · gradient
@@ -92,7 +92,7 @@ impl Training {
     ///
     /// # Panics
     ///
-    /// If lengths differ, or something is not f32.
+    /// If lengths differ, or a vector is not f32.
     pub fn adamw(
         &self,
         weights: impl Into<DeviceTensor>,
@@ -107,19 +107,19 @@ impl Training {
     }
 }
 
-/// For each of several vectors, which element was first found to be not finite.
+/// For each of several vectors, the first element that is not finite.
 #[derive(Debug)]
 pub struct NotFiniteElements(Buffer<u64>);
 
 impl NotFiniteElements {
-    /// None found, for so many vectors.
+    /// Space for this many vectors, with nothing found yet.
     pub fn new(device: &Arc<Device>, vectors: usize) -> Result<Self, DeviceError> {
         let mut found = device.buffer(vectors)?;
         found.fill_bytes(0..vectors, 0xff)?;
         Ok(Self(found))
     }
 
-    /// By vector: the element's index and value, a NaN or an infinity. Waits for them.
+    /// For each vector, the index and value of that element, a NaN or an infinity. Waits for them.
     pub fn fetch(&self) -> Result<Vec<Option<(u64, f32)>>, DeviceError> {
         const KINDS: [f32; 4] = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, f32::NAN];
         let found = |word: u64| (word != u64::MAX).then(|| (word / 4, KINDS[(word % 4) as usize]));

@@ -7,10 +7,11 @@
 //!  host                                             ▼   │                                     ▼
 //! ```
 //!
-//! All runs in order on the device's stream. The thread that codes sleeps until the bytes it is to
-//! send have come to pinned memory, and until it is known that what came from others makes sense.
-//! The result is decoded aside and put over the gradient at the very end, so a failed call leaves
-//! the gradient as it was: that takes 4 bytes an element. New residuals are written aside, too.
+//! All work runs in order on the device's stream. The coding thread sleeps until the bytes to send
+//! are in pinned memory, and until the card has checked the messages from others. The result is
+//! decoded into separate memory and written over the gradient at the very end, so a failed call
+//! leaves the gradient unchanged; this takes 4 bytes per element. New residuals are written
+//! separately, too.
 
 use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -26,7 +27,7 @@ use crate::driver::{Buffer, Device, DeviceTensor, Pooled, ValueType};
 use crate::error::DeviceError;
 use crate::kernels::{FinishKernel, Matrix, PowerKernels};
 
-/// What the steps of all operations of a device use in turn.
+/// Memory that the steps of all operations on a device use in turn.
 #[derive(Debug)]
 pub(crate) struct Workspace {
     device: Arc<Device>,
@@ -61,7 +62,7 @@ impl Steps {
         Ok(self.out.as_mut().expect("made just now"))
     }
 
-    /// What comes from this rank.
+    /// The inbox for messages from this rank.
     fn inbox(&mut self, device: &Arc<Device>, from: Rank) -> Result<&mut Inbox, DeviceError> {
         while self.inboxes.len() <= from.index() {
             self.inboxes.push(Inbox::new(device)?);
@@ -94,13 +95,13 @@ pub(crate) enum Coder {
     Factors,
 }
 
-/// PowerSGD on the way.
+/// A PowerSGD operation in progress.
 #[derive(Debug)]
 struct PowerStep {
     kernels: PowerKernels,
     matrix: Pooled<f32>,
     p: Pooled<f32>,
-    /// This rank's.
+    /// This rank's own.
     q: Pooled<f32>,
 }
 
@@ -114,7 +115,7 @@ struct Kept {
 }
 
 impl DeviceVectors {
-    /// The tensor's stream is waited for from now on.
+    /// From now on, the device's stream waits for the tensor's.
     pub(crate) fn new(
         workspace: &Arc<Workspace>,
         coder: Coder,
@@ -136,7 +137,7 @@ impl DeviceVectors {
         })
     }
 
-    /// The same, with what is owed.
+    /// The same, with error feedback.
     pub(crate) fn owing(mut self, feedback: Option<Transaction>) -> Self {
         self.feedback = feedback;
         self
@@ -200,7 +201,7 @@ impl DeviceVectors {
             DeviceResidual::Zero | DeviceResidual::Owed(_) => Some(self.device.pooled(len)?),
         };
         let codec = self.codec()?;
-        // The encoder writes to the new one, and has its own back whatever happens.
+        // The encoder writes to the new residual, and gets its own buffer back in any case.
         left.iter_mut().for_each(|left| out.swap_residual(left));
         let started = codec.start_encode(job, out);
         let parcels = started.and_then(|()| codec.finish_parcels(out, own));
@@ -235,7 +236,7 @@ impl DeviceVectors {
         Ok(())
     }
 
-    /// Waits, and asks whether what came from others made sense.
+    /// Waits for the card, and returns an error if a message from another rank was bad.
     fn check(
         &self,
         chunk: &ChunkPlace<'_>,
@@ -273,7 +274,7 @@ impl DeviceVectors {
         };
         let (mut parcels, left) = self.encode_job(&job, out, None).map_err(failed)?;
         let codec = self.codec().map_err(failed)?;
-        // What everybody decodes, this rank decodes at once.
+        // Everybody decodes this message; this rank does it right away.
         own.copy_on_card(out, 0).map_err(failed)?;
         let output = self.output.as_mut().ok_or_else(out_of_order)?.part_mut(shard.clone());
         codec.start_decode_uploaded(&mut own, &place, output, true).map_err(failed)?;
@@ -350,8 +351,8 @@ impl Vectors for DeviceVectors {
     }
 
     fn abandon(self: Box<Self>) -> Box<dyn Any + Send> {
-        // What the tensor's owner does next comes after what was put on the card here. If that
-        // cannot be said, the card is lost.
+        // Work that the tensor's owner does next must run after the work put on the card here. If
+        // this fails, the card is lost.
         let _ = self.device.lead(self.tensor.stream());
         Box::new(self.tensor)
     }
@@ -421,7 +422,7 @@ impl DeviceVectors {
         };
         let mut summed = self.device.pooled(sum.len())?;
         summed.upload(&sum)?;
-        // From now on the sum takes the place of this rank's own.
+        // From now on the sum takes the place of this rank's own Q.
         std::mem::swap(&mut step.q, &mut summed);
         let (own, len) = (summed, self.tensor.len());
         let (kernels, mut matrix) = step.parts(place.shape);
@@ -442,7 +443,7 @@ impl PowerStep {
     }
 }
 
-/// Factors are small: they come and go by copies that are waited for.
+/// Factors are small, so they are copied to and from the card with blocking copies.
 impl FactorVectors for DeviceVectors {
     fn begin(&mut self, matrix: &MatrixPlace) -> Result<Vec<f32>, StepError> {
         self.try_begin(matrix).map_err(failed)
@@ -457,7 +458,7 @@ impl FactorVectors for DeviceVectors {
     }
 }
 
-/// The element type, as the protocol has it.
+/// The element type, as the protocol names it.
 pub(crate) fn dtype(type_: ValueType) -> DType {
     match type_ {
         ValueType::F32 => DType::F32,
@@ -471,7 +472,7 @@ pub(crate) fn dtype(type_: ValueType) -> DType {
 struct DevicePiece {
     left: Pooled<f32>,
     len: usize,
-    /// Where PowerSGD starts, as committed with it.
+    /// The matrix that PowerSGD starts from next, committed together with the residual.
     warm: Option<Pooled<f32>>,
 }
 
@@ -485,7 +486,7 @@ impl ResidualElsewhere for DevicePiece {
     }
 }
 
-/// What an encoder of this device can read.
+/// A residual that an encoder of this device can read.
 enum OwedOnCard {
     Here(Arc<DevicePiece>),
     Brought(Pooled<f32>),
@@ -541,13 +542,13 @@ fn failed(error: DeviceError) -> StepError {
 fn refused(from: Rank, error: DeviceError) -> StepError {
     match error {
         DeviceError::Decode(why) => StepError::Decode { from, why },
-        // No message is that long; so whoever sent it is wrong.
+        // No message is that long, so the sender is at fault.
         DeviceError::Encode(_) => StepError::Decode { from, why: DecodeError::Field("length") },
         other => StepError::Device(other.to_string()),
     }
 }
 
-/// A step without the one before it: a bug.
+/// A step was called without the one before it: a bug.
 fn out_of_order() -> StepError {
     StepError::Device("a step was left out".into())
 }

@@ -1,8 +1,8 @@
-//! All-reduces of vectors on a card, between ranks that have one and ranks that have none, against
-//! the same calls in host memory.
+//! All-reduces of vectors on a card, between ranks with and without a card, compared with the same
+//! calls in host memory.
 //!
-//! Without a card these tests say that they are skipped, and why; with `FARWIRE_REQUIRE_GPU=1` that
-//! is a failure. Two ranks share card 0, each with a stream of its own.
+//! Without a card these tests are skipped and print why; with `FARWIRE_REQUIRE_GPU=1` they fail.
+//! Two ranks share card 0, each with a stream of its own.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -34,8 +34,8 @@ fn device(rank: usize) -> Option<Arc<Device>> {
     DEVICES[rank].get_or_init(open).clone()
 }
 
-/// Whether there is a card, and it for this test alone: some measure its memory, and one uses all of
-/// it.
+/// If there is a card, reserves it for this test: some tests measure its memory, and one uses all
+/// of it.
 fn card() -> Option<MutexGuard<'static, ()>> {
     static ALONE: Mutex<()> = Mutex::new(());
     device(0).map(|_| ALONE.lock().unwrap_or_else(PoisonError::into_inner))
@@ -49,7 +49,7 @@ enum Side {
 }
 use Side::{Card, Host};
 
-/// Who has a card, of two ranks.
+/// Which of the two ranks have a card.
 const MIXED: [[Side; 2]; 3] = [[Card, Host], [Host, Card], [Card, Card]];
 
 fn gradient(rank: usize, step: u64, len: usize) -> Vec<f32> {
@@ -75,7 +75,7 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|value| value.to_bits()).collect()
 }
 
-/// One rank, wherever its vectors are.
+/// One rank, with its vectors on the card or on the host.
 struct RankOn {
     comm: Communicator,
     device: Option<DeviceCommunicator>,
@@ -88,7 +88,7 @@ impl RankOn {
         Self { comm: comm.clone(), device }
     }
 
-    /// The result; after a failure, what the vector holds.
+    /// The result; after a failure, the error and the content of the vector.
     fn try_all_reduce(
         &self,
         mine: Vec<f32>,
@@ -120,7 +120,7 @@ impl RankOn {
     }
 }
 
-/// Runs both ranks on threads of this process, and gives what they return.
+/// Runs both ranks on threads of this process, and returns their results.
 fn on_threads<R: Send>(sides: [Side; 2], rank: impl Fn(usize, RankOn) -> R + Sync) -> [R; 2] {
     let rank = &rank;
     std::thread::scope(|scope| {
@@ -140,7 +140,7 @@ fn on_threads<R: Send>(sides: [Side; 2], rank: impl Fn(usize, RankOn) -> R + Syn
     })
 }
 
-/// Some steps through a codec: the results, and what is owed in the end.
+/// Some steps through a codec: the results, and the residuals at the end.
 fn steps(
     on: &RankOn,
     rank: usize,
@@ -191,7 +191,7 @@ fn cards_and_hosts_have_the_same_bits_with_long_vectors() {
         return compare(usual(), &[300_007], &[ReduceOp::Mean]);
     }
     compare(usual(), &[300_007, 2_097_153], &[ReduceOp::Mean]);
-    // In three chunks, of which the last is short.
+    // In three chunks; the last one is short.
     compare(usual(), &[(1 << 23) + 5], &[ReduceOp::Sum]);
 }
 
@@ -290,7 +290,7 @@ fn what_is_not_finite_is_the_same_error_and_changes_nothing() {
             let mine = gradient(rank, 0, len);
             on.all_reduce(mine.clone(), ReduceOp::Sum, &compressor.at_step(0));
             let before = compressor.feedback().unwrap().to_bytes();
-            // In one rank's input, in the other's, in both.
+            // In one rank's input, in the other's, and in both.
             let bad = [(0, f32::NAN), (1, f32::NEG_INFINITY)];
             let mut texts = Vec::new();
             for case in 0..3 {
@@ -338,8 +338,8 @@ fn a_codec_without_kernels_is_refused_with_a_reason() {
     assert!(compressor.feedback().unwrap().begin("w").is_ok(), "nothing is held");
 }
 
-/// The caller's stream: what it was given before the call is seen, and what it is given afterwards
-/// sees the result. Nobody waits for the card.
+/// The operation sees work that the caller's stream was given before the call, and work given to it
+/// afterwards sees the result. The host does not wait for the card.
 #[test]
 fn an_operation_comes_after_its_callers_work_and_before_what_follows() {
     let Some(_alone) = card() else { return };
@@ -361,7 +361,7 @@ fn an_operation_comes_after_its_callers_work_and_before_what_follows() {
         let want = f32::from_bits(0x3f3f_3f3f);
         let want = bf16::from_f32(want).to_f32();
         let got = mine.download().unwrap();
-        // The residual of the step before comes with it: at most half a bit of bf16.
+        // The residual of the step before is added: at most half a bit of bf16.
         assert!(got.iter().all(|x| (x - want).abs() <= want / 128.0), "{round}: {}", got[0]);
     }
 }
@@ -375,7 +375,8 @@ fn out_of_memory_on_the_card_is_an_error_on_both_ranks_and_changes_nothing() {
             let compressor = Compressor::new("int8".parse().unwrap()).seed(7);
             let mine = gradient(rank, 0, len);
             let mut hogs = Vec::new();
-            // Kernels take memory, too. What is owed for a tensor belongs to one length.
+            // Loading the kernels takes memory, so do it first. Uses a compressor of its own,
+            // because a tensor's residual has one length.
             let other = Compressor::new("int8".parse().unwrap());
             on.all_reduce(vec![0.0; 1000], ReduceOp::Mean, &other);
             let barrier = || on.comm.barrier().wait().unwrap();
@@ -424,7 +425,7 @@ fn out_of_memory_on_the_card_is_an_error_on_both_ranks_and_changes_nothing() {
     }
 }
 
-/// Bytes on the bus are those on the wire, and a little more.
+/// The bytes on the bus are those on the wire, and a few more.
 #[test]
 fn only_what_is_sent_crosses_the_bus() {
     let Some(_alone) = card() else { return };
@@ -493,7 +494,7 @@ fn device_memory_is_flat_over_a_thousand_steps() {
     }
 }
 
-/// Vectors that travel as they are, in pieces through pinned memory.
+/// Vectors that travel uncompressed, in pieces through pinned memory.
 #[test]
 fn dense_vectors_on_cards_have_the_bits_of_the_host() {
     fn of<T: farwire::Element + TensorElement>(lens: &[usize], narrow: fn(f32) -> T) {
@@ -512,7 +513,7 @@ fn dense_vectors_on_cards_have_the_bits_of_the_host() {
                         .collect();
                     let pending: Vec<_> =
                         tensors.iter().map(|tensor| comm.all_reduce(tensor, op)).collect();
-                    // Others come in between, and do not mind.
+                    // Other operations may come in between.
                     on.comm.barrier().wait().unwrap();
                     pending.into_iter().for_each(|pending| pending.wait().unwrap());
                     tensors.iter().map(|tensor| tensor.download().unwrap()).collect::<Vec<_>>()
@@ -526,7 +527,7 @@ fn dense_vectors_on_cards_have_the_bits_of_the_host() {
         }
     }
     let Some(_alone) = card() else { return };
-    // There are no kernels in this: under a sanitizer, two pieces will do.
+    // This runs no kernels: under a sanitizer, two pieces are enough.
     let lens = [0, 1, 3, 1009, 32_769, (4 << 20) + 5, (40 << 20) + 1];
     of::<f32>(&lens[..common::sized(6, 7)], |x| x);
     let lens = &[3, 4097, (20 << 20) + 7][..common::sized(2, 3)];
@@ -583,7 +584,7 @@ fn assert_succeeds(child: Child, who: &str) {
 fn processes_have_the_same_bits_over_every_link() {
     const TEST: &str = "processes_have_the_same_bits_over_every_link";
     let Some(_alone) = card() else { return };
-    // Kernels do not know of links: under a sanitizer, one will do.
+    // Kernels do not depend on links: under a sanitizer, one is enough.
     for link in ["shm", "quic"].into_iter().take(common::sized(1, 2)) {
         for sides in MIXED {
             let case = format!("{sides:?}");
@@ -624,7 +625,7 @@ fn a_killed_rank_is_an_error_that_leaves_tensor_and_residuals_as_they_were() {
                 let mine = gradient(rank, step, len);
                 let compressor = compressor.at_step(step);
                 if rank == 1 && step == 2 {
-                    // In the middle of it, or nearly so.
+                    // Dies in the middle of it, or nearly so.
                     let device = on.device.as_ref().unwrap();
                     let tensor = Arc::new(device.device().upload(&mine).unwrap());
                     let pending =

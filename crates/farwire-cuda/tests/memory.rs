@@ -1,4 +1,4 @@
-//! Memory on the card, measured: a program of its own, so that nothing else allocates.
+//! Measures memory on the card. A program of its own, so that nothing else allocates.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 

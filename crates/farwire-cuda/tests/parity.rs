@@ -1,7 +1,7 @@
 //! The card against the CPU: the same bytes, residuals, sums and errors.
 //!
-//! Without a card these tests say that they are skipped, and why; with `FARWIRE_REQUIRE_GPU=1` that
-//! is a failure. `FARWIRE_CUDA_CASES=n` sets how many inputs each codec and type meets (150).
+//! Without a card these tests are skipped and print why; with `FARWIRE_REQUIRE_GPU=1` they fail.
+//! `FARWIRE_CUDA_CASES=n` sets the number of inputs for each codec and type (default 150).
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -32,7 +32,7 @@ fn cases() -> usize {
     std::env::var("FARWIRE_CUDA_CASES").map_or(150, |text| text.parse().unwrap())
 }
 
-/// A plain generator.
+/// A simple random number generator.
 struct Random(u64);
 
 impl Random {
@@ -47,7 +47,7 @@ impl Random {
         (self.bits() >> 32) as usize % bound
     }
 
-    /// Near enough to a sample of the normal distribution.
+    /// Close enough to a sample of the normal distribution.
     fn normal(&mut self) -> f32 {
         let bits = self.bits();
         let sum: u64 = (0..4).map(|k| bits >> (16 * k) & 0xffff).sum();
@@ -55,7 +55,7 @@ impl Random {
     }
 }
 
-/// Values that codecs find hard, and some that they do not.
+/// Values that are hard for codecs, and some that are not.
 fn values(random: &mut Random, kind: usize, len: usize) -> Vec<f32> {
     let one = |random: &mut Random| match kind {
         0 | 1 => random.normal(),
@@ -88,7 +88,7 @@ fn values(random: &mut Random, kind: usize, len: usize) -> Vec<f32> {
 }
 const KINDS: usize = 12;
 
-/// The lengths in question: all short ones, primes, and around the sizes of blocks and tiles.
+/// Interesting lengths: short ones, primes, and lengths around the sizes of blocks and tiles.
 fn length(random: &mut Random) -> usize {
     const ODD: [usize; 18] = [
         1, 2, 3, 255, 256, 257, 511, 512, 513, 1021, 2047, 2048, 2049, 4093, 4095, 4096, 4097, 8191,
@@ -101,7 +101,7 @@ fn length(random: &mut Random) -> usize {
     }
 }
 
-/// A cut of `range` into up to five shards, some of them empty.
+/// Cuts `range` into up to five shards, some of them empty.
 fn cut(random: &mut Random, range: Range<usize>) -> Vec<Range<usize>> {
     let mut ends: Vec<_> =
         (0..random.below(5)).map(|_| range.start + random.below(range.len() + 1)).collect();
@@ -179,7 +179,7 @@ impl Uploaded {
     }
 }
 
-/// A codec on both sides, and what they use again.
+/// A codec on both sides, with reusable memory.
 struct Pair {
     name: String,
     device: Arc<Device>,
@@ -256,7 +256,7 @@ impl Pair {
         }
     }
 
-    /// Decodes on both sides, twice on top of something and once afresh.
+    /// Decodes on both sides, twice adding to other values and once starting afresh.
     fn decode(&mut self, message: &[u8], place: &CodedPlace, tale: &str) {
         let mut random = Random(77);
         let mut want: Vec<f32> = (0..place.range.len()).map(|_| random.normal()).collect();
@@ -291,9 +291,9 @@ fn supported() -> impl Iterator<Item = &'static str> {
     samples().filter(has_kernels).filter(|name| common::is_asked_for(name))
 }
 
-/// One input for a codec: any values, any residual, any cut, either role.
+/// Tests a codec with one input: any values, any residual, any cut, either role.
 fn meet(pair: &mut Pair, random: &mut Random, type_: ValueType, case: usize) {
-    // Under a sanitizer, where it is the only one: blocks of all sizes, and a tail.
+    // Under a sanitizer this is the only input: its length gives blocks of all sizes, and a tail.
     let (drawn, kind) = (length(random), case % KINDS);
     let whole = common::sized(10_007, drawn);
     let context = Context { seed: random.bits(), step: case as u64, tensor: random.bits() };
@@ -371,7 +371,7 @@ fn what_is_not_finite_is_the_same_error() {
                 }
             }
         }
-        // A sum that overflows, of two finite numbers.
+        // Two finite numbers whose sum overflows.
         let (largest, place) = (vec![f32::MAX; 300], CodedPlace::whole(Context::default(), 300));
         let gradient = Gradient::F32(largest.clone());
         let job = Job::worker(
@@ -384,8 +384,8 @@ fn what_is_not_finite_is_the_same_error() {
     }
 }
 
-/// Messages with bytes changed, cut short and made longer: refused with the same words, or decoded
-/// to the same bits.
+/// Messages that were changed, cut short or made longer: both sides refuse them with the same
+/// error, or decode them to the same bits.
 #[test]
 fn damaged_messages_are_taken_as_on_the_cpu() {
     let Some(device) = device() else { return };
@@ -459,7 +459,7 @@ fn long_vectors_are_the_same() {
 #[test]
 fn a_wrong_guess_of_the_threshold_does_not_matter() {
     let Some(device) = device() else { return };
-    // Tiles for more than one thread block of the histogram.
+    // Enough tiles for more than one thread block of the histogram.
     let len = common::sized(140_011, 200_003);
     type Shape = (&'static str, fn(usize, usize) -> f32);
     let shapes: [Shape; 5] = [
@@ -490,7 +490,7 @@ fn a_wrong_guess_of_the_threshold_does_not_matter() {
     }
 }
 
-/// Error feedback over steps: residuals stay equal when they are handed on.
+/// Error feedback over many steps: residuals stay equal when they are passed from step to step.
 #[test]
 fn residuals_handed_on_for_many_steps_stay_the_same() {
     let Some(device) = device() else { return };
@@ -526,7 +526,7 @@ fn residuals_handed_on_for_many_steps_stay_the_same() {
     }
 }
 
-/// An all-reduce of three ranks, of which the second has a card.
+/// An all-reduce of three ranks; the second has a card.
 #[test]
 fn a_card_and_two_cpus_reduce_to_the_same_bits() {
     let Some(device) = device() else { return };
@@ -558,7 +558,7 @@ fn a_card_and_two_cpus_reduce_to_the_same_bits() {
                 out.messages
             })
             .collect();
-        // The card owns the second shard: sum, encode, and decode what it made.
+        // The card owns the second shard: it sums and encodes it.
         let part = place.part(shards[1].clone());
         let mut sum = device.zeros::<f32>(part.range.len()).unwrap();
         let mut want = vec![0.0; part.range.len()];

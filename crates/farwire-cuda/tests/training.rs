@@ -1,4 +1,4 @@
-//! What training does on a card, against the same formulas on the CPU, to the bit.
+//! What training does on a card, compared to the bit with the same formulas on the CPU.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -104,7 +104,7 @@ fn gradients_add_up_at_their_place_and_what_is_not_finite_is_found() {
             assert_eq!((first.0, first.1.is_nan()), (at as u64, value.is_nan()), "{len}");
             assert!(value.is_nan() || first.1 == value, "{len}: {} and {value}", first.1);
         }
-        // The next step begins anew.
+        // The next step starts afresh.
         add(true, &a, &mut found);
         assert_eq!(found.fetch().unwrap(), [None; 3], "{len}");
     }
@@ -134,7 +134,7 @@ fn squares_are_those_of_each_vector_and_the_same_every_time() {
     for _ in 0..5 {
         assert_eq!(squares(&on_card), sums);
     }
-    // Large ones do not overflow, and only what is not finite is not.
+    // Large values do not overflow, and only sums of vectors with bad values are not finite.
     on_card[0] = device.upload(&[f32::MAX]).unwrap();
     assert_eq!(squares(&on_card)[0], f64::from(f32::MAX).powi(2));
     for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
@@ -144,7 +144,7 @@ fn squares_are_those_of_each_vector_and_the_same_every_time() {
     }
 }
 
-/// A rank alone copied every vector without a codec to the host and back.
+/// A world of one rank used to copy every vector without a codec to the host and back.
 #[test]
 fn a_vector_without_a_codec_does_not_cross_the_bus_of_a_rank_alone() {
     let Some(device) = device() else { return };

@@ -1,4 +1,4 @@
-//! What codecs read.
+//! Targets for what codecs read.
 
 use farwire_codec::{
     CodecSpec, CodedPlace, Context, Encoded, ErrorFeedback, Job, Residual, samples,
@@ -19,7 +19,7 @@ pub(crate) fn codec(bytes: &[u8]) {
     assert!(added.is_err() || zeros == dirty);
 }
 
-/// Any text: a codec that prints and parses to itself, or an error.
+/// Any text: a codec whose text parses to it again, or an error.
 pub(crate) fn spec(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else { return };
     if let Ok(spec) = text.parse::<CodecSpec>() {
@@ -43,7 +43,7 @@ pub(crate) fn sparse(bytes: &[u8]) {
     }
 }
 
-/// Any bytes: saved error feedback that saves to something that loads, or an error.
+/// Any bytes as saved error feedback: if it loads, what it saves loads again and saves to the same.
 pub(crate) fn feedback(bytes: &[u8]) {
     if let Ok(feedback) = ErrorFeedback::from_bytes(bytes) {
         let saved = feedback.to_bytes();

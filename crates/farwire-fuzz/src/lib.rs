@@ -10,13 +10,13 @@ mod proto;
 /// Something that reads bytes.
 #[derive(Clone, Copy, Debug)]
 pub struct Target {
-    /// Of its file in `corpus/`, and of the program in `fuzz/`.
+    /// The name of its file in `corpus/`, and of its program in `fuzz/`.
     pub name: &'static str,
-    /// Reads them. Panics if it breaks a promise.
+    /// Reads the bytes. Panics if it breaks a promise.
     pub run: fn(&[u8]),
 }
 
-/// All of them.
+/// All targets.
 pub const TARGETS: &[Target] = &[
     Target { name: "header", run: proto::header },
     Target { name: "fault", run: proto::fault },
@@ -34,11 +34,11 @@ pub const TARGETS: &[Target] = &[
     Target { name: "units", run: process::units },
 ];
 
-/// Runs one of them.
+/// Runs a target.
 ///
 /// # Panics
 ///
-/// If there is none of that name, or if it breaks a promise.
+/// If there is no target of that name, or if it breaks a promise.
 pub fn run(name: &str, bytes: &[u8]) {
     let target = TARGETS.iter().find(|target| target.name == name);
     (target.expect("it is in the list").run)(bytes);

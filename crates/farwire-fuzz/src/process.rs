@@ -1,4 +1,4 @@
-//! What a process reads from its peers, its files and its command line.
+//! Targets for what a process reads from its peers, its files and its command line.
 
 use std::io;
 
@@ -18,8 +18,8 @@ pub(crate) fn flight(bytes: &[u8]) {
     }
 }
 
-/// Any bytes as the files of a checkpoint whose hashes are right: a text about it up to the first
-/// byte that is zero, and then tensors, for each of the files that have some.
+/// Any bytes as the files of a checkpoint whose hashes are right: the text about it up to the first
+/// zero byte, then the contents of each file of the model's and the optimizer's tensors.
 pub(crate) fn checkpoint(bytes: &[u8]) {
     let end = bytes.iter().position(|byte| *byte == 0).unwrap_or(bytes.len());
     let (about, tensors) = (&bytes[..end], &bytes[(end + 1).min(bytes.len())..]);

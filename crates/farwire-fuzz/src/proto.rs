@@ -1,4 +1,4 @@
-//! What the protocol reads.
+//! Targets for what the protocol reads.
 
 use std::num::{NonZeroU32, NonZeroUsize};
 
@@ -79,7 +79,7 @@ pub(crate) fn machine(bytes: &[u8]) {
 pub(crate) fn membership(bytes: &[u8]) {
     let view = View::founding(Epoch(0), 3).expect("three are few enough");
     let mut part = Agreement::new(Peer(1), view, Settings::default());
-    // Messages follow each other, each with its length and its sender before it.
+    // Messages follow each other, each preceded by its sender and its length.
     let mut rest = bytes;
     while let [from, length, after @ ..] = rest {
         let (message, next) = after.split_at(usize::from(*length).min(after.len()));

@@ -1,4 +1,5 @@
-//! Every target on its kept corpus and on random changes of it. `FARWIRE_FUZZ_INPUTS` says how many.
+//! Every target on its kept corpus and on random changes of it. `FARWIRE_FUZZ_INPUTS` says on how
+//! many inputs.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -9,7 +10,7 @@ use farwire_fuzz::{TARGETS, Target};
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
-/// The inputs that are kept: each with its length, four bytes, before it.
+/// The inputs that are kept, each preceded by its length in four bytes.
 fn corpus(target: &Target) -> Vec<Vec<u8>> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus");
     let file = std::fs::read(folder.join(target.name)).unwrap();

@@ -14,7 +14,7 @@ pub(crate) struct Firewall {
     open: HashSet<Flow>,
 }
 
-/// Protocol, source and destination; the latter with their ports.
+/// Protocol, source and destination, both with their ports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 struct Flow {
     protocol: u8,
@@ -23,7 +23,7 @@ struct Flow {
 }
 
 impl Flow {
-    /// That of an IPv4 packet with ports.
+    /// The flow of an IPv4 packet with ports.
     fn of(packet: &[u8]) -> Option<Self> {
         let header = 4 * usize::from(packet.first()? & 15);
         let address = |at| packet.get(at..).and_then(|rest| rest.first_chunk().copied());

@@ -13,7 +13,7 @@ pub struct Impairments {
     pub delay: Duration,
     /// Up to this much is added to each packet's delay. Packets stay in order.
     pub jitter: Duration,
-    /// What may wait for its turn at the rate. More is dropped.
+    /// How much may wait for its turn at the rate. More is dropped.
     pub queue: Queue,
     /// Packets that are lost for no reason the sender could know.
     pub loss: Loss,
@@ -28,8 +28,9 @@ pub struct Impairments {
     pub outages: Vec<Outage>,
     /// Times in which some hosts are cut off from the others. (In a [`Lab`](crate::Lab) only.)
     pub partitions: Vec<Partition>,
-    /// Hosts that can call others but not be called, as behind NAT or a firewall: what comes from an
-    /// address gets through only after something was sent there. (In a [`Lab`](crate::Lab) only.)
+    /// Hosts that can call others but not be called, as behind NAT or a firewall: packets from an
+    /// address get through only after the host has sent something there. (In a [`Lab`](crate::Lab)
+    /// only.)
     pub hidden: Vec<usize>,
 }
 
@@ -51,14 +52,14 @@ impl Default for Queue {
 /// How packets are lost.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub enum Loss {
-    /// None are.
+    /// No packet is lost.
     #[default]
     None,
     /// Each packet with this probability, whatever happened to the others.
     Random(f64),
     /// In bursts (Gilbert's model: a good state that loses nothing, a bad one that loses all).
     Bursty {
-        /// Of all packets.
+        /// The share of all packets that are lost.
         share: f64,
         /// Packets that are lost in a row, on average; at least 1.
         length: f64,
@@ -79,7 +80,7 @@ pub struct Outage {
 pub struct Partition {
     /// One of the sides.
     pub side: Vec<usize>,
-    /// When.
+    /// When the partition holds.
     pub time: Outage,
     /// Whether that side still hears the others: only what it sends them vanishes.
     pub one_way: bool,

@@ -1,7 +1,7 @@
 //! Hosts as network namespaces, joined by a relay in user space.
 //!
-//! Neither namespaces nor devices have names outside this process: they are handles, and end with
-//! the last of them. So nothing stays behind, however the process ends.
+//! Namespaces and devices have no names outside this process: they are handles, and vanish with
+//! their last handle. So nothing stays behind, however the process ends.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -27,12 +27,12 @@ use crate::tun;
 /// The network device of each host.
 pub const DEVICE: &str = "far0";
 const MTU: u32 = 1500;
-/// Packets that the system keeps for the relay while it does not run; more than the shaper would
-/// let through in that time.
+/// Packets that the system queues while the relay does not run: more than the shaper would let
+/// through in that time.
 const DEVICE_QUEUE: u32 = 10_000;
 /// Packets that are taken from one host before it is another's turn.
 const TURN: usize = 64;
-/// How long the relay sleeps at most before it looks whether it should end.
+/// The longest that the relay sleeps before it checks whether it should end.
 const LONGEST_SLEEP: Duration = Duration::from_millis(50);
 /// Addresses end in 1 to 254.
 const MOST_HOSTS: usize = 254;
@@ -55,30 +55,30 @@ pub struct Lab {
     relay: Option<JoinHandle<Relayed>>,
 }
 
-/// What a laboratory's relay has done.
+/// What a laboratory's relay did.
 #[derive(Clone, Debug, Default)]
 pub struct Relayed {
     /// What became of each host's packets on their way out.
     pub hosts: Vec<Tally>,
-    /// What the relay used of a core. Where that is near the time that has passed, the relay was
+    /// The CPU time that the relay used. If it is close to the time that has passed, the relay was
     /// the limit, not the network it stands for.
     pub cpu: Duration,
 }
 
-/// Why there is no laboratory.
+/// Why a laboratory cannot be made or entered.
 #[derive(Debug, thiserror::Error)]
 pub enum LabError {
-    /// Not allowed, or not Linux as it usually is.
+    /// The system refused: a permission is missing, or this is not an ordinary Linux.
     #[error(
         "could not {what}: {source}; hosts are network namespaces, which need root (or CAP_NET_ADMIN and CAP_SYS_ADMIN) and /dev/net/tun"
     )]
     System {
         /// What was tried.
         what: &'static str,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// Too many, or none.
+    /// Too many hosts, or none.
     #[error("a laboratory has 1 to {MOST_HOSTS} hosts, not {0}")]
     Hosts(usize),
 }
@@ -88,8 +88,8 @@ fn failed(what: &'static str) -> impl FnOnce(io::Error) -> LabError {
 }
 
 impl Lab {
-    /// Makes hosts and starts the relay between them. Each host's packets meet `what` on their way
-    /// out, and its `down_rate` on their way into the other host.
+    /// Makes hosts and starts the relay between them. Each host's packets are subject to `what` on
+    /// their way out, and to its `down_rate` on their way into the other host.
     pub fn new(hosts: usize, what: &Impairments, seed: u64) -> Result<Self, LabError> {
         if !(1..=MOST_HOSTS).contains(&hosts) {
             return Err(LabError::Hosts(hosts));
@@ -138,12 +138,12 @@ impl Lab {
         format!("/proc/{}/fd/{}", std::process::id(), self.namespaces[host].as_raw_fd()).into()
     }
 
-    /// By which the network is cut while it runs.
+    /// A channel that cuts the network while it runs.
     pub fn cuts(&self) -> Sender<Cut> {
         self.cuts.clone()
     }
 
-    /// Ends the network, and says what it has done.
+    /// Ends the network, and returns what its relay did.
     pub fn close(mut self) -> Relayed {
         self.end()
     }
@@ -175,7 +175,7 @@ fn run(
 ) -> Relayed {
     let start = Instant::now();
     let mut buffer = vec![0; MTU as usize];
-    // A host is where packets from its address have come from, so it may change it.
+    // An address belongs to the host that last sent from it, so a host may change its address.
     let mut homes: HashMap<[u8; 4], usize> =
         (0..ports.len()).map(|host| (Lab::address(host).octets(), host)).collect();
     while !stop.load(Ordering::Relaxed) {

@@ -6,7 +6,7 @@
 //! time. Two carriers put it under programs:
 //!
 //! - [`Lab`]: hosts as network namespaces, joined by a relay in user space. Any program runs on
-//!   them, unchanged. Needs root on Linux; [`Lab::new`] says why where it cannot.
+//!   them, unchanged. Needs root on Linux; if it does not work, [`Lab::new`] says why.
 //! - [`MemoryNetwork`]: sockets for quinn inside one process. Needs nothing. With tokio's paused
 //!   clock a transfer of minutes runs in the time it takes to compute it.
 

@@ -21,7 +21,7 @@ use crate::shaper::{Shaper, Tally};
 
 /// What IPv4 and UDP add to each datagram.
 const HEADERS: usize = 28;
-/// Datagrams of one transmit, as with the kernel's segmentation offload.
+/// The most datagrams in one transmit, as with the kernel's segmentation offload.
 const SEGMENTS: usize = 10;
 /// Datagrams that wait for their reader; more are lost, as in a system with short buffers.
 const INBOX: usize = 8192;
@@ -71,7 +71,7 @@ impl MemoryNetwork {
         Self { shared }
     }
 
-    /// A new host at `address`, whose packets meet `what`.
+    /// A new host at `address`, whose packets are subject to `what`.
     pub fn host(&self, address: SocketAddr, what: &Impairments, seed: u64) -> Arc<MemorySocket> {
         let host = Host {
             up: Shaper::up(what, seed),
@@ -119,7 +119,7 @@ impl Shared {
                 crossing.push(datagram);
             }
         }
-        // In order of time, whatever order the hosts were looked at.
+        // In order of time, whatever order the hosts were visited in.
         crossing.sort_by_key(|(due, _)| *due);
         for (due, datagram) in crossing {
             if let Some(host) = hosts.get_mut(&datagram.to) {
@@ -149,7 +149,7 @@ async fn carry(network: Weak<Shared>) {
     loop {
         let Some(shared) = network.upgrade() else { return };
         let next = shared.step();
-        // Now and then in any case, to see whether the network still has an owner.
+        // Wakes now and then in any case, to see whether the network still has an owner.
         let due = next.map_or_else(|| Instant::now() + IDLE, |next| shared.start + next);
         tokio::select! {
             () = tokio::time::sleep_until(due) => {}

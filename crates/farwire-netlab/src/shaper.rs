@@ -9,7 +9,8 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::impair::{Impairments, Loss, Outage, Queue};
 
-/// One direction of a link. It does no IO: packets go in with the time, and come out with theirs.
+/// One direction of a link. It does no IO: packets go in with the current time, and come out with
+/// the time they are due.
 ///
 /// ```text
 /// push ─▶ outage, MTU, loss ─▶ queue ─▶ rate ─▶ delay, jitter, reordering, duplicates ─▶ pop
@@ -29,9 +30,9 @@ pub struct Shaper<T> {
     mtu: usize,
     outages: Vec<Outage>,
     chance: ChaCha8Rng,
-    /// Whether a burst of loss is on.
+    /// Whether a burst of loss is under way.
     bursting: bool,
-    /// When the last bit of what was let in so far has left at the rate.
+    /// When the last bit of the packets let in so far has left at the rate.
     line_free: Duration,
     last_due: Duration,
     underway: BinaryHeap<Reverse<Underway<T>>>,
@@ -41,9 +42,9 @@ pub struct Shaper<T> {
 /// What became of the packets.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Tally {
-    /// Packets that were let in.
+    /// Packets that were let in, duplicates included.
     pub passed: u64,
-    /// Their bytes.
+    /// Bytes of the packets that were let in, without duplicates.
     pub bytes: u64,
     /// Packets that were lost by chance.
     pub lost: u64,
@@ -51,7 +52,7 @@ pub struct Tally {
     pub overflowed: u64,
     /// Packets that met an outage or were too long.
     pub vanished: u64,
-    /// Packets that went twice.
+    /// Packets that were sent twice.
     pub duplicated: u64,
 }
 
@@ -82,11 +83,11 @@ impl<T> Ord for Underway<T> {
     }
 }
 
-/// How much longer than the others an overtaken packet travels, if there is no jitter.
+/// How much longer than the others an overtaken packet travels, at least.
 const OVERTAKEN_BY: Duration = Duration::from_millis(2);
 
 impl<T: Clone> Shaper<T> {
-    /// The way out of a host: all that is wrong with its network but the rate that reaches it.
+    /// The way out of a host: every impairment except the rate that reaches it.
     pub fn up(what: &Impairments, seed: u64) -> Self {
         Self {
             rate: what.rate,
@@ -107,7 +108,7 @@ impl<T: Clone> Shaper<T> {
         }
     }
 
-    /// The way into a host: its rate and its queue. What else is wrong happened on the way up.
+    /// The way into a host: its rate and its queue. The other impairments apply on the way up.
     pub fn down(what: &Impairments, seed: u64) -> Self {
         let (rate, queue) = (what.down_rate.or(what.rate), what.queue);
         Self::up(&Impairments { rate, queue, ..Impairments::default() }, seed)
@@ -164,8 +165,8 @@ impl<T: Clone> Shaper<T> {
             Loss::None => false,
             Loss::Random(share) => self.chance.random_bool(share),
             Loss::Bursty { share, length } => {
-                // A burst ends with probability 1 / length; it must begin as often as keeps the
-                // share.
+                // A burst ends with probability 1 / length, and begins just often enough to keep
+                // the share.
                 let ends = 1.0 / length.max(1.0);
                 let begins = (ends * share / (1.0 - share)).clamp(0.0, 1.0);
                 self.bursting =
@@ -175,7 +176,7 @@ impl<T: Clone> Shaper<T> {
         }
     }
 
-    /// The next packet that is due by `now`, and when it was.
+    /// The next packet that is due by `now`, and when it was due.
     pub fn pop(&mut self, now: Duration) -> Option<(Duration, T)> {
         self.next_due().filter(|due| *due <= now)?;
         self.underway.pop().map(|Reverse(packet)| (packet.due, packet.packet))
@@ -191,7 +192,7 @@ impl<T: Clone> Shaper<T> {
         self.tally
     }
 
-    /// From now on this rate and this delay hold.
+    /// Sets the rate and the delay from now on.
     pub fn change(&mut self, rate: Option<f64>, delay: Duration) {
         (self.rate, self.delay) = (rate, delay);
         self.last_due = Duration::ZERO;

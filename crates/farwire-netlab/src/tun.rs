@@ -1,6 +1,5 @@
-//! A network namespace of one's own, with a TUN device in it. Linux only offers these by system
-//! calls that rustix does not wrap, so this file is the crate's only one with `unsafe` code. Its
-//! rules:
+//! Makes a network namespace with a TUN device in it. Linux only offers these by system calls that
+//! rustix does not wrap, so this file is the crate's only one with `unsafe` code. Its rules:
 //!
 //! 1. [`Ifreq`] has the size and layout of the kernel's `struct ifreq` on 64-bit Linux: 16 bytes of
 //!    name, 24 bytes whose meaning depends on the request.
@@ -25,7 +24,7 @@ const SIOCSIFADDR: Opcode = 0x8916;
 const SIOCSIFNETMASK: Opcode = 0x891c;
 const SIOCSIFMTU: Opcode = 0x8922;
 const SIOCSIFTXQLEN: Opcode = 0x8943;
-/// Packets without a header of the device's own, on a TUN device.
+/// A TUN device that adds no header of its own to packets.
 const IFF_TUN_NO_PI: u16 = 0x0001 | 0x1000;
 const IFF_UP: u16 = 1;
 
@@ -60,16 +59,16 @@ fn request<const CODE: Opcode>(on: &OwnedFd, mut what: Ifreq) -> io::Result<()> 
     unsafe { Ok(ioctl(on, Updater::<CODE, Ifreq>::new(&mut what))?) }
 }
 
-/// Moves this thread into a network namespace of its own, which is gone when nothing holds it any
-/// more, and returns a handle that does.
+/// Moves this thread into a network namespace of its own, and returns a handle to it. The namespace
+/// lasts as long as something holds it.
 pub(crate) fn new_namespace() -> io::Result<File> {
     // SAFETY: rule 3; the call is unsafe for the sake of `FILES` alone.
     unsafe { unshare_unsafe(UnshareFlags::NEWNET)? };
     File::open("/proc/thread-self/ns/net")
 }
 
-/// A device in this thread's namespace, up, with an address in a network of 256. It is gone when
-/// the handle is.
+/// Makes a device in this thread's namespace, up, with an address in a network of 256. It vanishes
+/// with its handle.
 pub(crate) fn new_device(
     name: &str,
     address: Ipv4Addr,

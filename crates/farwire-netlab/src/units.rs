@@ -10,7 +10,7 @@ pub enum UnitError {
         "`{0}` is not a size; write 64MiB, 4KiB, 1GiB (powers of 1024), 100MB, 5KB, 2GB (powers of 1000), or 512 or 512B (bytes)"
     )]
     Size(String),
-    /// A size beyond what memory can have.
+    /// A size too large for memory.
     #[error("`{0}` is too large a size")]
     LargeSize(String),
     /// Not a rate.
@@ -107,14 +107,14 @@ pub fn share(text: &str) -> Result<f64, UnitError> {
         .ok_or_else(|| UnitError::Share(text.to_owned()))
 }
 
-/// A plain decimal number, not negative, times the scale of the unit behind it.
+/// A plain decimal number, not negative, times the scale of the unit after it.
 fn number_with_unit(text: &str, scale: impl Fn(&str) -> Option<f64>) -> Option<f64> {
     let (number, unit) = split(text)?;
     let value = number.parse::<f64>().ok()? * scale(unit)?;
     value.is_finite().then_some(value)
 }
 
-/// Digits, with a point among them perhaps, and what follows.
+/// Splits digits, perhaps with a decimal point, from what follows.
 fn split(text: &str) -> Option<(&str, &str)> {
     let digits = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
     let (number, unit) = text.split_at(digits);
@@ -137,7 +137,7 @@ pub fn show_time(time: Duration) -> String {
     show(time.as_secs_f64(), 1.0, &[(1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")])
 }
 
-/// A number in the largest of `scales` that it reaches, with up to four digits that say something.
+/// A number in the largest of `scales` that it reaches, with up to four significant digits.
 fn show(value: f64, zero_below: f64, scales: &[(f64, &str)]) -> String {
     let (scale, unit) = scales
         .iter()

@@ -46,7 +46,7 @@ fn ping(lab: &Lab, client: impl FnOnce(&UdpSocket) + Send) {
             listening.recv().unwrap();
             let socket = UdpSocket::bind(address(0)).unwrap();
             client(&socket);
-            // Until it is heard, since packets are lost.
+            // Repeats it until it is heard, since packets are lost.
             socket.set_read_timeout(Some(Duration::from_millis(100))).unwrap();
             let mut buffer = [0; 2000];
             for _ in 0..100 {

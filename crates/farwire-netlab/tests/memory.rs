@@ -61,7 +61,8 @@ async fn a_transfer_takes_the_time_of_its_line() {
         async { far.accept_uni().await.unwrap().read_to_end(usize::MAX).await.unwrap() };
     let ((), received) = tokio::join!(sending, receiving);
     assert_eq!(received, data);
-    // Virtual time, so this holds on any machine: 2 s at the rate, and no more than thrice that.
+    // Virtual time, so this holds on any machine: 2 s at the rate, and no more than three times
+    // that.
     let took = start.elapsed();
     assert!((Duration::from_secs(2)..Duration::from_secs(6)).contains(&took), "{took:?}");
     assert!(network.tally(address(1)).lost > 0);

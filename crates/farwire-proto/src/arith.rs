@@ -4,7 +4,7 @@
 //! The loops are plain enough for the compiler to vectorise.
 //!
 //! A running value is in the accumulator's type `A`; a contribution is in the element type `T`, or
-//! already in `A` if it is itself a partial result. For most types the two are one.
+//! already in `A` if it is itself a partial result. For most types the two are the same.
 
 use crate::dtype::{DType, Element, ReduceOp, types};
 use crate::short::Short;
@@ -19,7 +19,7 @@ pub(crate) struct Arithmetic {
     pub(crate) op: ReduceOp,
     /// What a mean divides by.
     pub(crate) ranks: u32,
-    /// Who works on long vectors.
+    /// The threads that work on long vectors.
     pub(crate) team: Teamed,
 }
 
@@ -36,7 +36,7 @@ impl<'a> Operand<'a> {
         bytes
     }
 
-    /// Others of the same type.
+    /// Other bytes, as an operand of the same type.
     fn of(self, bytes: &[u8]) -> Operand<'_> {
         match self {
             Self::Elements(_) => Operand::Elements(bytes),
@@ -88,7 +88,7 @@ impl Arithmetic {
         });
     }
 
-    /// [`finish`](Self::finish) where the running value already is in the output; only for types
+    /// [`finish`](Self::finish) where the running value is already in the output; only for types
     /// that are their own accumulator.
     pub(crate) fn finish_in_place(&self, out: &mut [u8]) {
         if let Some(divisor) = self.divisor() {
@@ -99,13 +99,13 @@ impl Arithmetic {
         }
     }
 
-    /// The same for a part of a mean, which is divided once it is whole.
+    /// The same for part of a mean, which is divided only once it is whole.
     pub(crate) fn undivided(self) -> Self {
         let op = if self.op == ReduceOp::Mean { ReduceOp::Sum } else { self.op };
         Self { op, ..self }
     }
 
-    /// Fills the output with the value that combines to nothing.
+    /// Fills the output with the operator's identity.
     pub(crate) fn identity(&self, out: &mut [u8]) {
         with_type!(self.dtype, T => identity::<T>(self.op, out));
     }
@@ -409,7 +409,7 @@ mod tests {
             [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Prod, ReduceOp::Min, ReduceOp::Max];
         for (dtype, op) in DType::ALL.iter().flat_map(|dtype| operators.map(|op| (*dtype, op))) {
             if op == ReduceOp::Mean && !dtype.is_float() {
-                continue; // which calls refuse
+                continue; // calls refuse it
             }
             let work = |team: Teamed| {
                 let arithmetic = Arithmetic { dtype, op, ranks: 3, team };

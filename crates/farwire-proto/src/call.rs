@@ -10,7 +10,7 @@ use crate::collective::Kind;
 use crate::dtype::{DType, UnknownName};
 use crate::ids::{CommId, Rank, WorldSize};
 
-/// What a caller may set beside the call itself. All ranks must set the same.
+/// What a caller may set besides the call itself. All ranks must set the same.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Options {
     /// Use this algorithm rather than the one [`tune`](crate::tune) picks.
@@ -28,10 +28,11 @@ pub struct Options {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(u8)]
 pub enum Algorithm {
-    /// Scatter blocks to their owners, who combine them and send the result on: two rounds, least
+    /// Scatter blocks to their owners, which combine them and send the result on: two rounds, least
     /// volume.
     TwoPhase = 1,
-    /// Send everything to whoever needs the result, who combines it: one round, for small vectors.
+    /// Send everything to each rank that needs the result, which combines it: one round, for small
+    /// vectors.
     GatherReduce = 2,
     /// Around the ring, twice: least volume over two flows per rank.
     Ring = 3,
@@ -41,11 +42,11 @@ pub enum Algorithm {
     Chain = 5,
     /// Straight from source to destination: one round.
     Direct = 6,
-    /// In parcels, whose length only their sender knows. No caller asks for it: some calls come
-    /// with it.
+    /// In parcels, whose length only their sender knows. Callers do not choose it: some calls imply
+    /// it.
     Parcels = 7,
     /// Combine on each host first, then between hosts: each host's sum crosses the network once.
-    /// Where all ranks are on one host, or each is on its own, this is two-phase.
+    /// Where all ranks are on one host, or each is on a host of its own, this is two-phase.
     TwoLevel = 8,
 }
 
@@ -108,7 +109,7 @@ pub enum CallError {
     /// A rank outside the communicator.
     #[error("{what} {rank} is outside this communicator of {world} ranks; use 0 to {}", world.get() - 1)]
     NoSuchRank {
-        /// What the rank was given as.
+        /// The part it was to play.
         what: &'static str,
         /// The rank.
         rank: Rank,
@@ -125,7 +126,8 @@ pub enum CallError {
         /// The communicator's size.
         world: WorldSize,
     },
-    /// All-to-all where a rank would send itself something else than it expects from itself.
+    /// An all-to-all in which a rank would send itself a different number of elements than it
+    /// expects from itself.
     #[error(
         "all_to_all sends {send} elements from this rank to itself but expects {recv}; make them equal"
     )]
@@ -151,7 +153,7 @@ pub enum CallError {
          or all_gather of floats, with sum or mean, or call it without a codec"
     )]
     NotCodable {
-        /// What it was.
+        /// The call, in words.
         what: String,
     },
     /// A vector of another type than the call's, or a call that takes no vector.

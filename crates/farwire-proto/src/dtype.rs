@@ -10,8 +10,8 @@ use bytemuck::Pod;
 ///
 /// A row is what all crates know of a type: its [`DType`], its code on the wire, its class, and its
 /// Rust type, which is also its name. The class says how it is added up: an `integer` or a `float`
-/// as it is, a `short` float in f32, between its `to_f32` and `from_f32`. A new type is a new row,
-/// and a re-export in [`types`] if it is not Rust's own. Codes are never given twice.
+/// as it is, a `short` float in f32. A new type is a new row, a re-export in [`types`] if it is not
+/// Rust's own, and an `impl Short` if it is a short float. Codes are never reused.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! dtypes {
@@ -41,7 +41,7 @@ macro_rules! dtypes {
         }
     };
 }
-/// The Rust types that vectors can be made of, by the names that people type.
+/// The Rust types that vectors can be made of, by the names people type.
 pub mod types {
     pub use std::primitive::*;
 
@@ -135,8 +135,8 @@ macro_rules! class {
 
 dtypes!([define]);
 
-/// The value of an expression in which a name stands for the Rust type of a run-time [`DType`]:
-/// compiled for each type, and chosen by one `match`.
+/// Evaluates an expression in which a name stands for the Rust type of a run-time [`DType`]. It is
+/// compiled for each type, and one `match` chooses.
 ///
 /// ```
 /// use farwire_proto::{DType, Element, with_type};
@@ -188,7 +188,7 @@ pub enum ReduceOp {
     /// Sum; integers wrap.
     Sum = 1,
     /// Sum divided by the number of ranks, in the accumulator's type. Floats only: an integer mean
-    /// would drop the remainder unsaid.
+    /// would silently drop the remainder.
     Mean = 2,
     /// Product; integers wrap.
     Prod = 3,
@@ -230,7 +230,7 @@ impl fmt::Display for ReduceOp {
     }
 }
 
-/// A name that is none of the accepted ones.
+/// A name that is not one of those accepted.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("`{given}` is not a known {what}; use one of: {accepted}")]
 pub struct UnknownName {
@@ -269,14 +269,14 @@ impl FromStr for ReduceOp {
 
 /// A type that vectors can be made of: one of [`types`] with a [`DType`] of its own.
 pub trait Element: Pod + Default + PartialEq + fmt::Debug + Send + Sync + private::Sealed {
-    /// Its run-time name.
+    /// The [`DType`] that stands for it at run time.
     const DTYPE: DType;
 
-    /// The number in this type, as by `as`: integers drop the fraction, and stop at their limits.
-    /// Short floats are rounded to f32 first.
+    /// The number in this type, as `as` converts it: integers drop the fraction and stop at their
+    /// limits. Short floats are rounded to f32 first.
     fn cast(value: f64) -> Self;
 
-    /// The number as a double, as by `as`.
+    /// The number as a double, as `as` converts it.
     fn as_f64(self) -> f64;
 
     /// Whether it is neither infinite nor NaN.

@@ -22,20 +22,20 @@ pub enum Fault {
     Desync(Called, Called),
     /// A rank waited longer than its deadline.
     TimedOut {
-        /// Who waited.
+        /// The rank that waited.
         by: Peer,
-        /// For whom.
+        /// One that it waited for.
         waiting_for: Peer,
-        /// For how many more besides.
+        /// How many more it waited for.
         others: u32,
     },
     /// The group has changed, and another communicator takes the place of this one.
     Replaced {
-        /// Where the communicator was used after that.
+        /// The rank that still had the communicator.
         by: Peer,
     },
-    /// A peer sent a frame that its own header says it should not have sent: a bug or a hostile
-    /// peer.
+    /// A peer sent a frame that does not fit the operation, or a parcel that makes no sense: a bug
+    /// or a hostile peer.
     BadFrame(Peer),
 }
 
@@ -180,21 +180,21 @@ impl Fault {
 pub struct OpError {
     /// What this rank had called.
     pub operation: Fingerprint,
-    /// On which communicator.
+    /// The communicator it was called on.
     pub comm: CommId,
-    /// As which of its operations.
+    /// Its number on that communicator.
     pub seq: OpSeq,
     /// What went wrong.
     pub fault: Fault,
-    /// Who found out.
+    /// The rank that found out.
     pub reporter: Peer,
-    /// Where the error is returned.
+    /// The rank that returns the error.
     pub here: Peer,
 }
 
 impl OpError {
-    /// The same text, for a communicator of these members: ranks are named both as theirs and as
-    /// the world's.
+    /// The same text, for a communicator of these members: it names ranks by their numbers in the
+    /// group and in the world.
     pub fn in_group<'a>(&'a self, members: &'a [Peer]) -> impl fmt::Display + 'a {
         InGroup { error: self, members }
     }
@@ -221,7 +221,7 @@ impl fmt::Display for InGroup<'_> {
     }
 }
 
-/// Names any communicator but the world's, whose ranks are not those that the fault names.
+/// Names the communicator, unless it is the world: the ranks that a fault names are the world's.
 fn on(comm: CommId) -> String {
     if comm == CommId::WORLD {
         String::new()

@@ -8,7 +8,7 @@ use crate::dtype::{DType, ReduceOp};
 use crate::ids::Rank;
 
 /// What one rank called. Ranks that disagree on any field are out of step, and every frame carries
-/// all of them, so the first frame between two such ranks shows it.
+/// all fields, so the first frame between two such ranks shows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Fingerprint {
     /// The operation.

@@ -9,8 +9,8 @@
 //! ```
 //!
 //! All integers are little-endian. [`Header::decode`] accepts exactly what [`Header::encode`]
-//! writes: a field that does not apply must be zero (the root: all ones), so that every accepted
-//! header has one meaning and one encoding.
+//! writes: a tag, dtype, op or root that does not apply must be zero (the root: all ones), so that
+//! every accepted header has one meaning and one encoding.
 
 use crate::call::Algorithm;
 use crate::collective::Kind;
@@ -40,13 +40,14 @@ pub enum FrameKind {
     Data = 1,
     /// The news that the communicator has failed: an encoded [`Fault`](crate::Fault).
     Abort = 2,
-    /// The sender has frames for this operation and waits to hear that it is called. No payload.
+    /// The sender has frames for this operation and waits to hear that it has been called. No
+    /// payload.
     Ask = 3,
     /// The sender has called this operation, and all before it in its order. No payload.
     Called = 4,
     /// The sender has given this message up; what has come of it is to be thrown away. No payload.
     Void = 5,
-    /// About who is in the group: a [`Message`](crate::membership::Message). It belongs to no
+    /// News about who is in the group: a [`Message`](crate::membership::Message). It belongs to no
     /// communicator.
     Members = 6,
 }
@@ -61,7 +62,7 @@ impl FrameKind {
         self != Self::Data
     }
 
-    /// Bytes of the payload, where they are always as many.
+    /// Bytes of the payload, for kinds that always have the same number.
     fn payload(self) -> Option<usize> {
         match self {
             Self::Data | Self::Members => None,
@@ -352,7 +353,7 @@ pub(crate) mod tests {
         assert!(accepted > 100_000 && refused > 100_000, "{accepted} accepted, {refused} refused");
     }
 
-    /// A field that the kind of call does not have, or has and lacks.
+    /// A field is set that the kind of call does not have, or one that it has is missing.
     #[test]
     fn fields_that_do_not_fit_the_call_are_refused() {
         use proptest::strategy::ValueTree;

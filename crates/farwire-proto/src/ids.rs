@@ -1,4 +1,4 @@
-//! Who and which: ranks, peers, communicators, operations, and the time they are given.
+//! Names for ranks, peers, communicators and operations, and the time that a driver gives them.
 
 use std::fmt;
 use std::num::NonZeroU32;
@@ -58,12 +58,12 @@ impl WorldSize {
         self.0.get()
     }
 
-    /// The number of ranks, to size a table with.
+    /// The number of ranks, as the length of a table.
     pub fn len(self) -> usize {
         self.get() as usize
     }
 
-    /// Never: a world has at least one rank. (Here because `len` is.)
+    /// Always `false`: a world has at least one rank. (It goes with `len`.)
     pub fn is_empty(self) -> bool {
         false
     }
@@ -78,8 +78,8 @@ impl WorldSize {
         (0..self.get()).map(Rank)
     }
 
-    /// All ranks but `me`, starting at its right neighbour, so that ranks sending in this order
-    /// flood nobody.
+    /// All ranks but `me`, starting at its right neighbour: ranks that send in this order do not
+    /// all flood the same one.
     pub fn others(self, me: Rank) -> impl Iterator<Item = Rank> {
         (1..self.get()).map(move |distance| self.right_of(me, distance))
     }
@@ -115,22 +115,21 @@ impl CommId {
     /// The communicator of all processes.
     pub const WORLD: Self = Self(0);
 
-    /// The communicator of all members of an epoch: the world's for the first.
+    /// The communicator of all members of an epoch; for the first epoch, the world.
     pub fn of_epoch(epoch: Epoch) -> Self {
-        // No communicator is split that often.
+        // No communicator is split `u32::MAX` times.
         if epoch.0 == 0 { Self::WORLD } else { Self::WORLD.child(u32::MAX, epoch.0) }
     }
 
-    /// The id of the `split`-th communicator split off this one with `color`: the same on every
-    /// member, and, by 64 bits of mixing, different from every other.
+    /// The id of the `split`-th communicator split off this one with `color`. It is the same on
+    /// every member, and 64 bits of mixing make it different from every other.
     pub fn child(self, split: u32, color: u32) -> Self {
         let mixed = mix(self.0 ^ mix((u64::from(split) << 32) | u64::from(color)));
         Self((mixed & !1).max(2)) // zero is the world, odd ones are subgroups
     }
 
-    /// The id of the `nth` communicator that these members of this one make among themselves by a
-    /// name: the same on every member, and, as these are odd, never that of a
-    /// [`child`](Self::child).
+    /// The id of the `nth` communicator of this name that these members of this one form. It is the
+    /// same on every member, and odd, so it is never that of a [`child`](Self::child).
     pub fn subgroup(self, name: &str, members: &[Peer], nth: u32) -> Self {
         let words = name.bytes().map(u64::from);
         let words = words.chain([u64::MAX]).chain(members.iter().map(|peer| u64::from(peer.0)));
@@ -149,12 +148,12 @@ fn mix(x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// Separates streams of point-to-point messages: a receive never takes another tag's message.
+/// Separates streams of point-to-point messages: a receive never takes a message with another tag.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Tag(pub u32);
 
 /// Which operation of a communicator a frame belongs to. Every rank counts its calls, so equal
-/// numbers are one operation.
+/// numbers mean the same operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum OpSeq {
     /// The n-th collective submitted on the communicator.

@@ -7,15 +7,15 @@
 //! The path of an operation through the crate:
 //!
 //! 1. A [`Call`] says what the user wants. [`Plan::new`] checks it, lets [`tune`] pick an
-//!    [`Algorithm`], and lays out a schedule: for each *lane* to another rank the frames in and
-//!    out, and for each frame the [`Gate`] it waits for. There is one file per collective in
+//!    [`Algorithm`], and lays out a schedule: for each *lane* to another rank, the frames in and
+//!    out; for each frame, the [`Gate`] it waits for. There is one file per collective in
 //!    `collective/`. Where lengths depend on the data, there are rounds of *parcels* instead.
 //! 2. The [`Engine`] says which frame goes next and what to do with one that arrives, compares
 //!    [`Fingerprint`]s, and spreads the news of any [`Fault`]. It never sees a payload.
-//! 3. A [`Machine`] is the engine and the memory of its operations, with a [`Workspace`] for the
-//!    arithmetic of each. It is what a driver drives.
+//! 3. A [`Machine`] joins the engine to the memory of its operations, with a [`Workspace`] for the
+//!    arithmetic of each. This is what a driver drives.
 //!
-//! A driver for ranks whose network is a queue per lane, and where nothing goes wrong:
+//! A driver for ranks whose network is a queue per lane and never fails:
 //!
 //! ```
 //! use std::collections::{BTreeMap, VecDeque};
@@ -80,8 +80,8 @@
 //! }
 //! ```
 //!
-//! One for a network where things do go wrong also feeds the machine notices, lost peers and the
-//! time; `farwire-sim` is the shortest.
+//! A driver for a network that can fail also feeds the machine notices, lost peers and the time;
+//! the shortest one is `farwire-sim`.
 //!
 //! Words used throughout: a *block* or *shard* is what a rank owns of a vector, a *segment* is what
 //! one frame carries, a *lane* is the ordered frames of one operation between two ranks, a *slot*

@@ -2,15 +2,15 @@
 //!
 //! Where the length of what is sent depends on the data (a coded gradient, a request), frames
 //! cannot be laid out beforehand. A lane then carries a fixed number of *parcels* instead, one
-//! after the other. A parcel travels as frames of one segment each and ends with the first shorter
-//! one, which is empty if nothing is left:
+//! after the other. A parcel travels as frames of one segment each and ends with the first frame
+//! that is shorter, which is empty if nothing is left:
 //!
 //! ```text
 //! segment = 4      parcel of 9 bytes: ████ ████ █      of 8: ████ ████ ·      of none: ·
 //! ```
 //!
 //! The sender supplies a parcel when it has it ([`Engine::supply`](crate::Engine::supply)). The
-//! receiver knows how long one can be at most, and a longer one is a breach.
+//! receiver knows how long a parcel may be, and a longer one is a breach.
 
 use std::collections::VecDeque;
 use std::num::NonZeroUsize;
@@ -20,21 +20,21 @@ use rustc_hash::FxHashMap as HashMap;
 
 use crate::ids::Rank;
 
-/// What is known of a lane's parcels before they are.
+/// What is known of a lane's parcels before they exist.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Limits {
     /// Parcels out, on each lane.
     pub(crate) sends: u32,
     /// Parcels in, on each lane.
     pub(crate) recvs: u32,
-    /// Bytes of the longest.
+    /// Bytes of the longest parcel.
     pub(crate) max: usize,
     /// Bytes of a frame that is not the last of its parcel.
     pub(crate) segment: NonZeroUsize,
 }
 
 impl Limits {
-    /// Frames of a parcel.
+    /// How many frames a parcel of `len` bytes takes.
     pub(crate) fn frames(&self, len: usize) -> usize {
         len / self.segment + 1
     }
@@ -46,25 +46,25 @@ impl Limits {
     }
 }
 
-/// What one frame carries of a parcel.
+/// The part of a parcel that one frame carries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ParcelPart {
     /// The rank at the other end.
     pub with: Rank,
     /// Which of the parcels between the two, from zero.
     pub round: u32,
-    /// Bytes of the parcel before these.
+    /// How many bytes of the parcel come before these.
     pub at: usize,
     /// How many bytes.
     pub len: usize,
-    /// Whether they are its last.
+    /// Whether they are the parcel's last.
     pub last: bool,
 }
 
-/// How far the parcels of one lane are.
+/// How far the parcels of one lane have come.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Progress {
-    /// Lengths of the parcels that were supplied and have not been handed out whole.
+    /// Lengths of the parcels that were supplied and are not yet handed out whole.
     waiting: VecDeque<usize>,
     supplied: u32,
     /// The parcel on its way out, and how much of it is gone.
@@ -74,7 +74,7 @@ pub(crate) struct Progress {
 }
 
 impl Progress {
-    /// A parcel is there; `false` if there were enough already.
+    /// A parcel is ready; `false` if all had been supplied already, or if it is too long.
     pub(crate) fn supply(&mut self, len: usize, limits: &Limits) -> bool {
         if self.supplied == limits.sends || len > limits.max {
             return false;
@@ -103,8 +103,7 @@ impl Progress {
         part
     }
 
-    /// What a frame of `len` bytes is of the parcel on its way in; `None` if it cannot be part of
-    /// it.
+    /// The part of the incoming parcel that a frame of `len` bytes is; `None` if it cannot be one.
     pub(crate) fn expect(&self, with: Rank, len: usize, limits: &Limits) -> Option<ParcelPart> {
         let (_, at) = self.into;
         (len <= limits.segment.get() && at + len <= limits.max)
@@ -131,7 +130,7 @@ pub(crate) struct Parcels {
 }
 
 impl Parcels {
-    /// A parcel to send. One that goes to several ranks is shared between them.
+    /// Keeps a parcel to send. One that goes to several ranks is shared between them.
     pub(crate) fn put(&mut self, to: Rank, round: u32, parcel: Bytes) {
         self.out.insert((to, round), parcel);
     }
@@ -146,19 +145,19 @@ impl Parcels {
         &self.out[&(part.with, part.round)][part.at..part.at + part.len]
     }
 
-    /// Nobody asks for these bytes again: those of a frame that was sent.
+    /// A frame was sent: nobody asks for its bytes again.
     pub(crate) fn sent(&mut self, part: &ParcelPart) {
         if part.last {
             self.out.remove(&(part.with, part.round));
         }
     }
 
-    /// Puts what has come to the rest of its parcel.
+    /// Appends what has come to its parcel.
     pub(crate) fn collect(&mut self, part: &ParcelPart, payload: &[u8]) {
         self.into.entry((part.with, part.round)).or_default().extend_from_slice(payload);
     }
 
-    /// A parcel that has come whole. Empty if it was taken before.
+    /// Takes a parcel that has come whole. Empty if it was taken before.
     pub(crate) fn take(&mut self, from: Rank, round: u32) -> Vec<u8> {
         self.into.remove(&(from, round)).unwrap_or_default()
     }

@@ -63,8 +63,7 @@ pub enum Counts {
 }
 
 impl Counts {
-    /// One length per rank. Lengths that are all the same are [`Each`](Self::Each), however they
-    /// were given.
+    /// One length per rank. Equal lengths become [`Each`](Self::Each), however they were given.
     pub fn listed(counts: impl Into<Arc<[usize]>>, world: WorldSize) -> Self {
         let counts = counts.into();
         match counts.first() {
@@ -96,8 +95,8 @@ impl Counts {
         world.ranks().try_fold(0usize, |sum, rank| sum.checked_add(self.of(rank)))
     }
 
-    /// 32 bits by which ranks compare their lists in a frame header: zero for [`Each`](Self::Each),
-    /// a hash otherwise.
+    /// A 32-bit digest by which ranks compare their lists in a frame header: zero for
+    /// [`Each`](Self::Each), a hash otherwise.
     pub fn digest(&self) -> u32 {
         match self {
             Self::Each(_) => 0,
@@ -106,7 +105,7 @@ impl Counts {
     }
 }
 
-/// 32 bits, not zero, that differ for different lists but for bad luck (FNV-1a).
+/// A 32-bit hash (FNV-1a), never zero; different lists have different ones, barring bad luck.
 pub(crate) fn digest(list: impl Iterator<Item = u64>) -> u32 {
     let step = |hash: u32, byte: u8| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193);
     list.flat_map(u64::to_le_bytes).fold(0x811c_9dc5, step).max(1)
@@ -201,7 +200,7 @@ impl Partition {
         Span::new(block.start + offset, self.segment.get().min(block.len - offset))
     }
 
-    /// The most elements one segment of any block has: what a scratch buffer must hold.
+    /// The length of the longest segment of any block: what a scratch buffer must hold.
     pub fn longest_segment(&self) -> usize {
         let longest = match &self.blocks {
             Blocks::Even { base, extra, .. } => base + usize::from(*extra > 0),

@@ -7,10 +7,10 @@
 //! on host   a  b  a  a  b                 1: ranks 1, 4
 //! ```
 //!
-//! A vector that crosses hosts once for each of them, rather than once for each rank, is cut into
-//! *columns*, as many as the largest host has ranks. On every host, one rank serves a column: the
-//! ranks take them in turn. A column is cut into *cells*, one for each host, whose result that
-//! host's rank of the column makes.
+//! For a vector to cross the network once per host, rather than once per rank, it is cut into
+//! *columns*, as many as the largest host has ranks. On every host, one rank serves each column:
+//! the ranks take them in turn. A column is cut into *cells*, one for each host. A cell's result is
+//! made on its host, by the rank that serves the column there.
 
 use std::hash::Hash;
 use std::sync::Arc;
@@ -28,7 +28,7 @@ pub struct Placement(Arc<Table>);
 struct Table {
     /// The ranks of each host.
     hosts: Vec<Vec<Rank>>,
-    /// Of each rank: its host, and its number there.
+    /// For each rank, its host and its number there.
     seats: Vec<Seat>,
     /// Ranks of the largest host.
     columns: usize,
@@ -43,7 +43,7 @@ pub struct Seat {
     pub number: usize,
 }
 
-/// In which order the floats of an all-reduce are added up. The same on all ranks.
+/// The order in which the floats of an all-reduce are added up. The same on all ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SumOrder {
     /// The ranks of each host first, in rank order, and then those sums, in the order of the hosts'
@@ -55,8 +55,8 @@ pub enum SumOrder {
 }
 
 impl Placement {
-    /// Ranks on the hosts that `names` says, one name for each rank. Only whether two are equal
-    /// counts. `None` if there are no ranks.
+    /// The placement of ranks by the names of their hosts, one for each rank. Only whether two
+    /// names are equal counts. `None` if there are no ranks.
     pub fn new<N: Eq + Hash>(names: &[N]) -> Option<Self> {
         WorldSize::new(u32::try_from(names.len()).ok()?)?;
         let mut known: HashMap<&N, usize> = HashMap::default();
@@ -104,20 +104,20 @@ impl Placement {
         self.ranks(self.seat(rank).host).len()
     }
 
-    /// Whether there are several hosts, of which some have several ranks: whether there are two
-    /// levels at all.
+    /// Whether there are several hosts, and some have several ranks: whether there are two levels
+    /// at all.
     pub fn is_split(&self) -> bool {
         self.hosts() > 1 && self.0.columns > 1
     }
 
-    /// Whether adding up hosts first is adding up in rank order: only the first host has several
-    /// ranks, and they are the first.
+    /// Whether adding up hosts first is the same as adding up in rank order: only the first host
+    /// has several ranks, and they are the first.
     pub fn keeps_rank_order(&self) -> bool {
         self.0.hosts[1..].iter().all(|ranks| ranks.len() == 1)
             && self.ranks(0).last().is_some_and(|last| last.index() + 1 == self.ranks(0).len())
     }
 
-    /// Ranks of the largest host: into how many columns a vector is cut.
+    /// How many columns a vector is cut into: the ranks of the largest host.
     pub fn columns(&self) -> usize {
         self.0.columns
     }
@@ -139,7 +139,7 @@ impl Placement {
         self.columns_of(a).filter(move |column| column % mates == number)
     }
 
-    /// 32 bits by which ranks find out that they know different placements.
+    /// A 32-bit digest by which ranks find out that they know different placements.
     pub fn digest(&self) -> u32 {
         digest(self.0.seats.iter().map(|seat| seat.host as u64))
     }

@@ -15,17 +15,17 @@ use crate::placement::{Placement, SumOrder};
 use crate::schedule::{InPlace, Incoming, Local, Outcome, Outgoing, Schedule, Slots};
 use crate::tune::{self, Links};
 
-/// Frames are at most this many elements, so that their length in bytes fits the header's 32 bits
+/// Frames have at most this many elements, so that their length in bytes fits the header's 32 bits
 /// in any type.
 const MAX_SEGMENT: usize = 1 << 28;
 
 const SEGMENT_BYTES: NonZeroUsize = NonZeroUsize::new(64 << 10).expect("64 Ki is not zero");
-/// Frames that a shard has at least, where they are longer than they need to be: enough to overlap,
-/// and with many ranks, whose rings share the cache, short.
+/// Frames grow longer only while a shard still has this many: enough to overlap, and short where
+/// many ranks' rings share the cache.
 const FRAMES_PER_SHARD: usize = 64;
 
 /// The longest vector, in bytes, for which an all-reduce in place may choose an algorithm that
-/// cannot work there: the result is made beside the vector and copied over it.
+/// cannot work in place: the result is made beside the vector and copied over it.
 const SHORT: usize = 64 << 10;
 
 /// What plans depend on besides the call. All ranks of a job must have the same.
@@ -33,15 +33,16 @@ const SHORT: usize = 64 << 10;
 pub struct Tuning {
     /// Bytes per frame, unless [`Options::segment`] says otherwise.
     pub segment_bytes: NonZeroUsize,
-    /// Bytes that frames of long vectors may have between ranks of one host, where nobody else
-    /// shares the way, and several threads may work on a frame. As many times
-    /// [`segment_bytes`](Self::segment_bytes) as fit, and leave enough frames to overlap.
+    /// The most bytes that a frame of a long vector may have between ranks of one host, where
+    /// nobody else shares the way and several threads may work on a frame. Frames are the largest
+    /// multiple of [`segment_bytes`](Self::segment_bytes) that fits and leaves enough frames to
+    /// overlap.
     pub host_segment_bytes: NonZeroUsize,
     /// What the links are like.
     pub links: Links,
-    /// What they are like between ranks that are all on one host, if that is something else.
+    /// What they are like if all ranks are on one host, where that differs.
     pub host_links: Option<Links>,
-    /// In which order floats are added up where some ranks share a host.
+    /// The order in which floats are added up where some ranks share a host.
     pub order: SumOrder,
 }
 
@@ -58,12 +59,12 @@ impl Default for Tuning {
 }
 
 impl Tuning {
-    /// What the links between ranks that are placed so are like.
+    /// What the links between ranks with this placement are like.
     pub(crate) fn links_between(&self, placement: &Placement) -> &Links {
         self.host_links.as_ref().filter(|_| placement.hosts() == 1).unwrap_or(&self.links)
     }
 
-    /// Bytes per frame between ranks of one host, for shards of so many bytes.
+    /// Bytes per frame between ranks of one host, for shards of `shard` bytes.
     fn segment_on_host(&self, shard: usize) -> usize {
         let (least, most) = (self.segment_bytes.get(), self.host_segment_bytes.get());
         let times = shard / (least * FRAMES_PER_SHARD);
@@ -90,7 +91,7 @@ pub struct Plan {
 pub(crate) enum Way {
     /// In frames that are all known before it starts.
     Frames(Frames),
-    /// In parcels, whose lengths are known when they are supplied.
+    /// In parcels, whose lengths are known only when they are supplied.
     Parcels(Limits),
 }
 
@@ -108,7 +109,8 @@ pub(crate) struct Partner {
 }
 
 impl Plan {
-    /// Checks `call` and lays out what rank `me` of `world` does for it, all on one host.
+    /// Checks `call` and lays out what rank `me` of `world` does for it, with all ranks on one
+    /// host.
     pub fn new(
         comm: CommId,
         me: Rank,
@@ -178,7 +180,7 @@ impl Plan {
         if copies_back && !may_copy {
             return Err(CallError::NotInPlace { kind });
         }
-        // Ranks that see different hosts would send each other other frames.
+        // Ranks that see different hosts would not agree on their frames.
         let hosts = if algorithm == Algorithm::TwoLevel { placement.digest() } else { 0 };
         let plan = Self {
             comm,
@@ -261,8 +263,8 @@ impl Plan {
         self.frames().map_or(0, |frames| frames.schedule().input_len() * self.dtype().size())
     }
 
-    /// Bytes of the output; none if it travels in parcels. Ranks without a result may need some to
-    /// work in: an owner of a two-phase reduce, for its shard.
+    /// Bytes of the output; none if it travels in parcels. A rank without a result may need an
+    /// output to work in: in a two-phase reduce, for the shard that it owns.
     pub fn output_bytes(&self) -> usize {
         self.frames().map_or(0, |frames| frames.schedule().output_len() * self.dtype().size())
     }
@@ -272,8 +274,8 @@ impl Plan {
         self.frames().map_or(Outcome::Nothing, |frames| frames.schedule().outcome())
     }
 
-    /// Whether its lanes may be kept abreast of each other. Parcels may be: they are always read, and
-    /// where all send and receive, nobody is done before all have called.
+    /// Whether its lanes may be kept abreast of each other. Lanes of parcels may: parcels are
+    /// always read, and where all ranks send and receive, none is done before all have called.
     pub(crate) fn keeps_step(&self) -> bool {
         match &self.way {
             Way::Frames(frames) => frames.schedule().keeps_step(),
@@ -286,14 +288,14 @@ impl Plan {
         self.in_place
     }
 
-    /// Whether the result is made in a buffer of its own and then copied over the input: the call
-    /// is to work in place, and the algorithm cannot.
+    /// Whether the result is made in a buffer of its own and then copied over the input, because
+    /// the call is to work in place and the algorithm cannot.
     pub fn copies_back(&self) -> bool {
         self.copies_back
     }
 
-    /// Refuses a memory of any other length than a plan that works in place needs for both input
-    /// and output.
+    /// For a plan that works in place: refuses a memory whose length is not what input and output
+    /// together need.
     pub fn check_memory(&self, given: usize) -> Result<(), CallError> {
         let InPlace { input, output } = self.in_place.unwrap_or_default();
         let size = self.dtype().size();
@@ -309,7 +311,8 @@ impl Plan {
         })
     }
 
-    /// Refuses a vector of another type than the call's, or any if it travels in parcels.
+    /// Refuses a vector of another type than the call's, or any vector if the call travels in
+    /// parcels.
     pub fn check_elements(&self, given: DType) -> Result<(), CallError> {
         let Fingerprint { kind, dtype, .. } = self.fingerprint;
         if self.frames().is_some() && dtype.is_none_or(|dtype| dtype == given) {
@@ -318,7 +321,7 @@ impl Plan {
         Err(CallError::Elements { kind, given })
     }
 
-    /// Refuses buffers of any other length than the plan's.
+    /// Refuses buffers whose lengths are not the plan's.
     pub fn check_buffers(&self, input: usize, output: usize) -> Result<(), CallError> {
         let lengths =
             [("input", self.input_bytes(), input), ("output", self.output_bytes(), output)];
@@ -336,13 +339,14 @@ impl Plan {
         self.world.others(self.me).filter(move |rank| partner.is_none_or(|only| *rank == only))
     }
 
-    /// The same plan in a group whose members all must agree on; zero for the world.
+    /// The same plan in a group. `members` is the digest of its members, on which all must agree;
+    /// zero for the world.
     pub(crate) fn in_group(mut self, members: u32) -> Self {
         self.fingerprint.layout ^= members;
         self
     }
 
-    /// What this rank tells `to` that it called.
+    /// The call that this rank reports to `to`.
     pub(crate) fn fingerprint_for(&self, to: Rank) -> Fingerprint {
         match self.pair(to) {
             Some([there, back]) => self.fingerprint_of_pair(there, back),
@@ -350,7 +354,7 @@ impl Plan {
         }
     }
 
-    /// What this rank expects `from` to have called.
+    /// The call that this rank expects of `from`.
     pub(crate) fn fingerprint_from(&self, from: Rank) -> Fingerprint {
         match self.pair(from) {
             Some([there, back]) => self.fingerprint_of_pair(back, there),
@@ -358,13 +362,13 @@ impl Plan {
         }
     }
 
-    /// Elements to and from a rank, if only these two know of them.
+    /// Elements to and from a rank, if only the two ranks know these lengths.
     fn pair(&self, other: Rank) -> Option<[usize; 2]> {
         self.frames().filter(|_| self.fingerprint.kind.is_pairwise())?.schedule().pair(other)
     }
 
-    /// Lengths that only two ranks share, compared by these two: `there` elements one way, `back`
-    /// the other.
+    /// The fingerprint that two ranks compare where only they share the lengths: `there` elements
+    /// one way, `back` the other.
     fn fingerprint_of_pair(&self, there: usize, back: usize) -> Fingerprint {
         let layout = self.fingerprint.layout ^ digest(std::iter::once(back as u64));
         Fingerprint { count: there as u64, layout, ..self.fingerprint }
@@ -374,7 +378,7 @@ impl Plan {
         self.partner
     }
 
-    /// Whether it may take for ever, and nobody misses it.
+    /// Whether it has no deadline: it may take for ever, and nobody waits for it.
     pub fn is_endless(&self) -> bool {
         self.deadline == Some(Duration::MAX)
     }
@@ -385,22 +389,22 @@ impl Plan {
 }
 
 impl Frames {
-    /// How many go to a peer.
+    /// How many frames go to a peer.
     pub fn sends(&self, to: Rank) -> usize {
         self.schedule().sends(to)
     }
 
-    /// The `i`-th to a peer.
+    /// The `i`-th frame to a peer.
     pub fn send(&self, to: Rank, i: usize) -> Outgoing {
         self.schedule().send(to, i)
     }
 
-    /// How many come from a peer.
+    /// How many frames come from a peer.
     pub fn recvs(&self, from: Rank) -> usize {
         self.schedule().recvs(from)
     }
 
-    /// The `i`-th from a peer.
+    /// The `i`-th frame from a peer.
     pub fn recv(&self, from: Rank, i: usize) -> Incoming {
         self.schedule().recv(from, i)
     }

@@ -14,11 +14,12 @@
 //!    it has heard from every other and compared calls, which is what turns desynchronised ranks
 //!    into an error on all of them.
 //! 3. A frame's gate never waits on something that waits on the frame, on this rank or around any
-//!    cycle of ranks, however few frames a link lets be in flight.
-//! 4. A fold that keeps its running value in the output emits, if it does, last and at the same
-//!    elements, and is complete before the next segment's begins. One that reads this rank's part
-//!    from the output keeps its running value in a slot, and emits only at the end of a step.
-//! 5. A schedule that works in place writes to no element of its input before every frame that
+//!    cycle of ranks, however few frames a link allows in flight.
+//! 4. A fold that keeps its running value in the output emits, if at all, last and at the same
+//!    elements, and is complete before the fold of the next segment begins. A fold that reads this
+//!    rank's part from the output keeps its running value in a slot, and emits only at the end of a
+//!    step.
+//! 5. A schedule that works in place overwrites no element of its input until every frame that
 //!    carries it has left and every fold that reads it is done, and emits only at the end of a
 //!    fold. (The running value itself is then held in a scratch segment, whatever the type.)
 
@@ -37,13 +38,13 @@ pub(crate) trait Schedule {
         Outcome::Output
     }
 
-    /// Frames to `to`.
+    /// How many frames go to `to`.
     fn sends(&self, to: Rank) -> usize;
-    /// The `i`-th of them.
+    /// The `i`-th frame to `to`.
     fn send(&self, to: Rank, i: usize) -> Outgoing;
-    /// Frames from `from`.
+    /// How many frames come from `from`.
     fn recvs(&self, from: Rank) -> usize;
-    /// The `i`-th of them.
+    /// The `i`-th frame from `from`.
     fn recv(&self, from: Rank, i: usize) -> Incoming;
 
     /// Whether a rank's frames are counted in [`Gate::received`].
@@ -54,8 +55,8 @@ pub(crate) trait Schedule {
     fn downstream(&self) -> Option<Rank> {
         None
     }
-    /// Elements to another rank and from it, where only these two know of them, and compare them
-    /// with each other.
+    /// How many elements go to another rank and come from it, where only these two ranks know the
+    /// lengths and compare them with each other.
     fn pair(&self, _other: Rank) -> Option<[usize; 2]> {
         None
     }
@@ -63,8 +64,8 @@ pub(crate) trait Schedule {
     fn local(&self) -> Local {
         Local::Nothing
     }
-    /// Whether lanes between hosts may be kept abreast of each other: none of their frames waits, on
-    /// any rank, for one of theirs with a higher index.
+    /// Whether lanes between hosts may be kept abreast of each other: on no rank does one of their
+    /// frames wait for another with a higher index.
     fn keeps_step(&self) -> bool {
         false
     }
@@ -189,7 +190,7 @@ pub struct Fold {
     pub first: bool,
     /// Whether, and on which side of the payload, this rank's own elements are combined too.
     pub own: Own,
-    /// What it is a step to.
+    /// Which result it is a step towards.
     pub level: Level,
     /// Where the running value is kept.
     pub running: Running,
@@ -197,7 +198,7 @@ pub struct Fold {
     pub emit: Emit,
 }
 
-/// What a [`Fold`] is a step to.
+/// Which result a [`Fold`] is a step towards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Level {
     /// The combination of one host's ranks. It is rounded to the element type where it is emitted,
@@ -230,10 +231,10 @@ pub enum Mine {
 /// Where a reduction's running value is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Running {
-    /// In the output, at the elements where the result will be; in a scratch segment meanwhile,
-    /// where the accumulator's type is wider.
+    /// In the output, at the elements where the result will be; if the accumulator's type is wider,
+    /// in a scratch segment until then.
     Output(Span),
-    /// In a slot, from where it will be sent on.
+    /// In a slot: it will be sent on from there, or the output holds this rank's part.
     Slot(usize),
 }
 
@@ -262,7 +263,7 @@ pub struct InPlace {
 pub enum Outcome {
     /// In the output.
     Output,
-    /// In the input, which is its own result: the root of a broadcast.
+    /// In the input, which is its own result: at the root of a broadcast.
     Input,
     /// Nowhere: this rank gets none. (Its output, if it has any, was room to work in.)
     Nothing,
@@ -280,7 +281,7 @@ pub(crate) enum Local {
         /// In the output.
         to: Span,
     },
-    /// Its input is the whole result: a rank alone, or the first of a scan.
+    /// The input is the whole result: on a rank alone, or on the first of a scan.
     InputIsResult,
     /// Fills the output with the operator's identity.
     Identity,

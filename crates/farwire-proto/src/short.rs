@@ -1,16 +1,16 @@
 //! 16-bit floats as f32 and back, without a branch, so that compilers vectorise loops over them.
-//! (The conversions of `half` ask at each call what the processor can do.)
+//! (The conversions of `half` check at each call what the processor can do.)
 
 use half::{bf16, f16};
 
-/// A 16-bit float. Both conversions are exact or round to the nearest, ties to even; a NaN stays
-/// one.
+/// A 16-bit float. Both conversions are exact or round to the nearest, ties to even; a NaN stays a
+/// NaN.
 pub(crate) trait Short: Copy {
     fn widen(self) -> f32;
     fn narrow(value: f32) -> Self;
 }
 
-/// All but the sign.
+/// All bits but the sign.
 const MAGNITUDE: u32 = 0x7fff_ffff;
 const INFINITY: u32 = 0x7f80_0000;
 
@@ -34,9 +34,9 @@ impl Short for f16 {
     fn narrow(value: f32) -> Self {
         let bits = value.to_bits();
         let (sign, magnitude) = ((bits >> 16) & 0x8000, bits & MAGNITUDE);
-        // A denormal has steps of 2⁻²⁴, as an f32 from 0.5 up to 1, so adding 0.5 rounds to those.
+        // A denormal has steps of 2⁻²⁴, as f32s from 0.5 up to 1, so adding 0.5 rounds to those.
         let denormal = (f32::from_bits(magnitude) + 0.5).to_bits().wrapping_sub(0.5f32.to_bits());
-        // Else the 13 bits that go away round what stays. That may carry into the exponent.
+        // Otherwise the 13 dropped bits round the rest, which may carry into the exponent.
         let odd = (magnitude >> 13) & 1;
         let normal = magnitude.wrapping_add(0xfff + odd).wrapping_sub(112 << 23) >> 13;
         let nan = 0x7e00 | ((magnitude >> 13) & 0x1ff);
@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     /// Every 16-bit float there and back; every f32 next to one of them, or next to the middle
-    /// between two; and some of all sizes.
+    /// between two; and a sample of all f32s.
     macro_rules! agrees_with_half {
         ($name:ident, $type:ident) => {
             #[test]

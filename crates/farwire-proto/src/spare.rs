@@ -1,21 +1,21 @@
 //! Collections that are kept for the next use, so that a loop of operations allocates nothing.
 
-/// A few collections that nobody uses, with the room that they had.
+/// A few unused collections, which keep their capacity.
 #[derive(Debug)]
 pub struct Spare<C> {
     kept: Vec<C>,
 }
 
-/// How many are kept.
+/// How many are kept at most.
 const KEPT: usize = 16;
 
 impl<C: Default> Spare<C> {
-    /// One that was given, or else a new one.
+    /// A kept collection, or else a new one.
     pub fn take(&mut self) -> C {
         self.kept.pop().unwrap_or_default()
     }
 
-    /// Keeps one, unless there are enough.
+    /// Keeps a collection, unless there are enough.
     pub fn give(&mut self, unused: C) {
         if self.kept.len() < KEPT {
             self.kept.push(unused);

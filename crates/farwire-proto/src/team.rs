@@ -1,8 +1,8 @@
 //! Threads that work on one frame together.
 //!
-//! A frame is tens of kilobytes, which takes one core some microseconds to move or to add up.
-//! Where cores are idle, several do that in less. What they make is the same to the bit, because
-//! every element is computed as by one thread.
+//! A frame is tens of kilobytes, which takes one core some microseconds to move or to add up. Where
+//! cores are idle, several do that in less time. The result is the same to the bit, because every
+//! element is computed as by one thread.
 
 use std::fmt;
 
@@ -17,8 +17,8 @@ pub trait Team: fmt::Debug + Send + Sync {
     /// Runs both, side by side if a thread is free for that, and returns when both have ended.
     fn join(&self, one: &mut (dyn FnMut() + Send), other: &mut (dyn FnMut() + Send));
 
-    /// Copies a slice into another of the same length, which nobody reads before it would have left
-    /// the caches: so it need not come there.
+    /// Copies a slice into another of the same length. The copy would leave the caches before
+    /// anybody reads it, so it need not enter them.
     fn copy_past_caches(&self, target: &mut [u8], source: &[u8]) {
         target.copy_from_slice(source);
     }
@@ -27,7 +27,7 @@ pub trait Team: fmt::Debug + Send + Sync {
 /// A team, if there is one; it lasts as long as the process.
 pub type Teamed = Option<&'static dyn Team>;
 
-/// Bytes that are worth another thread: to hand them over takes a few hundred nanoseconds.
+/// The fewest bytes worth handing to another thread, which takes a few hundred nanoseconds.
 const LEAST_PART: usize = 16 << 10;
 /// Parts begin at multiples of this many elements, so that they seldom share a cache line.
 const GRAIN: usize = 64;
@@ -60,8 +60,8 @@ pub(crate) fn copy_past_caches(team: Teamed, target: &mut [u8], source: &[u8]) {
 /// What is done to a part of a result and of up to two operands.
 pub(crate) type Work<'a> = &'a (dyn Fn(&mut [u8], [&[u8]; 2]) + Sync);
 
-/// Runs `work` on parts of `out` and of what belongs to them in `inputs`, side by side. Each of
-/// the slices has `count` elements, of whatever size, or is empty.
+/// Runs `work` side by side on parts of `out` and the matching parts of `inputs`. Each slice has
+/// `count` elements, of whatever size, or is empty.
 pub(crate) fn each_part(
     team: Teamed,
     count: usize,
@@ -108,7 +108,7 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// A team that starts a thread for everything.
+    /// A team that starts a thread for each join.
     #[derive(Debug)]
     pub(crate) struct Threads(pub(crate) usize, pub(crate) AtomicUsize);
 

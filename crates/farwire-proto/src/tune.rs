@@ -1,14 +1,14 @@
 //! Which algorithm serves a call.
 //!
-//! A pure function of what all ranks share, so that all of them choose the same. (The choice is
-//! part of the [`Fingerprint`](crate::Fingerprint) all the same: ranks that were given different
+//! A pure function of what all ranks share, so that they all make the same choice. (The choice is
+//! part of the [`Fingerprint`](crate::Fingerprint) nevertheless: ranks that were given different
 //! inputs get an error, not garbage.)
 //!
 //! Results must not change with the size of the message: where the order of operands matters to the
-//! bits, only the algorithms that keep one order are candidates, even where links are few. That is
-//! rank order; or, where some ranks share a host, and a call has a two-level algorithm, host by host
-//! ([`SumOrder::Host`]). Trees, chains and rings serve reductions of integers, minima and maxima,
-//! and anyone who asks.
+//! bits, only the algorithms that keep one order are candidates, even where links are few. That
+//! order is rank order, or host by host ([`SumOrder::Host`]) where some ranks share a host and the
+//! call has a two-level algorithm. Trees, chains and rings serve reductions of integers, minima and
+//! maxima, and callers who ask for them.
 
 use std::time::Duration;
 
@@ -19,13 +19,13 @@ use crate::ids::WorldSize;
 use crate::placement::{Placement, SumOrder};
 use crate::plan::Tuning;
 
-/// What the links between ranks are like, as far as it decides an algorithm. All ranks must be
-/// given the same.
+/// What the links between ranks are like, as far as it matters to the choice of an algorithm. All
+/// ranks must be given the same.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Links {
-    /// One way, from call to arrival, for an empty frame.
+    /// How long an empty frame takes one way, from call to arrival.
     pub latency: Duration,
-    /// What each message takes of its sender's time, and of its receiver's, whatever its length.
+    /// How much time each message costs its sender, and its receiver, whatever its length.
     pub overhead: Duration,
     /// Bytes per second that a rank can send, and receive; where some ranks share a host, that a
     /// host can.
@@ -64,7 +64,7 @@ impl Default for Links {
 /// The algorithm for `bytes` of `dtype` between ranks on these hosts: the cheapest by the model in
 /// this file.
 ///
-/// `reduction` is there for the calls that have one; `segment` is the number of bytes in a frame.
+/// `reduction` is given for calls that have one; `segment` is the number of bytes in a frame.
 pub fn choose(
     kind: Kind,
     reduction: Option<(DType, ReduceOp)>,
@@ -77,7 +77,7 @@ pub fn choose(
     let free = reduction.is_none_or(|(dtype, op)| !op.depends_on_order(dtype));
     let split = placement.is_split() && tuning.order == SumOrder::Host;
     if split && kind.algorithms().contains(&Algorithm::TwoLevel) {
-        // A host's sum of 16-bit floats is rounded, so no flat algorithm gives the same.
+        // A host's sum of 16-bit floats is rounded, so no flat algorithm gives the same bits.
         let exact = reduction.is_some_and(|(dtype, _)| dtype.accumulator() == dtype);
         let flat_is_the_same = free || (placement.keeps_rank_order() && exact);
         return if flat_is_the_same {
@@ -99,8 +99,8 @@ pub fn choose(
         several => *several
             .iter()
             .filter(keeps_order)
-            // A ring moves what two-phase moves, in more rounds: it is for few flows, above. And
-            // there is one level.
+            // A ring moves as much as two-phase, in more rounds: it is for few flows, above. And
+            // here there is only one level.
             .filter(|algorithm| !matches!(algorithm, Algorithm::Ring | Algorithm::TwoLevel))
             .min_by(|a, b| {
                 let cost =
@@ -157,7 +157,7 @@ fn seconds(
         }
         Algorithm::Chain => {
             let size = size * widening;
-            // The last rank's first segment has crossed every link before.
+            // The first segment crosses every other link before it reaches the last rank.
             let fill = (n - 2.0).max(0.0) * size.min(segment as f64);
             (others, others, size + fill, if kind.reduces() { size } else { 0.0 })
         }
@@ -197,7 +197,7 @@ mod tests {
         }
     }
 
-    /// As measured: with two ranks one round is less than two for longer vectors than with more.
+    /// As measured: with two ranks, one round beats two up to longer vectors than with more ranks.
     #[test]
     fn through_shared_memory_short_means_shorter_with_more_ranks() {
         let tuning = Tuning { host_links: Some(Links::SHARED_MEMORY), ..Tuning::default() };

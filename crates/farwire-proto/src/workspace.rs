@@ -12,14 +12,14 @@ use crate::team::{self, Teamed};
 
 /// The arithmetic of one operation on one rank, and the scratch space it needs.
 ///
-/// The input is only read and the output only written, so a failed operation leaves its input as it
-/// was. Both stay with the driver and are lent to each call, whole; their lengths must be the
-/// plan's ([`Plan::check_buffers`]).
+/// The input is only read, so a failed operation leaves it as it was. Input and output stay with
+/// the driver, which lends them whole to each call; their lengths must be the plan's
+/// ([`Plan::check_buffers`]).
 ///
 /// Call [`begin`](Self::begin) once, before anything else, [`payload`](Self::payload) for each
 /// [`Transmit`](crate::Transmit), and [`apply`](Self::apply) for each [`Take`](crate::Take).
 ///
-/// A plan that works [in place](Plan::in_place) has one memory in place of both, and needs no
+/// A plan that works [in place](Plan::in_place) has one memory instead of the two, and needs no
 /// `begin`: see [`payload_in_place`](Self::payload_in_place) and
 /// [`apply_in_place`](Self::apply_in_place).
 #[derive(Debug)]
@@ -29,23 +29,23 @@ pub struct Workspace {
     team: Teamed,
     local: Local,
     in_place: InPlace,
-    /// What is stored in the output leaves the caches before anybody reads it.
+    /// The output is so long that what is stored there leaves the caches before anybody reads it.
     is_long: bool,
     /// Partial results that wait to be sent on, in the accumulator's type.
     slots: Vec<u8>,
     slot_bytes: usize,
     /// One segment in the accumulator's type: the running value of a reduction, where that type is
-    /// wider than the elements, or the output is the input too.
+    /// wider than the elements, or input and output are one memory.
     wide: Vec<u8>,
     /// The same, for input on its way out as a partial result.
     staging: Vec<u8>,
 }
 
-/// Bytes of a result that is longer than what a core has of the caches. It is stored past them,
+/// A result of this many bytes is longer than a core's share of the caches. It is stored past them,
 /// unless what is stored is soon sent on, as by trees, chains, rings and between hosts.
 const PAST_CACHES: usize = 16 << 20;
 
-/// The room of a [`Workspace`] that has ended, for another.
+/// The allocations of a [`Workspace`] that has ended, for another.
 #[derive(Debug, Default)]
 pub(crate) struct Scratch {
     slots: Vec<u8>,
@@ -54,13 +54,13 @@ pub(crate) struct Scratch {
 }
 
 impl Workspace {
-    /// Scratch space for `plan`. Slots are allocated here; a segment's worth more on first use, for
-    /// types that widen.
+    /// Scratch space for `plan`. Slots are allocated here; a segment's worth more on first use,
+    /// where it is needed.
     pub fn new(plan: &Plan) -> Self {
         Self::with_scratch(plan, Scratch::default(), None)
     }
 
-    /// The same, with room that another has [left](Self::into_scratch), and a team.
+    /// The same, with the allocations that another has [left](Self::into_scratch), and a team.
     pub(crate) fn with_scratch(plan: &Plan, scratch: Scratch, team: Teamed) -> Self {
         let Scratch { slots: mut room, wide, staging } = scratch;
         let dtype = plan.dtype();
@@ -89,12 +89,12 @@ impl Workspace {
         }
     }
 
-    /// The room that it had, for another.
+    /// Its allocations, for another.
     pub(crate) fn into_scratch(self) -> Scratch {
         Scratch { slots: self.slots, wide: self.wide, staging: self.staging }
     }
 
-    /// Does this rank's part that needs no other rank.
+    /// Does the part of the operation that needs no other rank.
     pub fn begin(&mut self, input: &[u8], output: &mut [u8]) {
         match self.local {
             Local::Nothing => {}
@@ -102,8 +102,8 @@ impl Workspace {
                 output[to.bytes(self.dtype)].copy_from_slice(&input[from.bytes(self.dtype)]);
             }
             Local::InputIsResult => {
-                // Every operator returns a single operand as it is; rank 0 of a scan, the other
-                // caller, has no mean.
+                // Every operator returns a single operand as it is; the other case, rank 0 of a
+                // scan, has no mean.
                 output.copy_from_slice(input);
             }
             Local::Identity => self.reduction().identity(output),
@@ -143,7 +143,7 @@ impl Workspace {
     ///
     /// # Panics
     ///
-    /// If the payload is not as long as the frame's header, which the engine has checked, says.
+    /// If the payload is not as long as the frame's header says, which the engine has checked.
     pub fn apply(&mut self, action: &Action, payload: &[u8], input: &[u8], output: &mut [u8]) {
         assert_eq!(
             payload.len(),
@@ -221,7 +221,7 @@ impl Workspace {
     }
 
     /// The last step of a fold whose result takes the place of this rank's elements, or of elements
-    /// that nobody needs: straight there, and not by way of the scratch segment.
+    /// that nobody needs. It goes straight there, not by way of the scratch segment.
     fn end_in_place(&mut self, fold: &Fold, payload: Operand<'_>, result: &mut [u8]) {
         let arithmetic = self.reduction_of(fold);
         match (fold.first, fold.own) {
@@ -243,7 +243,7 @@ impl Workspace {
         arithmetic.finish_in_place(result);
     }
 
-    /// Where a running value is that is not in the output itself.
+    /// The place of a running value that is not in the output itself.
     fn running(&mut self, fold: &Fold) -> &mut [u8] {
         let bytes = fold.len * self.dtype.accumulator().size();
         match fold.running {
@@ -266,7 +266,7 @@ impl Workspace {
             if fold.partial { Operand::Partial(payload) } else { Operand::Elements(payload) };
 
         // The running value is in the output itself, in the one wide segment, or in a slot; only
-        // the latter two can be borrowed beside the output.
+        // the last two can be borrowed beside the output.
         if let Own::Before(Mine::Output(_)) | Own::After(Mine::Output(_)) = fold.own {
             let own = |held: Mine| match held {
                 Mine::Input(span) => Operand::Elements(&input[span.bytes(dtype)]),
@@ -295,7 +295,7 @@ impl Workspace {
         }
     }
 
-    /// Whether results are held in a wider type than the elements'.
+    /// Whether running values are held in a wider type than the elements'.
     fn widens(&self) -> bool {
         self.dtype != self.dtype.accumulator()
     }

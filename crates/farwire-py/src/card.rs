@@ -5,7 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use farwire_cuda::{Device, DeviceError, DeviceTools};
 
-/// Cards by number, with their kernels and the room that operations work in. They are opened when
+/// Cards by number, with their kernels and the memory that operations work in. They are opened when
 /// the first gradient comes, and hold no communicator.
 #[derive(Debug, Default)]
 pub(crate) struct Cards(Mutex<BTreeMap<usize, DeviceTools>>);
@@ -15,7 +15,7 @@ impl Cards {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// One card; or why it cannot be used.
+    /// One card, or an error that says why it cannot be used.
     pub(crate) fn tools(&self, ordinal: usize) -> Result<DeviceTools, DeviceError> {
         let mut cards = self.lock();
         if let Some(tools) = cards.get(&ordinal) {

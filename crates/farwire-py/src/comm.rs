@@ -20,8 +20,8 @@ use crate::memory::View;
 use crate::operation::{Copied, Operation, Plain, Work};
 use crate::process::{self, Mine, Slot};
 
-/// Runs something that waits for other ranks on a thread of its own, and looks at signals
-/// meanwhile. Where a signal ends the wait, its result is dropped when it comes.
+/// Runs something that waits for other ranks on a thread of its own, and checks for signals
+/// meanwhile. If a signal ends the wait, the result is dropped when it comes.
 pub(crate) fn interruptible<T: Send + 'static>(
     py: Python<'_>,
     work: impl FnOnce() -> T + Send + 'static,
@@ -41,7 +41,7 @@ pub(crate) fn interruptible<T: Send + 'static>(
     }
 }
 
-/// Joins a job: by what is given, else by the environment, as `farwire::Builder` says.
+/// Joins a job: by the arguments, and otherwise by the environment, as `farwire::Builder` says.
 #[pyfunction]
 #[pyo3(signature = (*, rank=None, size=None, address=None, job=None, token=None, link=None,
                     preset=None, port=None, join_timeout=None, deadline=None))]
@@ -129,13 +129,13 @@ fn seconds(what: &str, seconds: f64) -> PyResult<Duration> {
         .ok_or_else(|| PyValueError::new_err(format!("{what} is {seconds}; give seconds above 0")))
 }
 
-/// A UDP port that is free on this host now, for rank 0 to listen on.
+/// A UDP port that is currently free on this host, for rank 0 to listen on.
 #[pyfunction]
 pub(crate) fn free_port(host: &str) -> PyResult<u16> {
     Ok(UdpSocket::bind((host, 0))?.local_addr()?.port())
 }
 
-/// A communicator. `farwire.Communicator` is what people use.
+/// A communicator. Programs use `farwire.Communicator` instead.
 #[pyclass(frozen, module = "farwire._native")]
 pub(crate) struct Comm {
     slot: Mine<Arc<Slot>>,
@@ -237,14 +237,14 @@ in_place_calls! {
     Recv { from: usize, tag: u32 } => recv;
 }
 
-/// A copy of what a view shows.
+/// A copy of a view's elements.
 fn read<T: Element>(py: Python<'_>, view: Option<View>) -> PyResult<Vec<T>> {
     let Some(view) = view else { return Ok(Vec::new()) };
     let memory = view.memory::<T>()?;
     Ok(py.detach(|| memory.to_vec()))
 }
 
-/// The operator of a name.
+/// The operator with this name.
 pub(crate) fn operator(name: &str) -> PyResult<ReduceOp> {
     let name = match name {
         "avg" => "mean",
@@ -266,7 +266,7 @@ impl Comm {
         self.in_place(py, view, result, AllReduce { op: operator(op)? })
     }
 
-    /// An all-reduce through a codec. The result takes the place of the input.
+    /// An all-reduce through a codec. The result replaces the input.
     fn all_reduce_compressed(
         &self,
         py: Python<'_>,
@@ -318,7 +318,8 @@ impl Comm {
         self.in_place(py, view, result, AllGather {})
     }
 
-    /// An all-gather in `whole`, to which this rank's block is copied first unless it is there.
+    /// An all-gather in `whole`. This rank's block is copied there first, unless it is there
+    /// already.
     fn all_gather_into(
         &self,
         py: Python<'_>,
@@ -382,8 +383,8 @@ impl Comm {
         self.in_place(py, view, result, Recv { from: source.0, tag: tag.0 })
     }
 
-    /// A call whose result is elsewhere than its input. What a rank gives, or gets, no elements of
-    /// has no view.
+    /// A call with separate input and output. `input` is `None` on a rank that gives no elements,
+    /// and `output` on a rank that gets none.
     #[pyo3(signature = (kind, dtype, input, output, result, *, op="sum", root=Index(0), send=None,
                         recv=None))]
     #[allow(clippy::too_many_arguments, reason = "they are keywords")]
@@ -426,7 +427,7 @@ impl Comm {
             other => return Err(PyValueError::new_err(format!("no call {other:?}"))),
         };
         let work = with_type!(dtype, T => {
-            // The input is read before the output is anybody's: they may be one memory.
+            // The input is read before the output is claimed: they may be the same memory.
             let data = read::<T>(py, input)?;
             let to = output.map(View::memory::<T>).transpose()?;
             py.detach(|| Box::new(Copied { pending: comm.run(call, data), to }) as Box<dyn Work>)
@@ -487,7 +488,7 @@ impl Comm {
         Ok((traffic.frames, traffic.bytes))
     }
 
-    /// Lets the communicator go. The last of a process says goodbye to the other ranks.
+    /// Releases the communicator. The last one of a process says goodbye to the other ranks.
     fn close(&self, py: Python<'_>) {
         if let Ok(slot) = self.slot.get() {
             py.detach(|| process::close(slot));
@@ -497,7 +498,7 @@ impl Comm {
 
 impl Drop for Comm {
     fn drop(&mut self) {
-        // Saying goodbye takes others, who may need the interpreter.
+        // Saying goodbye needs other threads or ranks, which may need the interpreter.
         let Ok(slot) = self.slot.get().cloned() else { return };
         if Python::try_attach(|py| py.detach(|| process::close(&slot))).is_none() {
             process::close(&slot);
@@ -505,7 +506,7 @@ impl Drop for Comm {
     }
 }
 
-/// As `with_type!`, for the types that a codec takes.
+/// Like `with_type!`, for the types that a codec takes.
 macro_rules! with_float {
     ($dtype:expr, $name:ident => $body:expr) => {
         match $dtype {

@@ -13,8 +13,8 @@ use crate::process::Mine;
 
 /// A codec with error feedback, the state of compression on one rank.
 ///
-/// Every rank makes one of its own, with the same settings, and keeps it for the whole run: what
-/// the codec leaves out of a step is remembered by the tensor's name and sent with the next.
+/// Every rank makes its own, with the same settings, and keeps it for the whole run: what the codec
+/// leaves out of a step is remembered under the tensor's name and sent with the next step.
 ///
 /// >>> top = farwire.Compressor("topk:0.01")
 /// >>> comm.all_reduce(gradient, op="mean", codec=top, name="layer1.weight")
@@ -23,7 +23,7 @@ pub(crate) struct Compressor {
     inner: Mine<RwLock<farwire::Compressor>>,
 }
 
-/// Codecs by name, and what they do: a text.
+/// A text that lists the codecs by name and says what they do.
 #[pyfunction]
 pub(crate) fn codec_help() -> String {
     CodecSpec::help()
@@ -34,7 +34,7 @@ pub(crate) fn choice(name: &str) -> PyResult<CodecChoice> {
     name.parse().map_err(|error: farwire::ChoiceError| PyValueError::new_err(error.to_string()))
 }
 
-/// What was saved.
+/// Restores saved residuals.
 pub(crate) fn feedback(py: Python<'_>, bytes: &[u8]) -> PyResult<ErrorFeedback> {
     ErrorFeedback::from_bytes(bytes).map_err(|error| Failure::call(error.to_string()).raise(py))
 }
@@ -77,21 +77,21 @@ impl Compressor {
         Ok(Self { inner: Mine::new(RwLock::new(inner)) })
     }
 
-    /// The codec's name; where it depends on the length, a list of them.
+    /// The codec's name; a list of names if the codec depends on the length.
     #[getter]
     fn name(&self, py: Python<'_>) -> PyResult<String> {
         Ok(self.handle(py)?.name())
     }
 
     /// How much is owed for a tensor: the Euclidean norms of what this rank's messages left out,
-    /// and of what it left out of sums. None, if nothing was ever compressed by that name.
+    /// and of what it left out of sums. None if nothing was ever compressed under that name.
     fn owed(&self, py: Python<'_>, name: &str) -> PyResult<Option<(f64, f64)>> {
         let compressor = self.handle(py)?;
         let norms = compressor.feedback().and_then(|feedback| feedback.norms(name));
         Ok(norms.map(|norms| (norms.worker, norms.owner)))
     }
 
-    /// All that is owed, as the bytes of a safetensors file. Each rank has its own.
+    /// Everything that is owed, as the bytes of a safetensors file. Each rank has its own.
     fn state_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, pyo3::types::PyDict>> {
         let compressor = self.handle(py)?;
         let bytes = py.detach(|| compressor.feedback().map(ErrorFeedback::to_bytes));
@@ -101,7 +101,7 @@ impl Compressor {
         Ok(state)
     }
 
-    /// Goes on with what `state_dict` returned.
+    /// Goes on from what `state_dict` returned.
     fn load_state_dict(&self, py: Python<'_>, state: &Bound<'_, PyAny>) -> PyResult<()> {
         let residuals: Option<Vec<u8>> = state.get_item("residuals")?.extract()?;
         let Some(residuals) = residuals else { return Ok(()) };

@@ -1,5 +1,5 @@
-//! What went wrong, as a Python exception: a class of `farwire._errors`, a text that says what to
-//! do, and the rank at fault.
+//! Errors as Python exceptions: a class of `farwire._errors`, a text that says what to do, and the
+//! rank at fault.
 
 use farwire::{CodingError, Error, Fault};
 use pyo3::prelude::*;
@@ -9,9 +9,9 @@ use pyo3::prelude::*;
 pub(crate) struct Failure {
     class: &'static str,
     message: String,
-    /// Who is at fault, as a rank of the communicator that was called on.
+    /// The rank at fault, numbered in the communicator of the call.
     rank: Option<usize>,
-    /// And as one of all processes.
+    /// Its number among all processes.
     world_rank: Option<usize>,
 }
 
@@ -25,7 +25,7 @@ impl Failure {
         Self { class, message: message.into(), rank: None, world_rank: None }
     }
 
-    /// The same, with what may be its cause.
+    /// The same, with a possible cause in front.
     pub(crate) fn after(mut self, cause: &str) -> Self {
         self.message = format!("{cause}: {}", self.message);
         self
@@ -36,7 +36,7 @@ impl Failure {
         Self::new("NotFinite", message)
     }
 
-    /// Whether it is for a NaN or an infinity, which all ranks see alike.
+    /// Whether the cause is a NaN or an infinity, which all ranks see alike.
     pub(crate) fn is_not_finite(&self) -> bool {
         self.class == "NotFinite"
     }

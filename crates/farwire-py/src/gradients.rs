@@ -1,16 +1,16 @@
 //! The gradients of a training step, bucket by bucket, from frameworks that cut buckets themselves.
 //!
-//! What is owed is owed by parameter name, so a framework may cut its buckets anew in every step.
-//! In a bucket, parameters that travel as they are travel together: in place, if they are all of
-//! it. Each of the others goes through its codec alone.
+//! What is owed is kept by parameter name, so a framework may cut its buckets anew in every step.
+//! Parameters of a bucket that travel uncompressed travel together: in place if they are the whole
+//! bucket. Each of the others goes through its codec alone.
 //!
 //! ```text
 //!  begin_step ─ bucket ─ bucket ─ … ─ all have ended ─ end_step ─┬─ all is finite: it counts
 //!                                                                └─ a NaN: nothing is paid
 //! ```
 //!
-//! A step with a NaN or an infinity in it is one that optimizers skip. So its result is not finite
-//! on any rank, and what is owed for all its buckets is as it was before the step.
+//! Optimizers skip a step with a NaN or an infinity in it. So its result is not finite on any rank,
+//! and what is owed for all its buckets is as it was before the step.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -39,12 +39,12 @@ use crate::memory::{Divided, View};
 use crate::operation::{Operation, Work, poll};
 use crate::process::Mine;
 
-/// What a parameter goes through.
+/// How a parameter is exchanged.
 #[derive(Clone)]
 struct Way {
     policy: CodecPolicy,
     phase_in: PhaseIn,
-    /// Whether somebody asked for it by name, rather than for all parameters.
+    /// Whether a rule asked for it by parameter name, rather than for all parameters.
     named: bool,
 }
 
@@ -67,9 +67,9 @@ struct Inner {
 struct Step {
     compressor: Compressor,
     number: u64,
-    /// What was owed before the step, until it has ended.
+    /// What was owed before the step; kept until the step has ended.
     before: Option<Savepoint>,
-    /// Whether a result is not finite.
+    /// Whether a result is not finite, or a bucket has failed.
     spoilt: bool,
 }
 
@@ -92,18 +92,18 @@ impl Inner {
         self.step.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What a parameter goes through in this step: the same on all ranks.
+    /// The codec for a parameter in this step: the same on all ranks.
     fn codec(&self, part: &Part, step: u64, dtype: DType) -> CodecSpec {
         let Part(name, _, elements, shape) = part;
         let way = self.ways.of(name);
-        // Biases and norms are few and matter much.
+        // Biases and norms are small and matter a lot.
         if *elements < DENSE_BELOW || (shape.len() < 2 && !way.named) {
             return CodecSpec::none();
         }
         way.phase_in.codec_at(step, way.policy.codec_for(*elements, dtype), *elements)
     }
 
-    /// Adds what is owed for parameters that travel as they are in this step.
+    /// Adds what is owed for parameters that travel uncompressed in this step.
     fn pay<T: Float>(
         &self,
         step: &Step,
@@ -145,8 +145,8 @@ impl Inner {
             let together = together.collect();
             bucket.dense = Some((comm.all_reduce(together, ReduceOp::Mean), dense));
         }
-        // In f32, the mean takes the gradient's place in the bucket; but where hosts have several
-        // ranks, only vectors apart are added up on each host first.
+        // In f32, the mean replaces the gradient in the bucket. But where hosts have several ranks,
+        // only separate vectors can be added up on each host first.
         let mut place = match comm.split_placement() {
             None => same(memory).map(Divided::new),
             Some(_) => Err(memory),
@@ -178,13 +178,13 @@ impl Inner {
 }
 
 impl Step {
-    /// What is owed for a parameter, in this step.
+    /// The compressor for a parameter in this step, with what is owed for it.
     fn compressor_for(&self, part: &Part) -> Compressor {
         self.compressor.at_step(self.number).shaped(&part.3)
     }
 }
 
-/// A value as one of another type, if that is its type.
+/// A value of type `A` as a `B`, if the two are the same type.
 fn same<A: 'static, B: 'static>(value: A) -> Result<B, A> {
     let value: Box<dyn Any> = Box::new(value);
     value.downcast().map(|same| *same).map_err(|other| *other.downcast().expect("its own type"))
@@ -193,9 +193,10 @@ fn same<A: 'static, B: 'static>(value: A) -> Result<B, A> {
 /// Gradients on a card.
 #[cfg(feature = "cuda")]
 impl Inner {
-    /// Starts a bucket on a card, of whose gradients `memory` has those that travel as they are,
-    /// one after the other; `used` says of which this rank has a gradient, where it may be that
-    /// nobody has. Or says why that card cannot be used, before anything has happened.
+    /// Starts a bucket on a card. `memory` has the gradients that travel uncompressed, one after
+    /// the other. `used` says for each part whether this rank has a gradient; it is given if
+    /// possibly no rank has one. An error says why the card cannot be used; nothing has happened
+    /// then.
     fn start_on_card<T: Float + Unpin>(
         self: &Arc<Self>,
         comm: &Communicator,
@@ -257,7 +258,7 @@ impl OnCard {
     }
 }
 
-/// Adds what is owed for a parameter to its gradient, which will travel as it is.
+/// Adds what is owed for a parameter to its gradient, which will travel uncompressed.
 fn pay<T: Float>(
     feedback: &ErrorFeedback,
     part: &Part,
@@ -292,22 +293,22 @@ fn floats<T: Float>(values: &[T]) -> Floats {
 struct Bucket<T: Float> {
     inner: Arc<Inner>,
     parts: Vec<Part>,
-    /// If its gradients are on a card.
+    /// Set if its gradients are on a card.
     on_card: Option<OnCard>,
-    /// What is paid, once this has succeeded.
+    /// What this bucket pays, once it has succeeded.
     debts: Vec<Transaction>,
-    /// Which parts some rank has a gradient of, where it may be that none has.
+    /// For each part, whether any rank has a gradient; used if possibly no rank has one.
     flags: Option<Pending<Vec<u8>>>,
-    /// Where results go; absent while all of it is on its way, or divided.
+    /// Where results go; absent while all of it is travelling, or divided.
     memory: Option<Memory<T>>,
-    /// The same while operations work on their parts of it.
+    /// The same memory while operations work on their parts of it.
     divided: Option<Divided>,
-    /// Everything as it is, in place.
+    /// The whole bucket, travelling uncompressed and in place.
     whole: Option<Pending<Memory<T>>>,
-    /// What travels as it is, put together.
+    /// The parts that travel uncompressed, joined to one vector.
     dense: Option<(Pending<Vec<T>>, Vec<Part>)>,
     coded: VecDeque<(Coded<T>, Part)>,
-    /// Parameters whose gradient cannot be had, for a NaN.
+    /// Parameters that have no gradient, because of a NaN.
     missing: Vec<Part>,
     /// The first result that is not finite.
     spoilt: Option<Failure>,
@@ -315,15 +316,15 @@ struct Bucket<T: Float> {
     used: Vec<u8>,
 }
 
-/// A bucket whose gradients are on a card: what travels as it is, is in host memory.
+/// A bucket whose gradients are on a card. Those that travel uncompressed are in host memory.
 struct OnCard {
-    /// Where these are there.
+    /// The parts that travel uncompressed, with their places in host memory.
     dense: Vec<Part>,
     outcome: Arc<Mutex<Outcome>>,
 }
 
-/// What is to be done on the card when a bucket has ended: places of parameters, as their first
-/// element and how many there are.
+/// What remains to be done on the card when a bucket has ended: places of parameters, as first
+/// element and number of elements.
 #[derive(Clone, Debug, Default)]
 struct Outcome {
     /// To be filled with NaN.
@@ -332,11 +333,11 @@ struct Outcome {
     unused: Vec<(usize, usize)>,
 }
 
-/// A parameter on its way through a codec.
+/// A parameter that is travelling through a codec.
 enum Coded<T> {
-    /// The mean takes the gradient's place.
+    /// The mean replaces the gradient.
     There(Pending<()>),
-    /// The mean has a place of its own.
+    /// The mean is a vector of its own.
     Apart(Pending<Vec<T>>),
 }
 
@@ -348,7 +349,7 @@ impl<T: Unpin> Coded<T> {
         }
     }
 
-    /// The mean, unless it is in its place.
+    /// The mean, or `None` if it is in its place already.
     fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<Option<Vec<T>>, farwire::Error>> {
         match self {
             Self::There(pending) => poll(pending, context).map(|done| done.map(|()| None)),
@@ -382,7 +383,7 @@ impl<T: Float + Unpin> Bucket<T> {
         }
     }
 
-    /// Takes results, as far as they have come.
+    /// Takes the results that have arrived.
     fn collect(&mut self, context: &mut Context<'_>) -> Poll<()> {
         if let Some(whole) = &mut self.whole {
             let result = std::task::ready!(poll(whole, context));
@@ -409,7 +410,7 @@ impl<T: Float + Unpin> Bucket<T> {
             }
         }
         if let Some(divided) = self.divided.take() {
-            // After a failure, somebody may still hold a part; then nobody wants the results.
+            // After a failure, something may still hold a part; the results are not needed then.
             self.memory = divided.join().and_then(|memory| same(memory).ok());
         }
         if let Some((pending, _)) = &mut self.dense {
@@ -450,14 +451,13 @@ impl<T: Float + Unpin> Bucket<T> {
         self.failed.get_or_insert(failure);
     }
 
-    /// Where anything can be owed, a result that is not finite makes the step one that does not
-    /// count.
+    /// If anything can be owed, a step with a result that is not finite does not count.
     fn look_for_nan(&mut self) {
         let wanted = self.inner.compresses || self.inner.raise_on_nan;
         let Some(memory) = self.memory.as_ref().filter(|_| wanted && self.spoilt.is_none()) else {
             return;
         };
-        // In blocks, each without an early end, so that the compiler can make vectors of them.
+        // In blocks, each without an early exit, so that the compiler can vectorise them.
         let is_fine = |block: &[T]| block.iter().fold(true, |fine, x| fine & T::is_finite(*x));
         let is_bad = |part: &&Part| !memory[part.range()].chunks(1024).all(is_fine);
         let parts = self.on_card.as_ref().map_or(&self.parts, |card| &card.dense);
@@ -481,7 +481,7 @@ impl<T: Float + Unpin> Bucket<T> {
             return if self.inner.raise_on_nan { Err(failure) } else { Ok(()) };
         }
         self.debts.drain(..).for_each(Transaction::commit);
-        // Nobody has a gradient, so the framework may not look at the result: nothing is delivered.
+        // If no rank has a gradient, the framework may ignore the result: nothing is delivered.
         let unused = self.parts.iter().zip(&self.used).filter(|(_, used)| **used == 0);
         for (part, _) in unused {
             match (&self.on_card, &mut self.memory) {
@@ -519,8 +519,9 @@ impl<T: Float + Unpin> Work for Bucket<T> {
 
 #[pymethods]
 impl Gradients {
-    /// `rules` are pairs of a pattern and a codec, asked in order before those for all parameters.
-    /// All ranks must make it alike, and at the same time: codecs that measure do so now.
+    /// `rules` are pairs of a pattern and a codec, tried in order before the codec for all
+    /// parameters. All ranks must pass the same arguments at the same time: codecs that measure do
+    /// so now.
     #[new]
     #[pyo3(signature = (comm, codec, rules, *, dense_steps=None, falling_steps=None, steps=0,
                         raise_on_nan=false, seed=0))]
@@ -576,8 +577,8 @@ impl Gradients {
         Ok(Self { inner: Mine::new(Arc::new(inner)) })
     }
 
-    /// Begins a step: its buckets count as a whole or not at all. One before it that did not end is
-    /// taken back.
+    /// Begins a step: its buckets count as a whole or not at all. If the step before it did not
+    /// end, it is undone.
     fn begin_step(&self, py: Python<'_>) -> PyResult<()> {
         let inner = self.inner(py)?;
         let mut step = inner.step();
@@ -589,7 +590,7 @@ impl Gradients {
         Ok(())
     }
 
-    /// Ends a step, all of whose buckets have ended: whether it counts.
+    /// Ends a step once all its buckets have ended. Returns whether it counts.
     fn end_step(&self, py: Python<'_>) -> PyResult<bool> {
         let mut step = self.inner(py)?.step();
         step.number += 1;
@@ -601,8 +602,8 @@ impl Gradients {
         Ok(counts)
     }
 
-    /// Starts to replace a bucket by its mean over all ranks. A part is a name, where it begins,
-    /// how many elements it has, and its dimensions.
+    /// Starts replacing a bucket by its mean over all ranks. A part is a name, its first element,
+    /// its number of elements, and its dimensions.
     #[pyo3(signature = (comm, view, parts, result, *, unused=false))]
     fn bucket(
         &self,
@@ -626,17 +627,17 @@ impl Gradients {
         Ok(operation?)
     }
 
-    /// Which parameters of a bucket travel as they are in this step.
+    /// Which parameters of a bucket travel uncompressed in this step.
     fn dense(&self, py: Python<'_>, parts: &Parts, dtype: &str) -> PyResult<Vec<bool>> {
         let (inner, dtype) = (self.inner(py)?, crate::memory::dtype(dtype)?);
         let number = inner.step().number;
         Ok(parts.0.iter().map(|part| inner.codec(part, number, dtype).is_none()).collect())
     }
 
-    /// Starts to replace a bucket on a card by its mean over all ranks. `dense` has the gradients
-    /// that travel as they are, one after the other, and gets their means; `used` says for each
-    /// part whether this rank has a gradient, where it may be that nobody has. Or, as a text, why
-    /// that card cannot be used: then nothing has happened.
+    /// Starts replacing a bucket on a card by its mean over all ranks. `dense` has the gradients
+    /// that travel uncompressed, one after the other, and gets their means. `used` says for each
+    /// part whether this rank has a gradient; it is given if possibly no rank has one. If the card
+    /// cannot be used, returns a text that says why; nothing has happened then.
     #[cfg(feature = "cuda")]
     #[pyo3(signature = (comm, card, dense, parts, result, *, used=None))]
     #[allow(clippy::too_many_arguments, reason = "they are keywords")]
@@ -688,14 +689,14 @@ impl Gradients {
         "farwire was built without the feature `cuda`"
     }
 
-    /// A result of this step is not finite: it does not count.
+    /// Marks this step as one with a result that is not finite: it does not count.
     fn spoil(&self, py: Python<'_>) -> PyResult<()> {
         self.inner(py)?.step().spoilt = true;
         Ok(())
     }
 
-    /// Bytes that have crossed the bus to the host and to the card, for gradients that are coded
-    /// there.
+    /// Bytes that have crossed the bus, to the host and to the card, for gradients that are encoded
+    /// on the card.
     fn bus(&self, py: Python<'_>) -> PyResult<(u64, u64)> {
         let _inner = self.inner(py)?;
         #[cfg(feature = "cuda")]
@@ -704,13 +705,13 @@ impl Gradients {
         Ok((0, 0))
     }
 
-    /// Steps that have ended.
+    /// The number of steps that have ended.
     #[getter]
     fn step(&self, py: Python<'_>) -> PyResult<u64> {
         Ok(self.inner(py)?.step().number)
     }
 
-    /// What a parameter goes through in the next step, and the share of its elements that is sent.
+    /// The codec for a parameter in the next step, and the share of its elements that is sent.
     fn codec(
         &self,
         py: Python<'_>,
@@ -725,15 +726,15 @@ impl Gradients {
         Ok((codec.to_string(), codec.density(elements)))
     }
 
-    /// All that is owed, as the bytes of a safetensors file.
+    /// Everything that is owed, as the bytes of a safetensors file.
     fn residuals<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyBytes>> {
         let compressor = self.inner(py)?.step().compressor.clone();
         let bytes = py.detach(|| compressor.feedback().map(ErrorFeedback::to_bytes));
         Ok(PyBytes::new(py, &bytes.unwrap_or_default()))
     }
 
-    /// Goes on with what `residuals` returned after so many steps; or changes nothing, if that cannot
-    /// be read.
+    /// Goes on from what `residuals` returned after `number` steps. If it cannot be read, nothing
+    /// changes.
     fn load(&self, py: Python<'_>, residuals: &[u8], number: u64) -> PyResult<()> {
         let feedback = compressor::feedback(py, residuals)?;
         let mut step = self.inner(py)?.step();
@@ -749,25 +750,25 @@ impl Gradients {
     }
 }
 
-/// What is to be done on the card when a bucket has ended.
+/// What remains to be done on the card when a bucket has ended.
 #[pyclass(frozen, module = "farwire._native")]
 pub(crate) struct CardOutcome(#[cfg(feature = "cuda")] Arc<Mutex<Outcome>>);
 
 #[cfg(feature = "cuda")]
 #[pymethods]
 impl CardOutcome {
-    /// Places of gradients that cannot be had, for a NaN: first element, and how many there are.
+    /// Places of gradients that are missing because of a NaN: first element, number of elements.
     fn missing(&self) -> Vec<(usize, usize)> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).missing.clone()
     }
 
-    /// Places of gradients that nobody has.
+    /// Places of gradients that no rank has.
     fn unused(&self) -> Vec<(usize, usize)> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).unused.clone()
     }
 }
 
-/// Parameters lie in their bucket one after the other, and are all of it.
+/// Checks that parameters follow one another in their bucket and fill all of it.
 fn check_layout(parts: &[Part], count: usize) -> Result<(), Failure> {
     let mut free = 0;
     for part in parts {
@@ -787,7 +788,7 @@ fn check_layout(parts: &[Part], count: usize) -> Result<(), Failure> {
     Ok(())
 }
 
-/// How a bucket is laid out. Made once for a bucket that comes again in every step.
+/// The layout of a bucket. Made once for a bucket that comes again in every step.
 #[pyclass(frozen, module = "farwire._native")]
 pub(crate) struct Parts(Vec<Part>);
 

@@ -1,19 +1,19 @@
 //! farwire for Python: the extension module `farwire._native`.
 //!
-//! What people call is in `python/farwire`, which finds out where an array's memory is and hands
-//! over the address. Read this in the order:
+//! The public interface is in `python/farwire`, which finds out where an array's memory is and
+//! passes the address to this module. Read the modules in this order:
 //!
 //! - `memory`: memory that a Python object owns, as farwire's. The `unsafe` code is there.
-//! - `operation`: something in flight. Its wait looks at signals, its end calls back.
+//! - `operation`: an operation in flight. Waiting checks for signals; its end runs callbacks.
 //! - `comm`: joining a job, and the collectives.
-//! - `compressor`: a codec with what it owes.
+//! - `compressor`: a codec and what it owes.
 //! - `gradients`: the gradients of a training step, bucket by bucket.
-//! - `card`: the cards that these may be on.
-//! - `failure`: errors as Python's.
+//! - `card`: the cards that gradients may be on.
+//! - `failure`: errors as Python exceptions.
 //! - `process`: what a forked child must not do, and how a process ends.
 //!
-//! Nothing here holds a lock of its own while it attaches to the interpreter, and nothing waits
-//! for other ranks while it is attached.
+//! No thread attaches to the interpreter while it holds a lock of this module, and none waits for
+//! other ranks while it is attached.
 
 #![deny(unsafe_code)]
 

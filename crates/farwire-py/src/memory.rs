@@ -2,17 +2,17 @@
 //!
 //! # Rules of access
 //!
-//! 1. A view is made by `farwire._views` alone. It takes the address and the length from the object
+//! 1. Only `farwire._views` makes views. It takes the address and the length from the object
 //!    itself: a buffer that stays exported, or a tensor, whose storage stays where it is for as
 //!    long as anybody holds it. Both are writable and contiguous.
-//! 2. The object is held until the operation has ended, also if nobody waits for it.
+//! 2. The object is held until the operation has ended, even if nobody waits for it.
 //! 3. Until then nobody else should write to the memory, or read it and expect sense. Python cannot
-//!    be kept from doing so; as with any operation that works in place, the values are then
-//!    anything, and nothing else goes wrong: elements are plain numbers.
-//! 4. Memory that is [`Divided`] is accessed through its parts alone, which share no element, until
+//!    be kept from doing so. As with any operation that works in place, the values are then
+//!    arbitrary, but nothing else goes wrong: elements are plain numbers.
+//! 4. Memory that is [`Divided`] is accessed only through its parts, which share no element, until
 //!    the last of them has ended.
-//! 5. A [`CardView`] is made by `farwire.torch` alone, of a contiguous CUDA tensor and the stream
-//!    that it is used on now. What is put on that stream later waits for the operation's end.
+//! 5. Only `farwire.torch` makes a [`CardView`], from a contiguous CUDA tensor and the stream that
+//!    it is used on now. Work put on that stream later waits for the operation's end.
 
 #![allow(unsafe_code, reason = "memory that Python objects own; see the rules above")]
 
@@ -23,11 +23,11 @@ use farwire::{DType, Element, Memory};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-/// Address, bytes, element type, and who owns the memory.
+/// Address, number of bytes, element type, and the owner of the memory.
 #[derive(FromPyObject)]
 pub(crate) struct View(usize, usize, String, Py<PyAny>);
 
-/// An object that is held until memory of its own is not needed any more.
+/// An object that is held until its memory is no longer needed.
 struct Held(#[allow(dead_code, reason = "it is held")] Py<PyAny>);
 
 impl View {
@@ -43,12 +43,12 @@ impl View {
         self.1
     }
 
-    /// Elements of the type that it says.
+    /// The number of elements, by the view's element type.
     pub(crate) fn count(&self) -> PyResult<usize> {
         Ok(self.1 / self.dtype()?.size())
     }
 
-    /// The memory, as elements of a type that [`dtype`](Self::dtype) has named.
+    /// The memory, as elements of the type that [`dtype`](Self::dtype) returned.
     pub(crate) fn memory<T: Element>(self) -> PyResult<Memory<T>> {
         let Self(address, bytes, _, owner) = self;
         let len = bytes / size_of::<T>();
@@ -63,11 +63,11 @@ impl View {
 pub(crate) struct Divided {
     whole: Arc<Memory<f32>>,
     start: *mut f32,
-    /// What has not been given out: the elements from here on.
+    /// The elements from here on have not been given out.
     left: usize,
 }
 
-// SAFETY: the pointer is to memory that the `Memory` beside it owns, and that can be sent.
+// SAFETY: the pointer is to memory owned by the `Memory` beside it, which can be sent.
 unsafe impl Send for Divided {}
 // SAFETY: a shared reference gives no access to the elements.
 unsafe impl Sync for Divided {}
@@ -82,7 +82,7 @@ impl Divided {
     ///
     /// # Panics
     ///
-    /// If a part before it has some of them, or the memory has not.
+    /// If the elements overlap or precede an earlier part, or are not all in the memory.
     pub(crate) fn part(&mut self, range: Range<usize>) -> Memory<f32> {
         assert!(self.left <= range.start && range.start <= range.end, "parts ascend");
         assert!(range.end <= self.whole.len(), "parts are inside");
@@ -100,8 +100,8 @@ impl Divided {
     }
 }
 
-/// A tensor on a card: address, elements, element type, which card, the stream that it is used on,
-/// and who owns the memory.
+/// A tensor on a card: address, number of elements, element type, which card, the stream that it is
+/// used on, and the owner of the memory.
 #[cfg(feature = "cuda")]
 #[derive(FromPyObject)]
 pub(crate) struct CardView(u64, usize, String, usize, u64, Py<PyAny>);
@@ -120,11 +120,11 @@ impl CardView {
         self.3
     }
 
-    /// Tensors of some of its elements each.
+    /// A tensor for each of these ranges of elements.
     ///
     /// # Panics
     ///
-    /// If it does not have these elements, or they are more than one tensor's.
+    /// If the view does not have these elements, or the ranges overlap or do not ascend.
     pub(crate) fn parts(
         self,
         type_: farwire_cuda::ValueType,
@@ -152,7 +152,7 @@ impl CardView {
     }
 }
 
-/// The element type of a name.
+/// The element type with this name.
 pub(crate) fn dtype(name: &str) -> PyResult<DType> {
     DType::ALL.into_iter().find(|dtype| dtype.name() == name).ok_or_else(|| {
         let names: Vec<_> = DType::ALL.iter().map(|dtype| dtype.name()).collect();

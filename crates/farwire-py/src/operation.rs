@@ -1,4 +1,4 @@
-//! Something in flight.
+//! Operations in flight.
 //!
 //! ```text
 //!  submit ─▶ Running ── whoever waits moves the data, 50 ms at a time ──▶ Ended
@@ -23,16 +23,16 @@ use pyo3::prelude::*;
 use crate::failure::Failure;
 use crate::process::Mine;
 
-/// An operation of farwire's, or several that end as one.
+/// A farwire operation, or several that end as one.
 pub(crate) trait Work: Send + Sync {
-    /// Moves data until all of it has come, or about this long: whether it has.
+    /// Moves data until all of it has arrived, or for about this long. Returns whether it has.
     fn wait_for(&self, time: Duration) -> bool;
 
-    /// Puts results where they belong, as far as they have come. Polled until it is ready, once.
+    /// Puts the results that have arrived where they belong. Not polled again after it is ready.
     fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Failure>>;
 }
 
-/// Polls what farwire has in flight.
+/// Polls a farwire operation.
 pub(crate) fn poll<T: Unpin>(
     pending: &mut Pending<T>,
     context: &mut Context<'_>,
@@ -53,7 +53,7 @@ impl<T: Send + Sync + Unpin> Work for Plain<T> {
     }
 }
 
-/// An operation whose result is copied to where it is wanted; without a place, there is none.
+/// An operation whose result is copied to where it is wanted; without a place, it is dropped.
 pub(crate) struct Copied<T: Element> {
     pub(crate) pending: Pending<Vec<T>>,
     pub(crate) to: Option<Memory<T>>,
@@ -83,7 +83,7 @@ impl<T: Element + Unpin> Work for Copied<T> {
     }
 }
 
-/// How long a wait goes on before it looks whether there was a signal.
+/// How long a wait goes on before it checks for signals.
 const LOOK: Duration = Duration::from_millis(50);
 
 /// An operation in flight: `wait()` for it, `await` it, or have it call back.
@@ -117,7 +117,7 @@ impl Operation {
         Self { shared: Mine::new(shared), result }
     }
 
-    /// Has results put in place as soon as they come, also while nobody waits.
+    /// Has results put in place as soon as they arrive, even while nobody waits.
     pub(crate) fn in_background(self) -> std::io::Result<Self> {
         if let Ok(shared) = self.shared.get() {
             shared.arm()?;
@@ -132,8 +132,8 @@ impl Operation {
 
 #[pymethods]
 impl Operation {
-    /// Waits for the end, and returns the result. Raises what went wrong, and TimeoutError after
-    /// `timeout` seconds: the operation then goes on.
+    /// Waits for the end, and returns the result. Raises the operation's error, or TimeoutError
+    /// after `timeout` seconds: the operation then goes on.
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Py<PyAny>> {
         let shared = self.shared(py)?;
@@ -156,18 +156,18 @@ impl Operation {
         }
     }
 
-    /// Whether it has ended, well or badly.
+    /// Whether it has ended, with a result or an error.
     fn done(&self, py: Python<'_>) -> PyResult<bool> {
         let shared = self.shared(py)?;
         Ok(py.detach(|| shared.advance(Duration::ZERO)).is_some())
     }
 
-    /// Has `callback(operation)` called when it has ended: on a thread of farwire's, or at once if
-    /// it has already.
+    /// Calls `callback(operation)` when it has ended: on a farwire thread, or on one that calls
+    /// `wait` or `done`; or at once if it already has.
     fn add_done_callback(slf: &Bound<'_, Self>, callback: Bound<'_, PyAny>) -> PyResult<()> {
         let (py, this) = (slf.py(), slf.get());
         let shared = this.shared(py)?;
-        // The callback is called with this object, which it so keeps.
+        // The callback gets this object as its argument, and so keeps it alive.
         let bound = py.import("functools")?.call_method1("partial", (callback, slf))?.unbind();
         py.detach(|| {
             lock(&shared.callbacks).push(bound);
@@ -194,7 +194,7 @@ impl Shared {
         matches!(*self.state.read().unwrap_or_else(PoisonError::into_inner), State::Ended(_))
     }
 
-    /// Moves data for up to `time`, and returns how it ended, if it has.
+    /// Moves data for up to `time`. Returns the outcome if it has ended.
     fn advance(&self, time: Duration) -> Option<Result<(), Failure>> {
         {
             let state = self.state.read().unwrap_or_else(PoisonError::into_inner);
@@ -204,11 +204,11 @@ impl Shared {
                 State::Running(_) => {}
             }
         }
-        // All has come, so nobody needs to be woken.
+        // Everything has arrived, so nobody needs to be woken.
         self.finish(&mut Context::from_waker(Waker::noop()))
     }
 
-    /// Ends it, if all has come; else has the context's waker woken when more has.
+    /// Ends it if everything has arrived; otherwise the context's waker is woken when more has.
     fn finish(&self, context: &mut Context<'_>) -> Option<Result<(), Failure>> {
         let mut state = self.state.write().unwrap_or_else(PoisonError::into_inner);
         let result = match &mut *state {
@@ -225,7 +225,7 @@ impl Shared {
         Some(result)
     }
 
-    /// Has the finisher look after it; or ends it, if all has come.
+    /// Ends it if everything has arrived; otherwise hands it to the finisher.
     fn arm(self: &Arc<Self>) -> std::io::Result<()> {
         start()?;
         let waker = Waker::from(Arc::new(Finish(self.clone())));
@@ -263,7 +263,7 @@ struct Finish(Arc<Shared>);
 impl Wake for Finish {
     fn wake(self: Arc<Self>) {
         if let Some(Ok(finisher)) = lock(&FINISHER).as_ref().map(|finisher| finisher.get()) {
-            // Once it has stopped, whoever waits finishes.
+            // Once the finisher has stopped, the thread that waits finishes the operation.
             let _ = finisher.jobs.send(Some(self));
         }
     }
@@ -276,7 +276,7 @@ struct Finisher {
 
 static FINISHER: Mutex<Option<Mine<Finisher>>> = Mutex::new(None);
 
-/// Starts the finisher, if it does not run in this process.
+/// Starts the finisher if it does not run in this process.
 fn start() -> std::io::Result<()> {
     let mut finisher = lock(&FINISHER);
     if finisher.as_ref().is_some_and(|finisher| finisher.get().is_ok()) {
@@ -294,9 +294,10 @@ fn start() -> std::io::Result<()> {
     Ok(())
 }
 
-/// Ends the finisher: nothing calls back from now on. Not for a thread that is attached.
+/// Ends the finisher: there are no callbacks from now on. Must not be called by a thread that is
+/// attached to the interpreter.
 pub(crate) fn stop() {
-    // A child that was forked while the lock was held would wait for ever.
+    // A child that was forked while the lock was held would wait forever.
     let Some(finisher) = FINISHER.try_lock().ok().and_then(|mut finisher| finisher.take()) else {
         return;
     };

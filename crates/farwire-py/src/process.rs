@@ -1,9 +1,9 @@
 //! What a forked child must not do, and how a process ends.
 //!
-//! A fork copies memory but no threads. In the child, locks may be held by threads that are not
-//! there, and the connections are the parent's: a goodbye from there would end the parent's. So
-//! every call looks whether it is in the process that joined, before it touches anything; and what
-//! the child drops is forgotten.
+//! A fork copies memory but no threads. In the child, locks may be held by threads that do not
+//! exist there, and the connections are the parent's: a goodbye from the child would end them for
+//! the parent. So every call checks that it is in the process that joined, before it touches
+//! anything; and what the child drops is forgotten.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
@@ -14,11 +14,11 @@ use pyo3::prelude::*;
 use crate::failure::Failure;
 use crate::operation;
 
-/// A value that belongs to the process that made it. In a forked child it cannot be had, and is not
-/// dropped.
+/// A value that belongs to the process that made it. A forked child cannot get it, and does not
+/// drop it.
 #[derive(Debug)]
 pub(crate) struct Mine<T> {
-    /// Until it is dropped.
+    /// `None` only once it is taken or being dropped.
     value: Option<T>,
     process: u32,
 }
@@ -33,7 +33,7 @@ impl<T> Mine<T> {
         if std::process::id() == self.process { Ok(self.peek()) } else { Err(forked(self.process)) }
     }
 
-    /// The value, be this a forked child. What was locked there when it was forked stays locked.
+    /// The value, even in a forked child, where locks held at the time of the fork stay locked.
     fn peek(&self) -> &T {
         self.value.as_ref().expect("it has not been dropped")
     }
@@ -52,7 +52,7 @@ impl<T> Drop for Mine<T> {
     }
 }
 
-/// Why a child of the process that joined cannot go on.
+/// The error for a child of the process that joined.
 fn forked(joined: u32) -> Failure {
     let here = std::process::id();
     let message = format!(
@@ -68,11 +68,11 @@ pub(crate) type Slot = RwLock<Option<Communicator>>;
 /// Communicators that say goodbye when the process ends.
 static OPEN: Mutex<Option<Mine<Vec<Weak<Slot>>>>> = Mutex::new(None);
 
-/// The process that they belong to; 0 as long as there were none. It is not behind a lock, which a
-/// forked child could not wait for.
+/// The process that they belong to; 0 before there are any. It is not behind a lock, because a
+/// forked child could wait for that forever.
 static JOINED: AtomicU32 = AtomicU32::new(0);
 
-/// Keeps a communicator until it is closed, or dropped, or the process ends.
+/// Keeps a communicator until it is closed or dropped, or the process ends.
 pub(crate) fn opened(comm: Communicator) -> Arc<Slot> {
     JOINED.store(std::process::id(), Ordering::Relaxed);
     let slot = Arc::new(RwLock::new(Some(comm)));
@@ -84,8 +84,8 @@ pub(crate) fn opened(comm: Communicator) -> Arc<Slot> {
     slot
 }
 
-/// Whether this process has a communicator that is open. An error, if it was forked from one that
-/// has: it would join in that one's place.
+/// Whether this process has an open communicator. An error if it was forked from a process that has
+/// one: it would join in its parent's place.
 pub(crate) fn has_joined() -> Result<bool, Failure> {
     let joined = JOINED.load(Ordering::Relaxed);
     if joined == 0 {
@@ -98,8 +98,8 @@ pub(crate) fn has_joined() -> Result<bool, Failure> {
         let slots = open.as_ref().into_iter().flat_map(Mine::peek);
         return Ok(slots.filter_map(Weak::upgrade).any(is_open));
     }
-    // Whoever held a lock when this process was forked was using a communicator, and is not here to
-    // let go of it.
+    // A lock that cannot be taken was held at the time of the fork, by a thread that was using a
+    // communicator and does not exist here to release it.
     let is_closed = |slot: Arc<Slot>| slot.try_read().is_ok_and(|comm| comm.is_none());
     let are_closed = OPEN.try_lock().is_ok_and(|open| {
         let slots = open.as_ref().into_iter().flat_map(Mine::peek);
@@ -108,19 +108,19 @@ pub(crate) fn has_joined() -> Result<bool, Failure> {
     if are_closed { Ok(false) } else { Err(forked(joined)) }
 }
 
-/// Closes one.
+/// Closes a communicator.
 pub(crate) fn close(slot: &Slot) {
     let comm = slot.write().unwrap_or_else(PoisonError::into_inner).take();
     drop(comm); // after the lock: it may wait for others to leave
 }
 
-/// The interpreter is about to end: nothing calls back from now on, and all communicators say
+/// Called when the interpreter is about to end: stops all callbacks, and all communicators say
 /// goodbye.
 #[pyfunction]
 pub(crate) fn exit(py: Python<'_>) {
     py.detach(|| {
         operation::stop();
-        // A child that was forked while the lock was held would wait for ever.
+        // A child that was forked while the lock was held would wait forever.
         let Ok(mut open) = OPEN.try_lock() else { return };
         let open = open.take();
         let slots = open.as_ref().and_then(|open| open.get().ok());

@@ -1,4 +1,4 @@
-"""Tests run real processes: each script under `ranks/` is what one rank does."""
+"""Tests run real processes: each script under `ranks/` is the program of a rank."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 RANKS = Path(__file__).parent / "ranks"
-#: Nothing here takes longer, even on a busy machine; whatever does hangs.
+#: Nothing here takes longer, even on a busy machine. A job that does hangs.
 LIMIT = 120
 
 
@@ -42,13 +42,14 @@ class Job:
                 subprocess.Popen(
                     command, env=variables, text=True, stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    # Whoever started the tests in the background has it ignored.
+                    # In tests that a shell started in the background, SIGINT is ignored.
                     preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
                 )  # fmt: skip
             )
 
     def line(self, rank, text):
-        """Waits until a rank has printed a line that begins so, and returns the rest of it."""
+        """Waits until a rank has printed a line that begins with `text`, and returns the rest of
+        it."""
         seen = []
         for line in self.processes[rank].stdout:
             seen.append(line)
@@ -64,7 +65,7 @@ class Job:
 
     def end(self, *, codes=None):
         """Waits for all ranks, and returns what each has printed."""
-        # At the same time: a rank whose pipe is full would keep the others waiting.
+        # All at the same time: a rank whose pipe is full would keep the others waiting.
         with ThreadPoolExecutor(len(self.processes)) as readers:
             ended = list(readers.map(lambda process: process.communicate(), self.processes))
         for rank, (out, err) in enumerate(ended):
@@ -74,7 +75,7 @@ class Job:
         return [out for out, _ in ended]
 
     def abort(self):
-        """Ends ranks that hang, and says where they were."""
+        """Ends ranks that hang, and returns where they were."""
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(signal.SIGABRT)
@@ -99,7 +100,7 @@ def jobs():
         started.append(Job(size, script, *args, **options))
         return started[-1]
 
-    # A test that waits for a line of a rank that hangs is ended, too.
+    # This also ends a test that waits for a line from a rank that hangs.
     def too_long(*_):
         stacks = [where for one in started for where in one.abort()]
         raise TimeoutError(f"a job has not ended within {LIMIT} s:\n" + "\n".join(stacks))
@@ -130,7 +131,7 @@ def run(job):
 
 @pytest.fixture(scope="module")
 def module_run():
-    """The same, for a job that several tests look at."""
+    """The same, for a job whose output several tests check."""
 
     def run(*args, **options):
         with jobs() as start:

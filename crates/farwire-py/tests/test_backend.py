@@ -35,7 +35,7 @@ def test_every_call_gives_what_gloo_gives(run, tmp_path, size):
             if isinstance(value, str) or size == 2:
                 assert ours[rank][name] == value, name
             else:
-                # Four ranks are added in another order.
+                # With four ranks, Gloo adds in another order.
                 worst = max(abs(a - b) for a, b in zip(ours[rank][name], value))
                 assert worst < 1e-5, name
         assert ours[rank]["ddp"] == ours[0]["ddp"]

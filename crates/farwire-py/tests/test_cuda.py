@@ -1,4 +1,4 @@
-"""The hook with CUDA tensors, where there is a card: two ranks may share it."""
+"""The hook with CUDA tensors, if there is a card: two ranks may share it."""
 
 import json
 

@@ -35,7 +35,7 @@ ON_FOUR = [("trained", "gloo", {}), ("trained", "none", {}), ("books", "topk:0.0
 
 
 def go_through(run_job, size, scenarios):
-    """What each scenario gave, on every rank."""
+    """The result of each scenario, on every rank."""
     outputs = run_job(size, "ddp.py", *map(json.dumps, scenarios))
     by_rank = [[json.loads(line) for line in output.splitlines()] for output in outputs]
     keys = [json.dumps(scenario) for scenario in scenarios]

@@ -1,10 +1,10 @@
-"""torch's own tests of a backend, pointed at farwire (or, to compare, at gloo).
+"""torch's own tests of a backend, run with farwire (or, for comparison, with gloo).
 
     python crates/farwire-py/tests/torch_suite.py [--backend farwire] [-k PATTERN]
 
-They come with torch, in torch.testing._internal.distributed.distributed_test, and need the packages
-expecttest and hypothesis. All of them take about half an hour on two cores; what needs GPUs is
-skipped.
+The tests come with torch, in torch.testing._internal.distributed.distributed_test, and need the
+packages expecttest and hypothesis. All of them take about half an hour on two cores; tests that
+need GPUs are skipped.
 """
 
 import argparse

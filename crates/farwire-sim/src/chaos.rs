@@ -2,25 +2,25 @@
 //! time, and a judge that watches what they agree on.
 //!
 //! A [`Schedule`] is a world and a list of [`Fault`]s with their times. [`Schedule::random`] makes
-//! one from a seed; [`Schedule::run`] drives an [`Agreement`] for each process through
-//! it, and returns what was seen, or the first [`Violation`]. A schedule that fails is made smaller
-//! by [`Schedule::shrink`]. The same schedule gives the same run.
+//! one from a seed; [`Schedule::run`] drives an [`Agreement`] for each process through it, and
+//! returns what was seen, or the first [`Violation`]. [`Schedule::shrink`] makes a failing schedule
+//! smaller. The same schedule gives the same run.
 //!
-//! Links are as the runtime has them: reliable and in order until one end gives the other up, which
-//! is for good. A message may take long, and a process may stop for long; who waits too long for
-//! the other gives it up. When a process ends, those on its host are told after they have read what
-//! it sent, and others find out by its silence. (`loss` makes links worse than that: messages
-//! vanish.)
+//! Links behave like the runtime's: reliable and in order until one end gives the other up, which
+//! is final. A message may take long, and a process may stop for long; a process that waits too
+//! long for another gives it up. When a process ends, the others on its host are told after they
+//! have read what it sent, and the rest find out by its silence. (`loss` makes links worse than
+//! that: messages vanish.)
 //!
-//! Judged all the time:
+//! Checked all the time:
 //!
-//! - No two processes have different members for one epoch, and nobody goes back.
-//! - Who joins has a link to every member that it joins.
+//! - No two processes have different members for one epoch, and every epoch follows a known one.
+//! - A process that joins has a link to every member that it joins.
 //!
 //! And at the end, when the faults are over:
 //!
-//! - If some member reaches enough others to go on, all who are in the newest view live, reach
-//!   each other, and know it.
+//! - If some member reaches enough others to go on, all members of the newest view are alive, reach
+//!   each other, and know that view.
 //! - Otherwise those that want to go on have been told that they cannot.
 
 use std::cmp::Reverse;
@@ -37,19 +37,19 @@ use rand_chacha::ChaCha8Rng;
 
 /// Silence after which a peer is given up.
 const DETECT: Duration = Duration::from_millis(1800);
-/// The longest that a message takes on a whole link.
+/// The longest that a message takes on an intact link.
 const LONGEST_DELAY: Duration = Duration::from_millis(40);
-/// Events in one run, far more than any needs.
+/// The most events in one run, far more than any run needs.
 const MAX_EVENTS: usize = 400_000;
-/// How often a process that was told that it cannot go on tries again.
+/// How often a process tries again after it was told that it cannot go on.
 const RETRIES: u32 = 4;
 
-/// Something that happens to processes. Numbers choose among those that live then.
+/// Something that happens to processes. Numbers choose among the processes alive at the time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
     /// A process is killed.
     Kill(u32),
-    /// A process is killed when it has handed out so many more messages.
+    /// A process is killed when it has sent this many more messages.
     KillWithin(u32, u32),
     /// A process is killed, and all hosts are told.
     KillAndTell(u32),
@@ -61,13 +61,13 @@ pub enum Fault {
     Cut(u64, Duration),
     /// Two processes cannot reach each other for a while.
     CutPair(u32, u32, Duration),
-    /// A process comes that wants to join.
+    /// A new process asks to join.
     Join,
-    /// One comes that gets a link to every other process only.
+    /// A new process asks to join, but gets links to only half of the others.
     JoinHalf,
-    /// One comes, and dies soon.
+    /// A new process asks to join, and soon dies.
     JoinAndDie,
-    /// All members come to a step boundary.
+    /// All members reach a step boundary.
     Boundary,
     /// A process asks for a new view, for no reason that others know.
     Ask(u32),
@@ -80,11 +80,11 @@ pub struct Schedule {
     pub seed: u64,
     /// Processes at the start.
     pub ranks: u32,
-    /// They are dealt out to so many hosts.
+    /// The number of hosts they are spread over.
     pub hosts: u32,
-    /// Who goes on when halves are cut off from each other.
+    /// Which half goes on when two halves are cut off from each other.
     pub ties: TieRule,
-    /// Of a thousand messages, how many vanish.
+    /// How many of a thousand messages vanish.
     pub loss: u32,
     /// What happens, in order.
     pub faults: Vec<(Duration, Fault)>,
@@ -95,22 +95,22 @@ pub struct Schedule {
 pub enum Promise {
     /// An epoch has one list of members.
     OneView,
-    /// Who joins has a link to every member.
+    /// A process that joins has a link to every member.
     WholeJoin,
-    /// Who reaches enough goes on; who does not is told so.
+    /// A process that reaches enough others goes on; one that does not is told so.
     Progress,
-    /// Everything comes to an end.
+    /// Every run ends.
     End,
 }
 
 /// What the judge objects to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Violation {
-    /// When.
+    /// When it happened.
     pub at: Duration,
     /// Which promise was broken.
     pub promise: Promise,
-    /// What.
+    /// What was wrong.
     pub what: String,
 }
 
@@ -129,9 +129,9 @@ pub struct Seen {
     pub joined: u64,
     /// Processes that were told that the group went on without them.
     pub evicted: u64,
-    /// Times that somebody was told that those within reach are not enough.
+    /// Times that a process was told that it reaches too few others.
     pub no_quorum: u64,
-    /// Messages that were handed out.
+    /// Messages that were sent.
     pub messages: u64,
     /// Processes that ended.
     pub deaths: u64,
@@ -149,7 +149,7 @@ impl std::ops::AddAssign for Seen {
 }
 
 impl Schedule {
-    /// The schedule of a seed: mostly small worlds, where faults meet, and up to 64 ranks.
+    /// The schedule of a seed: mostly small worlds, where faults coincide, and up to 64 ranks.
     pub fn random(seed: u64) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let ranks = match rng.random_range(0..100) {
@@ -173,12 +173,14 @@ impl Schedule {
         Self { seed, ranks, hosts, ties, loss, faults }
     }
 
-    /// Runs it. `tamper` is given every member's part before it starts, for tests that break it.
+    /// Runs the schedule. `tamper` is given every member's [`Agreement`] before it starts, for
+    /// tests that break it.
     pub fn run(&self, tamper: &dyn Fn(&mut Agreement)) -> Result<Seen, Violation> {
         World::new(self, tamper).run()
     }
 
-    /// A schedule that still fails, if this one does, and from which no single fault can be taken.
+    /// If this schedule fails, a schedule that still fails and from which no single fault can be
+    /// removed.
     pub fn shrink(&self, fails: &dyn Fn(&Self) -> bool) -> Self {
         let mut smallest = self.clone();
         loop {
@@ -227,7 +229,7 @@ impl Fault {
     }
 }
 
-/// Something that is due. Processes are named by their index, which is also what they call
+/// An event that is due. Processes are named by their index, which is also the number they use
 /// themselves.
 #[derive(Clone, Debug)]
 enum Due {
@@ -238,9 +240,9 @@ enum Due {
         message: Box<Message>,
         number: Peer,
     },
-    /// One gives the other up.
+    /// The first gives the second up.
     GivesUp(usize, usize),
-    /// One is told that the other has ended.
+    /// The first is told that the second has ended.
     Told(usize, usize, Proof),
     Ready(usize, usize),
     Gone(usize, usize),
@@ -251,7 +253,7 @@ enum Due {
 }
 
 impl Due {
-    /// Who does something, if it is alive and not stopped.
+    /// The process that acts, if it is alive and not stopped.
     fn actor(&self) -> Option<usize> {
         match *self {
             Self::Fault(_) | Self::Dies(_) => None,
@@ -271,15 +273,15 @@ struct Process {
     host: u32,
     alive: bool,
     stopped_until: Time,
-    /// Once it is a member.
+    /// Set once it is a member.
     agreement: Option<Agreement>,
-    /// What came before it was one.
+    /// Messages that arrived before it was a member.
     early: Vec<(Peer, Message)>,
     dies_within: Option<u32>,
-    /// Gets links to all.
+    /// Whether it gets links to all others.
     whole: bool,
     retries: u32,
-    /// It was told that it cannot go on from this epoch.
+    /// The epoch that it was told it cannot go on from.
     gave_up: Option<Epoch>,
     timer: Option<Time>,
 }
@@ -290,20 +292,20 @@ struct World<'a> {
     rng: ChaCha8Rng,
     now: Time,
     processes: Vec<Process>,
-    /// By number; the first that got one, should two.
+    /// By number; if two get the same number, the first.
     numbers: BTreeMap<Peer, usize>,
     queue: BinaryHeap<Reverse<Entry>>,
     next_entry: u64,
-    /// The first has given the second up.
+    /// Pairs of which the first has given the second up.
     given_up: HashSet<(usize, usize)>,
-    /// The first cannot reach the second before.
+    /// Until when the first cannot reach the second.
     cut_until: HashMap<(usize, usize), Time>,
     /// When the last message of a link arrives.
     last: HashMap<(usize, usize), Time>,
-    /// What a dead process sent and that had not arrived by then is lost.
+    /// When messages of a dead process that have not arrived are lost.
     lost_after: HashMap<(usize, usize), Time>,
     told: HashMap<(usize, usize), Proof>,
-    /// The first, a member, has a link to the second, which waits to join.
+    /// Pairs of a member and a process that waits to join, with a link between them.
     linked: HashSet<(usize, usize)>,
     views: BTreeMap<Epoch, View>,
     seen: Seen,
@@ -412,7 +414,7 @@ impl<'a> World<'a> {
 
     fn run(mut self) -> Result<Seen, Violation> {
         self.drain()?;
-        // The faults are over. Whoever wants to go on tries a few more times.
+        // The faults are over. Processes that want to go on try a few more times.
         for _ in 0..3 {
             self.now = self.now + Duration::from_secs(30);
             for who in 0..self.processes.len() {
@@ -541,13 +543,13 @@ impl<'a> World<'a> {
         Ok(())
     }
 
-    /// A joiner hears something: that it is a member, or what it keeps until it is.
+    /// A message reaches a joiner: it says that the joiner is a member, or is kept until it is one.
     fn arrives_early(&mut self, to: usize, from: Peer, message: Message) {
         let view = message.decided().cloned();
         let view = view.and_then(|view| Some((view.find(to as u64)?, view)));
         self.processes[to].early.push((from, message));
         let Some((Member { peer, .. }, view)) = view else { return };
-        // Its first view goes through the same door as the others.
+        // Its first view takes the same path as later ones.
         let mut agreement = self.member(peer, view.clone());
         let now = self.now;
         for (from, message) in std::mem::take(&mut self.processes[to].early) {
@@ -580,7 +582,7 @@ impl<'a> World<'a> {
             Fault::KillWithin(who, messages) => {
                 if let Some(who) = self.pick(who) {
                     self.processes[who].dies_within = Some(messages);
-                    // Should it have nothing to say.
+                    // In case it has nothing to send.
                     let at = self.now + Duration::from_secs(5);
                     self.push(at, Due::Dies(who));
                 }
@@ -665,8 +667,8 @@ impl<'a> World<'a> {
         }
     }
 
-    /// A process ends. Those on its host are told once they have read all that it sent; if it said
-    /// goodbye, so are all that it can reach.
+    /// A process ends. The others on its host are told once they have read all that it sent; if it
+    /// said goodbye, so are all that it can reach.
     fn end(&mut self, who: usize, tell_all: bool, goodbye: bool) {
         if !std::mem::replace(&mut self.processes[who].alive, false) {
             return;
@@ -683,7 +685,7 @@ impl<'a> World<'a> {
             if same_host || (goodbye && !cut) {
                 self.push(last + jitter, Due::Told(other, who, Proof::Complete));
             } else {
-                // Some of what is under way is lost.
+                // Some messages under way are lost.
                 let limit = self.soon(LONGEST_DELAY);
                 self.lost_after.insert((who, other), limit);
                 if tell_all {
@@ -743,7 +745,7 @@ impl<'a> World<'a> {
             return;
         };
         self.seen.messages += 1;
-        // Who has just been let in cannot know that it should ask again.
+        // A process that was just let in cannot know that it should ask again.
         let member = self.processes.get(to).is_some_and(|process| process.agreement.is_some());
         let lost = member && self.rng.random_range(0..1000) < self.schedule.loss;
         if lost || self.given_up.contains(&(from, to)) || to >= self.processes.len() {
@@ -759,7 +761,7 @@ impl<'a> World<'a> {
         self.push(at, Due::Arrives { from, to, message: Box::new(message), number });
     }
 
-    /// A new member's link is watched like any other, and may be lost already.
+    /// The link to a new member is watched like any other, and may be lost already.
     fn watch_members(&mut self, who: usize, view: &View) {
         let now = self.now;
         for member in view.members() {
@@ -792,7 +794,7 @@ impl<'a> World<'a> {
                 self.watch_members(who, &view);
                 let process = &mut self.processes[who];
                 (process.retries, process.gave_up) = (0, None);
-                // Those that still wait set up links to whoever is new.
+                // Processes that still wait to join set up links to the new member.
                 let newcomers: Vec<_> = (self.schedule.ranks as usize..self.processes.len())
                     .filter(|joiner| self.processes[*joiner].agreement.is_none())
                     .filter(|joiner| !self.linked.contains(&(who, *joiner)))
@@ -844,7 +846,7 @@ impl<'a> World<'a> {
         for joiner in &joined {
             for member in view.members().iter().filter(|member| before.contains(member.peer)) {
                 let pair = (member.process as usize, joiner.process as usize);
-                // A link that was lost since is no fault of theirs.
+                // A link that was lost since then is not their fault.
                 if !self.linked.contains(&pair) && !self.given_up.contains(&pair) {
                     let what = format!(
                         "process {} was let in, and process {} has no link to it",
@@ -899,8 +901,7 @@ impl<'a> World<'a> {
                 let may = 2 * unknown.len() < all || (2 * unknown.len() == all && safe);
                 (twice > all || (twice == all && tie) || alive) && may
             };
-            // Where messages vanish, the last one to a member that wants nothing may: it has to
-            // ask.
+            // This holds even where messages vanish: a member that missed the last one has to ask.
             if enough && let Some(behind) = behind {
                 let what = format!("process {one} went on, process {behind} was left behind");
                 return Err(self.violation(Promise::Progress, what));

@@ -1,58 +1,59 @@
-//! What each kind of operation is called with, what it gives, and what it must move at the least.
+//! For each kind of operation: its calls, its result, and the least that it must move.
 //!
 //! One row per kind, in [`Shape::row`]. The oracle, the lower bound, `farwire sim`, `farwire bench`
-//! and the tests ask for nothing else, so that a new kind is a new row here.
+//! and the tests need nothing else, so a new kind is a new row here.
 
 use std::ops::Range;
 
 use farwire_proto::{Call, Counts, DType, Kind, Rank, ReduceOp, Tag, WorldSize};
 
-/// What an operation is made on. Each kind takes what it needs of it.
+/// The parameters of an operation. Each kind uses those it needs.
 #[derive(Clone, Debug)]
 pub struct Shape {
-    /// Who takes part.
+    /// The ranks that take part.
     pub world: WorldSize,
     /// Elements of each rank's vector, for kinds that do not cut it into blocks.
     pub count: usize,
-    /// Their type.
+    /// The type of the elements.
     pub dtype: DType,
-    /// How they are combined.
+    /// How elements are combined.
     pub op: ReduceOp,
-    /// Who plays the special part.
+    /// The rank that plays the special part.
     pub root: Rank,
     /// Elements of each rank's block, for kinds that gather, scatter or exchange blocks.
     pub blocks: Counts,
-    /// Elements from each rank to each, where that is not `blocks` for all of them.
+    /// Elements from each rank to each, if that is not `blocks` for every sender.
     pub matrix: Vec<Counts>,
     /// The number of each rank's host; all are on one if it is empty.
     pub hosts: Vec<u64>,
 }
 
-/// What there is to know of one rank's part in an operation.
+/// One rank's part in an operation.
 #[derive(Clone, Debug)]
 pub struct Row {
-    /// What it calls; the first has the input, the last the result.
+    /// Its calls; the first takes the input, the last gives the result.
     pub calls: Vec<Call>,
     /// Its result, part by part.
     pub parts: Vec<Part>,
-    /// The share of the vector's bytes that the busiest rank sends, or receives, at the least. For
-    /// kinds with blocks, the vector is all of them.
+    /// The least share of the vector's bytes that the busiest rank must send, or receive. For kinds
+    /// with blocks, the vector is all of them together.
     pub share: f64,
 }
 
 /// A part of a result: elements of the ranks' inputs, combined.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// Whose. Of one rank, its elements as they are; of none, the operator's identity.
+    /// The ranks whose elements are combined. With one, its elements as they are; with none, the
+    /// operator's identity.
     pub from: Vec<usize>,
-    /// Which, in each of their inputs.
+    /// Which elements, in each of their inputs.
     pub span: Range<usize>,
-    /// Whether the algorithm decides about the order. Otherwise, it is that of `from`.
+    /// Whether the algorithm decides the order. If not, it is that of `from`.
     pub any_order: bool,
 }
 
 impl Shape {
-    /// With even blocks, and rank 0 as the root.
+    /// A shape with even blocks, and rank 0 as the root.
     pub fn even(world: WorldSize, count: usize, dtype: DType, op: ReduceOp) -> Self {
         let blocks = Counts::even(count, world);
         Self {
@@ -67,7 +68,7 @@ impl Shape {
         }
     }
 
-    /// What rank `me` has to do with an operation of this kind.
+    /// Rank `me`'s part in an operation of this kind.
     pub fn row(&self, kind: Kind, me: Rank) -> Row {
         let &Self { world, count, dtype, op, root, .. } = self;
         let n = world.len();
@@ -87,7 +88,7 @@ impl Shape {
                 row(Call::AllReduce { count, dtype, op }, folded(0..count), 2.0 * others)
             }
             Kind::ReduceScatter => {
-                // Dealt out in turn: the first ranks get one more where it does not divide.
+                // Dealt out in turn: the first ranks get one more if the count does not divide.
                 let shard = |rank: usize| (count + n - 1 - rank) / n;
                 let start = (0..me.index()).map(shard).sum();
                 let mine = folded(start..start + shard(me.index()));
@@ -122,7 +123,7 @@ impl Shape {
                 row(Call::ExclusiveScan { count, dtype, op }, scanned(me.index()), 1.0)
             }
             Kind::Barrier => row(Call::Barrier, Vec::new(), 0.0),
-            // Everyone to its right neighbour.
+            // Every rank sends to its right neighbour.
             Kind::Message => {
                 let (to, from, tag) = (world.right_of(me, 1), world.left_of(me, 1), Tag(0));
                 let send = Call::Send { to, tag, count, dtype };
@@ -133,7 +134,7 @@ impl Shape {
     }
 }
 
-/// Where a rank's block is, in a vector of everyone's.
+/// Where a rank's block is, in the vector of all blocks.
 fn place(counts: &Counts, rank: usize) -> Range<usize> {
     let len = |rank| counts.of(Rank(rank as u32));
     let start = (0..rank).map(len).sum();

@@ -3,7 +3,7 @@
 //! Describe a [`Network`] (latency, bandwidth, jitter, loss, and the [`Trouble`] that befalls it),
 //! give each rank its calls, and [`run`](Sim::run). The same description and seed give the same
 //! run, frame by frame, on any machine. A run that does not end within its limit is a [`Hang`] that
-//! names who waits for whom.
+//! says who waits for whom.
 //!
 //! ```
 //! use farwire_proto::{Call, DType, Peer, ReduceOp};
@@ -25,7 +25,7 @@
 //! ```
 //!
 //! For large worlds the simulator can carry the lengths of payloads rather than their bytes: see
-//! [`Sim::carry_lengths`]. To foretell how long an operation takes on real machines, say what work
+//! [`Sim::carry_lengths`]. To predict how long an operation takes on real machines, say what work
 //! costs ([`Costs`], [`CodingSpeeds`]) and which processes share [`Cores`].
 
 #![forbid(unsafe_code)]

@@ -2,7 +2,7 @@
 //! a core works on them.
 //!
 //! The rounds are those of `farwire_codec::collective`, flat or in two levels, on ranks that are
-//! spread evenly over hosts. Shards differ by an element at most there; here they are all the same.
+//! spread evenly over hosts. There, shards differ by one element at most; here they are all equal.
 
 use std::collections::VecDeque;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use farwire_proto::{Placement, Rank};
 
 use crate::report::{JobEnd, JobId};
 
-/// Elements of a chunk, and the bytes that parcels of several messages have before each.
+/// Elements of a chunk, and the bytes before each message in a parcel of several.
 const CHUNK: usize = 1 << 22;
 const LENGTH: usize = 8;
 const F32: usize = 4;
@@ -26,7 +26,7 @@ pub struct CodingSpeeds {
     pub decode: f64,
     /// To set it to zero before that, where a codec leaves elements out.
     pub fill: f64,
-    /// The same in memory that has just come from the system, as that of the sum of a shard has.
+    /// The same in memory fresh from the system, such as that for the sum of a shard.
     pub fresh: f64,
     /// To add it as it is.
     pub add: f64,
@@ -40,9 +40,9 @@ pub struct CodedModel {
 
 #[derive(Clone, Debug)]
 struct Round {
-    /// Bytes of the parcel to each rank; none to itself.
+    /// Bytes of the parcel to each rank; zero to itself.
     lengths: Vec<usize>,
-    /// The round whose parcels must have been taken in before; none if the input is enough.
+    /// The round whose parcels must have been taken in before; `None` if the input is enough.
     after: Option<usize>,
     /// Work to make its parcels, and to take in those of the others.
     make: Duration,
@@ -51,7 +51,7 @@ struct Round {
 
 impl CodedModel {
     /// `rank`'s part in an all-reduce of `count` elements: in two levels if the placement has them
-    /// and `two_level` says so.
+    /// and `two_level` asks for them.
     pub fn all_reduce(
         codec: &dyn MessageCodec,
         speeds: &CodingSpeeds,
@@ -70,7 +70,7 @@ impl CodedModel {
         phases.iter_mut().for_each(|phase| phase.lengths[rank.index()] = 0);
         let mut rounds: Vec<Round> = Vec::new();
         let mut made = vec![None; chunks];
-        // At each step every chunk is one phase further than the next.
+        // At each step every chunk is one phase ahead of the next chunk.
         for step in 0..chunks + phases.len() - 1 {
             for (behind, phase) in phases.iter().enumerate() {
                 let Some(chunk) = step.checked_sub(behind).filter(|chunk| *chunk < chunks) else {
@@ -105,7 +105,7 @@ impl CodedModel {
     }
 }
 
-/// A chunk of the vector, and who has to do with it.
+/// A chunk of the vector, and what is needed to work out its rounds.
 struct Parts<'a> {
     codec: &'a dyn MessageCodec,
     speeds: &'a CodingSpeeds,
@@ -115,7 +115,7 @@ struct Parts<'a> {
 }
 
 impl Parts<'_> {
-    /// Shards to their owners, sums to everybody.
+    /// Shards to their owners, sums to every rank.
     fn two_phase(&self) -> [Round; 2] {
         let ranks = self.placement.world().len();
         let shard = self.elements / ranks;
@@ -126,7 +126,8 @@ impl Parts<'_> {
         [scatter, round(lengths, encode * shard, (decode + fill) * whole)]
     }
 
-    /// Dense to the ranks that serve a column on each host, coded between hosts, passed on there.
+    /// Dense to the ranks that serve a column on each host, coded between hosts, and passed on
+    /// within each.
     fn two_level(&self) -> [Round; 4] {
         let Self { placement, rank, .. } = *self;
         let (hosts, columns) = (placement.hosts(), placement.columns());
@@ -158,22 +159,22 @@ impl Parts<'_> {
     }
 }
 
-/// A round in which so many elements are worked on, times seconds per byte.
+/// A round whose work is given as elements times seconds per byte.
 fn round(lengths: Vec<usize>, make: f64, take: f64) -> Round {
     let time = |elements: f64| Duration::from_secs_f64(F32 as f64 * elements);
     Round { lengths, after: None, make: time(make), take: time(take) }
 }
 
-/// A process at work on a modelled call: one thing after the other.
+/// A process at work on a modelled call, one task at a time.
 #[derive(Debug)]
 pub(crate) struct Coder {
     model: CodedModel,
-    /// Rounds that were made, that have come, and that were taken in.
+    /// Rounds made, arrived, and taken in.
     made: usize,
     came: usize,
     taken: usize,
     doing: Option<Task>,
-    /// How its frames fared, once they have.
+    /// How its frames ended, once they have.
     pub(crate) ended: Option<(JobId, JobEnd)>,
     begun: bool,
 }
@@ -183,7 +184,7 @@ pub(crate) struct Coder {
 pub(crate) enum Task {
     /// Makes the next round.
     Make,
-    /// Takes in the next that came.
+    /// Takes in the next round that arrived.
     Take,
 }
 
@@ -192,13 +193,14 @@ impl Coder {
         Self { model, made: 0, came: 0, taken: 0, doing: None, ended: None, begun: false }
     }
 
-    /// The machine wants coding: at first because the call was made, then because a round has come.
+    /// The machine wants coding: at first because the call was made, then because a round has
+    /// arrived.
     pub(crate) fn wanted(&mut self) {
         self.came += usize::from(self.begun);
         self.begun = true;
     }
 
-    /// Begins what is to be done next, if anything is: how long it takes.
+    /// Begins the next task, if there is one, and returns how long it takes.
     pub(crate) fn begin(&mut self) -> Option<Duration> {
         let rounds = &self.model.rounds;
         if self.doing.is_some() {
@@ -216,7 +218,7 @@ impl Coder {
         None
     }
 
-    /// Has done what it began.
+    /// Ends the task that it began.
     pub(crate) fn finish(&mut self) -> Option<Task> {
         let done = self.doing.take()?;
         match done {
@@ -243,7 +245,7 @@ mod tests {
 
     use super::*;
 
-    /// The parcels of a real collective, as long as the model says.
+    /// The parcels of a real collective are as long as the model says.
     #[test]
     fn the_model_has_the_rounds_and_lengths_of_the_collective() {
         let count = 3 << 20;

@@ -11,7 +11,7 @@ use rand_chacha::ChaCha8Rng;
 const PACKET: usize = 1400;
 
 /// A network of processes, each behind a full-duplex interface, with a link between every pair.
-/// Processes that share a host share its interface, and have another way to each other.
+/// Processes that share a host share its interface, and reach each other by a local link.
 #[derive(Clone, Debug)]
 pub struct Network {
     /// How many processes there are.
@@ -22,7 +22,7 @@ pub struct Network {
     pub link: Link,
     /// The number of each process's host, if some share one.
     pub hosts: Option<Vec<u64>>,
-    /// The links between processes that share one: as fast as memory for each of them.
+    /// The links between processes that share a host: as fast as memory for each process.
     pub local: Link,
     /// Links that differ from the rest, by direction.
     pub special_links: HashMap<(Peer, Peer), Link>,
@@ -33,13 +33,13 @@ pub struct Network {
     pub detection: Duration,
     /// Coding a round of parcels takes up to this long, at random.
     pub coding: Duration,
-    /// What frames cost the processes.
+    /// What it costs the processes to move frames.
     pub costs: Costs,
-    /// Where they do that, and their coding.
+    /// The cores for that work, and for coding.
     pub cores: Cores,
     /// What goes wrong.
     pub troubles: Vec<Trouble>,
-    /// Where all randomness comes from.
+    /// The seed of all randomness.
     pub seed: u64,
 }
 
@@ -72,8 +72,8 @@ impl Network {
         self.special_links.get(&(from, to)).unwrap_or(usual)
     }
 
-    /// The number of a process's host. A network without hosts is one host to the processes, whose
-    /// links are those of a network all the same.
+    /// The number of a process's host. Without hosts, the processes take the network for one host,
+    /// but their links are still those of a network.
     pub(crate) fn host_of(&self, peer: Peer) -> u64 {
         self.hosts.as_ref().and_then(|hosts| hosts.get(peer.index())).copied().unwrap_or(0)
     }
@@ -82,8 +82,8 @@ impl Network {
         self.hosts.is_some() && self.host_of(a) == self.host_of(b)
     }
 
-    /// What `peer` sends to, or receives from, another through, and how many bytes per second that
-    /// takes.
+    /// The interface through which `peer` sends to, or receives from, another, and its bytes per
+    /// second.
     pub(crate) fn interface(&self, peer: Peer, other: Peer) -> (Interface, f64) {
         if self.share_a_host(peer, other) {
             (Interface::Memory(peer), self.local.bandwidth)
@@ -94,7 +94,7 @@ impl Network {
         }
     }
 
-    /// How long a core works on a frame of so many bytes, at the sender and at the receiver.
+    /// How long a core works on a frame of this many bytes, at the sender and at the receiver.
     pub(crate) fn work(&self, from: Peer, to: Peer, bytes: usize) -> (Duration, Duration) {
         let Costs { frame, send, receive, local, .. } = self.costs;
         let time = |frame, per_byte: f64| Duration::from_secs_f64(frame + per_byte * bytes as f64);
@@ -104,7 +104,7 @@ impl Network {
         (time(frame, send), time(frame, receive))
     }
 
-    /// The cores that a process works on, and how many they are; none if there are always enough.
+    /// The pool of cores that a process works on, and its size; `None` if there are always enough.
     pub(crate) fn cores_of(&self, peer: Peer) -> Option<(u64, usize)> {
         match self.cores {
             Cores::Unlimited => None,
@@ -120,18 +120,18 @@ impl Network {
     }
 }
 
-/// Seconds of one core that it takes to move frames. By default, none.
+/// Seconds of one core that it takes to move frames. By default, zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Costs {
     /// For each frame to another host, at each end.
     pub frame: f64,
     /// For each byte that is sent to another host.
     pub send: f64,
-    /// For each byte that came from one; adding it up included.
+    /// For each byte that came from another host, adding it up included.
     pub receive: f64,
     /// For each byte between processes of one host, at each end.
     pub local: f64,
-    /// For each byte that a relay carries from host to host, on one thread: a laboratory's.
+    /// For each byte that a relay carries from host to host, on one thread, as in a laboratory.
     pub relay: f64,
 }
 
@@ -141,13 +141,13 @@ pub enum Cores {
     /// There are always enough.
     #[default]
     Unlimited,
-    /// All processes share these, and the relay: hosts of a laboratory.
+    /// All processes and the relay share these, like the hosts of a laboratory.
     Shared(usize),
-    /// Each host has so many.
+    /// Each host has this many.
     PerHost(usize),
 }
 
-/// What frames leave and arrive through, one after the other.
+/// What frames leave and arrive through, one at a time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum Interface {
     /// A process's own, to the network.
@@ -166,11 +166,11 @@ pub struct Link {
     pub latency: Duration,
     /// Bytes per second, if the link is slower than the interfaces at its ends.
     pub bandwidth: f64,
-    /// Up to this much is added to the latency of each frame, at random, which reorders lanes among
-    /// each other.
+    /// Up to this much is added to the latency of each frame, at random, which reorders frames of
+    /// different lanes.
     pub jitter: Duration,
-    /// The share of packets that are lost and sent again, a round trip later; taken as 0.9 if it is
-    /// more.
+    /// The share of packets that are lost and sent again, a round trip later; anything above 0.9
+    /// counts as 0.9.
     pub loss: f64,
 }
 
@@ -210,35 +210,35 @@ impl Link {
 /// Something that goes wrong.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Trouble {
-    /// A process dies as it is about to take its `step`-th step, from zero: submitting a call,
-    /// finishing to send a frame, taking one.
+    /// A process dies as it is about to take its `step`-th step, counted from zero. A step is
+    /// submitting a call, finishing to send a frame, or taking a frame.
     Crash {
-        /// Who.
+        /// The process.
         peer: Peer,
-        /// When.
+        /// The step.
         step: u64,
     },
     /// A process does nothing for a while, as under SIGSTOP.
     Stall {
-        /// Who.
+        /// The process.
         peer: Peer,
-        /// From when.
+        /// When it begins.
         from: Time,
-        /// Until when.
+        /// When it ends.
         until: Time,
     },
     /// Frames between two groups of processes are held up for a while.
     Partition {
-        /// One group; the other is everyone else.
+        /// One group; the other is all other processes.
         side: Vec<Peer>,
-        /// From when.
+        /// When it begins.
         from: Time,
-        /// Until when.
+        /// When it ends.
         until: Time,
     },
-    /// The parcels that a process makes in a round of coded calls are not what any codec makes.
+    /// In one round of coded calls, a process makes parcels that no codec makes.
     Nonsense {
-        /// Who.
+        /// The process.
         peer: Peer,
         /// In which round, from zero.
         round: u32,

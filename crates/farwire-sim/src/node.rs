@@ -22,7 +22,7 @@ pub(crate) struct Node {
     pub(crate) inbox: HashMap<Lane, VecDeque<FlightId>>,
     /// Bytes of each lane that are on their way or unread.
     pub(crate) outstanding: HashMap<(Peer, Lane), usize>,
-    /// When the timer event that is in the queue fires.
+    /// When the queued timer event fires.
     pub(crate) timer: Option<Time>,
 }
 
@@ -46,7 +46,7 @@ impl Node {
     }
 }
 
-/// Names a frame on its way.
+/// Identifies a frame on its way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct FlightId(pub(crate) usize);
 
@@ -71,7 +71,7 @@ impl Buffers for Vectors {
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) id: JobId,
-    /// Once it has begun.
+    /// Set once it has begun.
     pub(crate) op: Option<OpId>,
     /// Whether only lengths are carried.
     pub(crate) lengths: bool,
@@ -79,8 +79,8 @@ pub(crate) struct Job {
     /// Where the output lies in the memory of an operation that works in place.
     shared: Option<Range<usize>>,
     frames: Option<Frames>,
-    /// The longest chain of frames behind the first n folds, those of the host, and the first n
-    /// frames from upstream.
+    /// The longest chain of frames behind the first n folds, the first n folds on the host, and the
+    /// first n frames from upstream.
     folded: Vec<u32>,
     host_folded: Vec<u32>,
     received: Vec<u32>,
@@ -110,7 +110,7 @@ impl Job {
         }
     }
 
-    /// Remembers how long a chain of frames led to one that was taken.
+    /// Records how long a chain of frames led to one that was taken.
     pub(crate) fn took(&mut self, from: Option<Rank>, effect: &Effect, depth: u32) {
         let add = |chain: &mut Vec<u32>| {
             chain.push(chain.last().copied().unwrap_or(0).max(depth));
@@ -127,7 +127,7 @@ impl Job {
         }
     }
 
-    /// How long a chain of frames ends in one that had to wait for `gate`.
+    /// The length of the chain of frames that ends in one that had to wait for `gate`.
     pub(crate) fn depth_after(&self, gate: &Gate) -> u32 {
         let behind = |chain: &Vec<u32>, n: usize| n.checked_sub(1).map_or(0, |last| chain[last]);
         let folds =
@@ -146,8 +146,8 @@ fn output_in_place(plan: &Plan) -> Option<Range<usize>> {
     plan.in_place().map(|at| range(plan, at.output, plan.output_bytes()))
 }
 
-/// The memory that an operation begins with: its input, at its place if the result will be there,
-/// too.
+/// The memory that an operation begins with: its input, at its place in the memory if the operation
+/// works in place.
 pub(crate) fn memory(plan: &Plan, input: Vec<u8>) -> Result<Vec<u8>, CallError> {
     let (Some(at), Some(output)) = (plan.in_place(), output_in_place(plan)) else {
         return Ok(input);

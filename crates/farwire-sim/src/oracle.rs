@@ -11,14 +11,14 @@ use crate::kinds::{Part, Shape};
 ///
 /// # Panics
 ///
-/// If the inputs are not of the lengths that the operation needs.
+/// If the inputs do not have the lengths that the operation needs.
 pub fn results(
     kind: Kind,
     shape: &Shape,
     algorithm: Algorithm,
     inputs: &[Vec<u8>],
 ) -> Vec<Vec<u8>> {
-    // Many ranks may get the same.
+    // Many ranks may get the same part.
     let mut last: Option<(Part, Vec<u8>)> = None;
     let mut combine = |part: Part| match &last {
         Some((same, bytes)) if *same == part => bytes.clone(),
@@ -83,7 +83,8 @@ pub fn combined(part: &Part, shape: &Shape, algorithm: Algorithm, inputs: &[Vec<
     result
 }
 
-/// How many of `count` elements `rank` owns: the first ranks get one more where it does not divide.
+/// How many of `count` elements `rank` owns: the first ranks get one more if the count does not
+/// divide.
 fn shard_len(count: usize, world: usize, rank: usize) -> usize {
     // Deal the elements out in turn, and count.
     (count + world - 1 - rank) / world
@@ -96,7 +97,8 @@ fn by_host(hosts: &[u64]) -> Vec<Vec<usize>> {
     (0..hosts.len()).filter(is_lowest).map(|lowest| on(hosts[lowest])).collect()
 }
 
-/// What node `v` of a reduction tree passes up: its own, then each child's, nearest first.
+/// What node `v` of a reduction tree passes up: its own value combined with each child's, nearest
+/// first.
 fn subtree(
     dtype: DType,
     op: ReduceOp,
@@ -119,7 +121,7 @@ fn subtree(
     total
 }
 
-/// The bytes of the element that changes nothing.
+/// The bytes of the operator's identity element.
 fn identity(dtype: DType, op: ReduceOp) -> Vec<u8> {
     let float = match op {
         ReduceOp::Sum | ReduceOp::Mean => 0.0,
@@ -143,7 +145,7 @@ fn identity(dtype: DType, op: ReduceOp) -> Vec<u8> {
     Scalar::Integer(integer).write(dtype, 1)
 }
 
-/// Whether an integer type has negative numbers: one that has none makes 0 of −1.
+/// Whether an integer type has negative numbers: one without them turns −1 into 0.
 fn is_signed(dtype: DType) -> bool {
     with_type!(dtype, T => T::cast(-1.0).as_f64() < 0.0)
 }

@@ -5,7 +5,7 @@ use std::fmt;
 use farwire_codec::collective::CodingError;
 use farwire_proto::{CallError, OpError, Peer, Time, Wait};
 
-/// Names a job: one call on one process.
+/// Identifies a job: one call on one process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct JobId(pub(crate) usize);
 
@@ -28,7 +28,7 @@ impl Report {
         &self.jobs
     }
 
-    /// What became of a job.
+    /// The report of one job.
     pub fn job(&self, id: JobId) -> &JobReport {
         &self.jobs[id.0]
     }
@@ -51,7 +51,7 @@ pub struct RankStats {
     pub frames: u64,
     /// Bytes sent, headers and repeated packets included.
     pub wire_bytes: u64,
-    /// Those of them that left this rank's host.
+    /// The bytes sent that left this rank's host.
     pub bytes_off_host: u64,
     /// Steps taken, as [`Trouble::Crash`](crate::Trouble::Crash) counts them.
     pub steps: u64,
@@ -67,7 +67,7 @@ impl RankStats {
         }
     }
 
-    /// The share of `from..until` that the rank was sending.
+    /// The share of `from..until` during which the rank was sending.
     pub fn utilisation(&self, from: Time, until: Time) -> f64 {
         let busy: f64 = self
             .sending
@@ -84,13 +84,13 @@ impl RankStats {
 /// One operation on one rank.
 #[derive(Clone, Debug)]
 pub struct JobReport {
-    /// On which process.
+    /// The process.
     pub peer: Peer,
     /// When it was submitted, if it was.
     pub submitted: Option<Time>,
     /// When it ended, if it did.
     pub ended: Option<Time>,
-    /// How.
+    /// How it ended.
     pub end: JobEnd,
 }
 
@@ -116,22 +116,22 @@ impl JobReport {
 /// How an operation ended on one rank.
 #[derive(Clone, Debug)]
 pub enum JobEnd {
-    /// It has not.
+    /// It has not ended.
     Pending,
     /// With this result.
     Done(Vec<u8>),
     /// With an error, and the input back.
     Failed {
-        /// Why.
+        /// The error.
         error: Box<OpError>,
-        /// As it was submitted.
+        /// The input as it was submitted.
         input: Vec<u8>,
     },
-    /// All data moved, and could not be encoded: somebody's input was not finite.
+    /// All data moved, but some of it could not be encoded: a rank's input was not finite, say.
     NotEncodable {
-        /// Why.
+        /// The error.
         error: CodingError,
-        /// As it was submitted.
+        /// The input as it was submitted.
         input: Vec<u8>,
     },
     /// The call was wrong and nothing was sent.
@@ -140,7 +140,7 @@ pub enum JobEnd {
     Crashed,
 }
 
-/// A run that came to no end.
+/// A run that did not end.
 #[derive(Clone, Debug)]
 pub struct Hang {
     /// When the run was given up.

@@ -22,10 +22,11 @@ const RANKS: u32 = 3;
 const COUNT: usize = 20;
 const CODECS: [&str; 4] = ["none", "int8", "topk:0.2", "powersgd:1"];
 
-/// How each operation ended on each rank: with these bytes, or badly. `None` if it did not end.
+/// How each operation ended on each rank: with these bytes, or with a failure. `None` if it did not
+/// end.
 pub type Ends = Vec<[Option<Result<Vec<u8>, ()>>; RANKS as usize]>;
 
-/// What became of a world.
+/// What a run led to.
 #[derive(Debug)]
 pub struct Outcome {
     /// By operation and rank.
@@ -53,7 +54,7 @@ pub fn run(script: &[u8]) -> Outcome {
     Outcome { ends: world.ends, trouble: world.trouble }
 }
 
-/// Somebody codes.
+/// A rank that is coding.
 struct Coder {
     rank: u32,
     op: OpId,
@@ -65,14 +66,14 @@ struct Coder {
 /// Frames of one lane that have not been taken.
 type Stream = VecDeque<(Header, Vec<u8>)>;
 
-/// A call, and what it works on.
+/// A call and its input.
 type Operation = (Option<Call>, Input<Vec<u8>, CodedCollective>);
 
 struct World {
     machines: Vec<Machine<Vectors, CodedCollective, usize>>,
     /// Frames on their way, by receiver and lane.
     streams: BTreeMap<(Peer, Lane), Stream>,
-    /// Notices on their way: receiver, sender, and what it is.
+    /// Notices on their way: receiver, sender, header and payload.
     notices: VecDeque<(Peer, Peer, Header, Vec<u8>)>,
     /// Lanes without room.
     full: BTreeSet<(Peer, Lane)>,
@@ -126,7 +127,7 @@ impl World {
         this
     }
 
-    /// One thing happens, if it can.
+    /// Makes one thing happen, if it can.
     fn step(&mut self, step: u8, script: &mut impl Iterator<Item = u8>) {
         let which = usize::from(step >> 4);
         let rank = u32::from(step >> 4) % RANKS;
@@ -140,7 +141,7 @@ impl World {
                 self.full.extend(lanes.skip(which).take(1));
             }
             10 => drop(self.make_room(which % 2 == 0)),
-            // What a peer sent is not what its codec made.
+            // Changes what a peer sent, so that it is not what its codec made.
             11 => {
                 let streams = self.streams.len().max(1);
                 let Some(stream) = self.streams.values_mut().nth(which % streams) else { return };
@@ -171,7 +172,7 @@ impl World {
         }
     }
 
-    /// Lets happen what can, until nothing can.
+    /// Lets everything happen that can, until nothing is left.
     fn drain(&mut self) {
         loop {
             let mut moved = self.make_room(true) | self.deliver_notice();
@@ -183,7 +184,7 @@ impl World {
         }
     }
 
-    /// Offers what is at the head of some lane; `true` if it was taken.
+    /// Offers what is at the head of a lane; `true` if it was taken.
     fn deliver(&mut self, which: usize) -> bool {
         let lanes = self.streams.len().max(1);
         let Some(&(to, lane)) = self.streams.keys().nth(which % lanes) else { return false };
@@ -213,7 +214,7 @@ impl World {
         true
     }
 
-    /// A frame that no machine sent.
+    /// Delivers a frame that no machine sent.
     fn forge(&mut self, to: u32, bytes: &[u8]) {
         let Some((from, rest)) = bytes.split_first() else { return };
         let from = Peer(u32::from(from % 4));
@@ -249,7 +250,7 @@ impl World {
         true
     }
 
-    /// Some coder supplies a round, or gives back what it has.
+    /// A coder supplies a round, or gives back what it has.
     fn go_on_coding(&mut self, which: usize) -> bool {
         if self.coders.is_empty() {
             return false;
@@ -268,7 +269,7 @@ impl World {
         true
     }
 
-    /// Some lane that was full tries again; there may still be no room.
+    /// A lane that was full tries again; there may still be no room.
     fn make_room(&mut self, room: bool) -> bool {
         let Some(&(to, lane)) = self.full.first() else { return false };
         if room {
@@ -322,7 +323,7 @@ impl World {
     }
 }
 
-/// What a rank calls. Operations on the same place in the list belong together.
+/// The calls that a rank makes. Operations at the same place in each rank's list belong together.
 fn operations(rank: u32, codec: usize) -> Vec<Operation> {
     let values: Vec<f32> = (0..COUNT).map(|i| (i as f32 - 3.0) * (rank + 1) as f32).collect();
     let buffer = || Input::Buffer(bytemuck::cast_slice(&values).to_vec());

@@ -27,29 +27,29 @@ use transit::Flight;
 /// A call for a process to make.
 #[derive(Debug)]
 pub struct Submission {
-    /// On which communicator.
+    /// The communicator.
     pub comm: CommId,
     /// The call.
     pub call: Call,
-    /// What is set beside it.
+    /// The options of the call.
     pub options: Options,
     /// The input's bytes; ignored where only lengths are carried.
     pub input: Vec<u8>,
-    /// What makes its parcels, if it travels through a codec.
+    /// What makes its parcels, if it goes through a codec.
     pub coded: Option<Coded>,
-    /// When.
+    /// When to make the call.
     pub start: Start,
 }
 
 /// The parcels of a coded call.
 #[derive(Debug)]
 pub enum Coded {
-    /// Real ones.
+    /// Real parcels.
     Collective(Box<CodedCollective>),
     /// Only their lengths, by round and by the rank they go to: for vectors that would not fit in
     /// memory.
     Lengths(Vec<Vec<usize>>),
-    /// Their lengths, and what work they are.
+    /// Their lengths, and the work they take.
     Model(CodedModel),
 }
 
@@ -87,15 +87,15 @@ pub struct Progress {
 /// Happenings between two reports of progress.
 const PROGRESS_EVERY: u64 = 1 << 16;
 
-/// How long a process works before others that share its cores have their turn.
+/// How long a process works before others that share its cores get their turn.
 const SLICE: Duration = Duration::from_millis(1);
 
 /// When a call is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Start {
-    /// At a moment.
+    /// At this time.
     At(Time),
-    /// As soon as an earlier job of the same process has ended, well or badly.
+    /// As soon as an earlier job of the same process has ended, whether it succeeded or failed.
     After(JobId),
 }
 
@@ -118,7 +118,7 @@ pub struct Sim {
     sender_free: HashMap<Interface, Time>,
     receiver_free: HashMap<Interface, Time>,
     link_free: HashMap<(Peer, Peer), Time>,
-    /// When an interface would have sent all it was given, if cores had no work with it.
+    /// When an interface would have sent all it was given, if cores had no work to do on it.
     planned: HashMap<Interface, Time>,
     relay_free: Time,
     /// When each core of a pool has done what it was given.
@@ -127,7 +127,7 @@ pub struct Sim {
     coders: HashMap<(Peer, OpId), Coder>,
     /// The latest arrival on each lane, so that none overtakes another of its lane.
     last_arrival: HashMap<(Peer, Lane), Time>,
-    /// The same, when the work on it is done.
+    /// The same for when the work on a frame is done.
     last_read: HashMap<(Peer, Lane), Time>,
     /// Pairs that have given each other up.
     severed: HashSet<(Peer, Peer)>,
@@ -145,9 +145,9 @@ enum Happening {
     Departed(Peer, FlightId),
     /// The first byte of a frame is at its destination's interface.
     Arriving(FlightId),
-    /// The last byte of a frame is there.
+    /// The last byte of a frame has arrived.
     Delivered(Peer, FlightId),
-    /// The work on it is done.
+    /// The work on a frame that arrived is done.
     Read(Peer, FlightId),
     /// A process has more work to do before something happens.
     Work(Peer, Duration, Box<Happening>),
@@ -161,14 +161,14 @@ enum Happening {
     Timer(Peer),
     /// A process begins to code for an operation.
     Code(Peer, OpId),
-    /// It has made a round of parcels.
+    /// A process has made a round of parcels.
     Made(Peer, OpId, u32, Vec<Bytes>),
-    /// It is done for now.
+    /// It has done its coding for now.
     Coded(Peer, OpId, Box<CodedCollective>, Option<Nonsense>),
 }
 
 impl Happening {
-    /// The process that does something, if it is not just the network.
+    /// The process that acts, unless it is just the network.
     fn actor(&self) -> Option<Peer> {
         match *self {
             Self::Submit(peer, _)
@@ -201,8 +201,8 @@ impl Sim {
         Self::with_hosts(network, config, &|_| hosts.clone())
     }
 
-    /// The same, where each process believes that all are on the hosts `believed` says, by their
-    /// numbers: it may be mistaken.
+    /// The same, but each process believes that the processes are on the hosts that `believed`
+    /// gives, by number. It may be mistaken.
     pub fn with_hosts(
         network: Network,
         config: Config,
@@ -250,8 +250,7 @@ impl Sim {
         self.carry_bytes = false;
     }
 
-    /// Gives the run up as a [`Hang`] when this moment comes; after a day of virtual time if never
-    /// called.
+    /// Gives the run up as a [`Hang`] at this time; by default, after a day of virtual time.
     pub fn limit(&mut self, limit: Time) {
         self.limit = limit;
     }
@@ -289,7 +288,7 @@ impl Sim {
         self.run_observed(|_| ())
     }
 
-    /// [`run`](Self::run), saying now and then how far it has come.
+    /// [`run`](Self::run), which tells `observe` now and then how far it has come.
     pub fn run_observed(mut self, mut observe: impl FnMut(Progress)) -> Result<Report, Hang> {
         self.foresee_troubles();
         for round in 0u64.. {
@@ -452,7 +451,7 @@ impl Sim {
         }
     }
 
-    /// When work that a process begins now is done: those that share cores take turns.
+    /// When work that a process begins now is done: processes that share cores take turns.
     fn occupy(&mut self, peer: Peer, work: Duration) -> Time {
         let Some((pool, cores)) = self.network.cores_of(peer) else { return self.now + work };
         let cores = self.cores.entry(pool).or_insert_with(|| vec![Time::ZERO; cores]);
@@ -461,8 +460,8 @@ impl Sim {
         *core
     }
 
-    /// A process works for a while, and then something happens. Long work lets others have the core
-    /// now and then.
+    /// A process works for a while, and then something happens. During long work, others get the
+    /// core now and then.
     fn work(&mut self, peer: Peer, work: Duration, then: Happening) {
         let now = work.min(SLICE);
         let end = self.occupy(peer, now);
@@ -505,7 +504,7 @@ impl Sim {
         self.network.coding.mul_f64(self.rng.random::<f64>())
     }
 
-    /// A process codes for an operation. What it makes is there after a while, round by round.
+    /// A process codes for an operation. What it makes is ready after a while, round by round.
     fn code(&mut self, peer: Peer, op: OpId) {
         match self.nodes[peer.index()].machine.take_coding(op) {
             None => self.settle(peer),
@@ -560,7 +559,7 @@ impl Sim {
         }
     }
 
-    /// Offers the machine what waits at the head of a lane, for as long as it takes it.
+    /// Offers the machine what waits at the head of a lane, for as long as the machine takes it.
     fn offer(&mut self, peer: Peer, lane: Lane) {
         loop {
             let node = &mut self.nodes[peer.index()];
@@ -617,7 +616,7 @@ impl Sim {
                 };
                 let done = matches!(end, JobEnd::Done(_));
                 match op.filter(|op| done && self.coders.contains_key(&(peer, *op))) {
-                    // Its frames are there, and the last of them are still to be decoded.
+                    // Its frames have arrived, but the last of them are still to be decoded.
                     Some(op) => {
                         self.coders
                             .entry((peer, op))
@@ -687,7 +686,7 @@ impl Sim {
         })
     }
 
-    /// When a frame that would arrive at `arrival` does, with the partitions in its way.
+    /// When a frame due at `arrival` really arrives, given the partitions in its way.
     fn after_partitions(&self, from: Peer, to: Peer, arrival: Time) -> Time {
         let latency = self.network.link(from, to).latency;
         self.network.troubles.iter().fold(arrival, |arrival, trouble| match trouble {
@@ -702,7 +701,7 @@ impl Sim {
     }
 }
 
-/// The input of an operation that has failed; what is left of it, if that was in place.
+/// The input of an operation that has failed; what is left of it, if the operation worked in place.
 fn given_back(input: Input<Vec<u8>, CodedCollective>) -> Vec<u8> {
     match input {
         Input::Buffer(memory) => memory,

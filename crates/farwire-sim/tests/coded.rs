@@ -1,5 +1,5 @@
-//! Tier 2: collectives through codecs, on the simulated network, against references that are
-//! written plainly.
+//! Tier 2: collectives through codecs, on the simulated network, against plainly written
+//! references.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -30,7 +30,7 @@ fn gradients(seed: u64, ranks: usize, len: usize) -> Vec<Vec<f32>> {
         .collect()
 }
 
-/// One rank's order: its error feedback holds the tensor `w`.
+/// One rank's order for the tensor `w`, without error feedback.
 fn order(
     collective: Collective,
     codec: CodecSpec,
@@ -59,8 +59,8 @@ fn spec(name: &str) -> CodecSpec {
     name.parse().unwrap()
 }
 
-/// A network whose frames arrive in another order with every seed, while coding takes more or less
-/// time.
+/// A network whose frames arrive in another order with every seed, and where coding takes more or
+/// less time.
 fn network(ranks: usize, seed: u64) -> Network {
     let lan = Network::lan(ranks as u32);
     let link = Link { jitter: Duration::from_millis(seed % 7), ..lan.link };
@@ -69,7 +69,7 @@ fn network(ranks: usize, seed: u64) -> Network {
 
 /// Runs one exchange on all ranks, with frames of `segment` bytes.
 fn simulate(orders: Vec<Order>, segment: usize, network: Network) -> Report {
-    // Lanes keep step, or go as far ahead as they like.
+    // Lanes keep in step, or go as far ahead as they like.
     let lead = NonZeroU32::new(network.seed as u32 % 3);
     let mut sim = Sim::with_config(network, Config { lead, ..Config::default() });
     for order in orders {
@@ -94,8 +94,8 @@ fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|value| value.to_bits()).collect()
 }
 
-/// The reference: all ranks in one loop, the codec used as a library, sums in rank order, and
-/// nothing in chunks, rounds or parcels.
+/// The reference: all ranks in one loop, the codec used as a library, sums in rank order, and no
+/// chunks, rounds or parcels.
 struct Reference {
     codec: CodecSpec,
     feedback: Vec<ErrorFeedback>,
@@ -200,12 +200,12 @@ fn two_phase(
     result
 }
 
-/// Worlds of all sizes, several steps with error feedback, frames of all sizes in any order: the
-/// same bits on all ranks, and those of the reference.
+/// Worlds of all sizes, several steps with error feedback, frames of all sizes in any order: all
+/// ranks get the same bits, those of the reference.
 #[test]
 fn every_codec_equals_its_reference_on_every_world() {
     for ranks in [1, 2, 3, 4, 7, 16, 64] {
-        // Many ranks find nothing in a codec's corners that a few do not.
+        // Many ranks find nothing in a codec's corner cases that a few do not.
         for codec in
             samples().filter(|codec| ranks < 16 || typical().any(|typical| typical == *codec))
         {
@@ -422,7 +422,8 @@ impl VectorCodec for Halves {
     }
 }
 
-/// A codec of another crate, with the whole trait. Its name is taken, which must not matter.
+/// A codec from another crate that implements the whole trait. Its name is already taken, which
+/// must not matter.
 #[derive(Debug)]
 struct Relabelled;
 
@@ -526,7 +527,7 @@ fn a_nan_anywhere_is_the_same_error_everywhere() {
     }
 }
 
-/// Finite inputs whose sum is not: the owner tells.
+/// Finite inputs whose sum is not: the owner reports it.
 #[test]
 fn a_sum_that_does_not_fit_is_the_same_error_everywhere() {
     for codec in ["none", "topk:0.5,values=f32", "powersgd:1"] {
@@ -546,8 +547,8 @@ fn a_sum_that_does_not_fit_is_the_same_error_everywhere() {
     }
 }
 
-/// Mass: what went in is what came out and what is owed, over a hundred steps of which some fail
-/// half-way.
+/// Conservation: what went in equals what came out plus what is owed, over a hundred steps, some of
+/// which fail halfway.
 #[test]
 fn nothing_is_lost_when_ranks_die_half_way() {
     let (ranks, len, steps) = (3, 400, 100);
@@ -561,7 +562,7 @@ fn nothing_is_lost_when_ranks_die_half_way() {
             let mut network = network(ranks, step);
             let fails = step % 10 == 3;
             if fails {
-                // A rank dies at a step that moves on with each failure.
+                // A rank dies at a step that changes with each failure.
                 crashes += 1;
                 network.troubles = vec![Trouble::Crash { peer: Peer(2), step: 1 + crashes % 3 }];
             }
@@ -593,8 +594,8 @@ fn nothing_is_lost_when_ranks_die_half_way() {
                 continue;
             }
             failures += 1;
-            // It had not sent all of its shards, so nobody is done. All owe what they owed; the
-            // dead rank comes back with what it had.
+            // It had not sent all of its shards, so no rank is done. All owe what they owed before;
+            // the dead rank comes back with what it had.
             assert_eq!(done, 0, "{codec}");
             for (feedback, before) in feedback.iter().zip(&before) {
                 assert_eq!(
@@ -652,8 +653,8 @@ fn all_reduce(
     results.swap_remove(0)
 }
 
-/// What one codec leaves out, the next one sends: as a worker or as an owner, and whoever is the
-/// owner then.
+/// What one codec leaves out, the next one sends, whether a worker or an owner owes it, and
+/// whichever rank is the owner by then.
 #[test]
 fn nothing_is_lost_when_the_codec_changes() {
     let len = 500;
@@ -692,8 +693,8 @@ fn nothing_is_lost_when_the_codec_changes() {
     }
 }
 
-/// Top-k cuts a vector into one shard for each rank; codecs without it cut a long vector into
-/// chunks first. So most elements change their owner.
+/// Top-k cuts a vector into one shard for each rank; `none` cuts a long vector into chunks first.
+/// So most elements change their owner.
 #[test]
 fn nothing_is_left_behind_when_elements_change_their_owner() {
     let (ranks, len) = (2, (1 << 22) + 1000);
@@ -704,12 +705,12 @@ fn nothing_is_left_behind_when_elements_change_their_owner() {
     assert!(!feedback.iter().any(|feedback| feedback.owes("w")));
 }
 
-/// What one rank sends through a codec, by the lengths of its real messages, on worlds whose
+/// What one rank sends through a codec, by the lengths of its real messages, in worlds whose
 /// vectors would not all fit in memory.
 #[test]
 fn volumes_are_those_of_the_formulas() {
     let len = 40_000_000;
-    // Bits per element of the vector, as the codecs' descriptions have them: kept elements at 1 %
+    // Bits per element of the vector, as the codecs' descriptions give them: kept elements at 1 %
     // cost 8.11 bits for the index.
     let cases = [
         ("topk:0.01", (8.11 + 16.0) * 0.01),
@@ -769,7 +770,7 @@ fn volumes_are_those_of_the_formulas() {
 }
 
 /// Parcels that no codec makes, in any round: every other rank ends with an error that names their
-/// sender, has its input back and owes what it owed.
+/// sender, gets its input back and owes what it owed before.
 #[test]
 fn nonsense_from_one_rank_fails_all_others_and_changes_no_residuals() {
     let ranks = 3;

@@ -67,7 +67,7 @@ fn network(hosts: &[u64], seed: u64) -> Network {
 }
 
 fn simulate(orders: Vec<Order>, segment: usize, network: Network) -> Report {
-    // Lanes keep step, or go as far ahead as they like.
+    // Lanes keep in step, or go as far ahead as they like.
     let lead = NonZeroU32::new(network.seed as u32 % 3);
     let mut sim = Sim::with_config(network, Config { lead, ..Config::default() });
     for order in orders {
@@ -230,12 +230,12 @@ fn a_rank_owes_only_for_the_columns_it_serves() {
         feedback.iter().map(|rank| rank.to_bytes().len()).max().unwrap() as f64
     };
     let (two_level, flat) = (owed(&hosts), owed(&[0; 8]));
-    // Worker and owner: (1/4 + 1/8) of the vector, and flat (1 + 1/8).
+    // Worker plus owner: 1/4 + 1/8 of the vector in two levels, 1 + 1/8 flat.
     let ratio = two_level / flat;
     assert!((0.32..=0.35).contains(&ratio), "{two_level} bytes for {flat}");
 }
 
-/// Ranks that went the flat way owe for all elements; what they owe for others' columns is sent.
+/// Ranks owe for all elements after a flat call; what they owe for others' columns is sent later.
 #[test]
 fn what_was_owed_from_a_flat_call_is_paid() {
     let (hosts, len) = ([0, 0, 1, 1], 1000);

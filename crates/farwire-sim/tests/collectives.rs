@@ -203,7 +203,7 @@ fn an_algorithm_that_cannot_work_in_place_is_chosen_only_for_short_vectors() {
         assert_eq!(case.plans()[0].fingerprint().algorithm, Algorithm::GatherReduce);
         let mut case = case.in_place();
         assert_eq!(case.plans()[0].fingerprint().algorithm, in_place);
-        case.options.algorithm = Some(in_place); // which the oracle wants to know
+        case.options.algorithm = Some(in_place); // the oracle needs to know
         check(&case, jittery(2, 1, 1), 1).unwrap();
     }
 }

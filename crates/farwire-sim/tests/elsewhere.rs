@@ -1,4 +1,4 @@
-//! Tier 2: ranks whose vectors are not in host memory, among ranks whose are.
+//! Tier 2: ranks whose vectors are outside host memory, among ranks whose vectors are in it.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -183,7 +183,7 @@ struct Run {
     owed: Vec<Vec<u8>>,
 }
 
-/// An all-reduce, with the vectors of rank 1 on a device unless `device` is none.
+/// An all-reduce, with the vectors of rank 1 on a device unless `device` is `None`.
 fn run(codec: &str, device: Option<Option<Step>>) -> Run {
     let feedback: Vec<_> = (0..RANKS).map(|_| ErrorFeedback::new()).collect();
     let mut sim = Sim::new(Network::lan(RANKS));
@@ -241,7 +241,7 @@ fn a_device_that_fails_is_an_error_on_every_rank_and_changes_no_residuals() {
             assert!(result.is_empty(), "{step:?}");
             assert!(owed.iter().all(|owed| *owed == ErrorFeedback::new().to_bytes()), "{step:?}");
         }
-        // Nobody waits for this rank any more: the others have their result.
+        // No rank waits for this one any more: the others have their result.
         for step in [Step::Decode, Step::Finish] {
             let Run { ends, result, owed } = run(codec, Some(Some(step)));
             assert!(matches!(&ends[0], JobEnd::Done(_)), "{step:?}");

@@ -1,5 +1,5 @@
 //! Tier 2: crashes, stalls, partitions, deadlines and ranks that call different things. Nothing
-//! hangs, every rank learns of it, inputs come back as they were.
+//! hangs, every rank learns of the trouble, and inputs come back as they were.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -37,8 +37,8 @@ fn twice(case: &Case, network: Network) -> (Report, Vec<JobId>, Vec<JobId>) {
     (sim.run().unwrap_or_else(|hang| panic!("{hang}")), first, second)
 }
 
-/// Each operation that `rank` started ended well with the right result or badly with an error about
-/// `fault` and its input back, and the last one badly.
+/// Each operation that `rank` started ended with the right result, or with an error about `fault`
+/// and its input back; the last one ended with an error.
 fn assert_learns(report: &Report, case: &Case, rank: usize, jobs: [JobId; 2], fault: Fault) {
     let [first, second] = jobs.map(|job| report.job(job));
     assert!(
@@ -60,7 +60,7 @@ fn assert_learns(report: &Report, case: &Case, rank: usize, jobs: [JobId; 2], fa
     assert!(second.error().is_some(), "the communicator cannot be used without the lost rank");
 }
 
-/// A crash of any rank at every step of every collective, worlds 2 to 5. Some survivors may
+/// A crash of any rank at every step of every collective, in worlds of 2 to 5. Some survivors may
 /// complete the collective, if the victim had done its part for them; the next one fails on all.
 #[test]
 fn survivors_of_any_crash_get_the_error_and_their_input() {
@@ -310,7 +310,7 @@ fn ranks_that_call_different_things_all_get_an_error_that_shows_both() {
 fn a_rank_that_skipped_a_call_is_an_error_on_all() {
     let a = Call::AllReduce { count: 20, dtype: DType::F32, op: ReduceOp::Sum };
     let b = Call::Broadcast { count: 20, dtype: DType::F32, root: Rank(0) };
-    // The skipped call differs from the next one: found as soon as frames meet.
+    // The skipped call differs from the next one, which shows as soon as frames meet.
     let calls: Vec<_> = (0..4)
         .map(|rank| {
             if rank == 2 {
@@ -325,7 +325,7 @@ fn a_rank_that_skipped_a_call_is_an_error_on_all() {
         assert!(matches!(error.fault, Fault::Desync(..)), "{error}");
         assert!(at < Time(Duration::from_secs(1)));
     }
-    // All calls are alike: nothing shows before the others wait for a call that does not come.
+    // All calls are alike, so nothing shows before the others wait for a call that does not come.
     let calls: Vec<_> = (0..4).map(|rank| vec![a.clone(); if rank == 2 { 4 } else { 5 }]).collect();
     let errors = first_errors(&calls, Duration::from_secs(5));
     for rank in [0, 1, 3] {
@@ -360,7 +360,7 @@ fn messages_of_different_lengths_are_an_error_at_both_ends() {
 }
 
 /// Two ranks that disagree on what passes between them both find out, whichever way it goes; the
-/// third learns at its next call.
+/// third finds out at its next call.
 #[test]
 fn a_pair_that_disagrees_in_all_to_all_finds_out_at_both_ends() {
     let dtype = DType::U8;
@@ -381,7 +381,7 @@ fn a_pair_that_disagrees_in_all_to_all_finds_out_at_both_ends() {
     }
 }
 
-/// Members that list a communicator's members differently would mistake each other's shards.
+/// Members that list a communicator's members differently would mix up each other's shards.
 #[test]
 fn members_that_open_a_communicator_differently_get_an_error() {
     for algorithm in Kind::AllReduce.algorithms() {
@@ -428,8 +428,8 @@ fn a_message_that_never_comes_fails_alone() {
     );
 }
 
-/// Sends to a rank that does not listen time out; those after them arrive, in order and whole. Some
-/// of the first were on their way, whole or in part, when they were given up.
+/// Sends to a rank that does not receive time out; later ones arrive, in order and whole. Some of
+/// the first were under way, whole or in part, when they were given up.
 #[test]
 fn messages_after_some_that_were_given_up_arrive() {
     let dtype = DType::U8;

@@ -49,7 +49,7 @@ fn a_thousand_interleavings_of_eight_operations_are_right_bit_for_bit() {
         let mut checks = Vec::new();
         for (comm, members) in &groups {
             let share = if *comm == CommId::WORLD { 4 } else { 2 };
-            // On each rank, submissions on a communicator are in order but at random distances.
+            // On each rank, submissions on a communicator are in order but at random intervals.
             let mut clocks = vec![Duration::ZERO; members.len()];
             for _ in 0..share {
                 let mut case = Case::new(

@@ -7,7 +7,8 @@ use std::time::Duration;
 use farwire_proto::membership::{Flaw, TieRule};
 use farwire_sim::chaos::{Fault, Promise, Schedule, Seen, Violation};
 
-/// Runs the schedules of some seeds; the first violation, or the first of a kind, made small.
+/// Runs the schedules of some seeds. Returns the first violation (with a flaw, the first one of its
+/// promises) with its schedule made small.
 fn run(
     seeds: impl Iterator<Item = u64>,
     flaw: Option<(Flaw, &[Promise])>,
@@ -67,9 +68,9 @@ fn members_agree_under_much_chaos() {
 #[test]
 fn each_flaw_is_found() {
     use Promise::{End, OneView, Progress, WholeJoin};
-    // With a seed before the first that shows it.
+    // Each with a seed to start from, before the first that shows it.
     let flaws: [(Flaw, &[Promise], u64); 7] = [
-        // What was agreed on once is agreed on again, and nobody gets anywhere.
+        // What was agreed on once is agreed on again, and no process gets anywhere.
         (Flaw::SkipFence, &[OneView, Progress, End], 0),
         (Flaw::ForgetTieRule, &[OneView], 0),
         (Flaw::AdmitOnSubset, &[WholeJoin], 0),
@@ -103,14 +104,15 @@ fn calm(ranks: u32, faults: Vec<Fault>) -> Seen {
     schedule.run(&|_| ()).unwrap()
 }
 
-/// Killed one after the other on one host, a world of four goes on as one.
+/// A world of four on one host, killed one after the other, goes on as a world of one.
 #[test]
 fn the_last_one_goes_on() {
     let seen = calm(4, vec![Fault::Kill(0), Fault::Kill(0), Fault::Kill(0)]);
     assert_eq!((seen.views, seen.no_quorum), (3, 0), "{seen:?}");
 }
 
-/// More than half at once, which no majority survives: the proofs are complete, so the rest goes on.
+/// More than half die at once, so no majority survives. But the proofs are complete, so the rest
+/// goes on.
 #[test]
 fn more_than_half_may_die_at_once_on_one_host() {
     let at = Duration::from_secs(1);

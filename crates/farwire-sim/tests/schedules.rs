@@ -39,7 +39,7 @@ proptest! {
         }
     }
 
-    /// Each rank's input reaches the result exactly once: a walk over the frames that follows which
+    /// Each rank's input reaches the result exactly once. A walk over the frames tracks which
     /// ranks' inputs each element holds, and refuses to add one twice, to lose one, or to read what
     /// is not there yet.
     #[test]
@@ -63,8 +63,8 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(1024))]
 
-    /// The same walk with input and output in one memory, which refuses to read an input that
-    /// something was written over.
+    /// The same walk with input and output in one memory. It refuses to read an input that was
+    /// overwritten.
     #[test]
     fn no_input_is_overwritten_before_it_was_read(
         which in prop::sample::select(every_in_place()),
@@ -84,7 +84,7 @@ proptest! {
     }
 }
 
-/// That walk finds it out where it is so: of an all-reduce by gather-reduce, were it made in place.
+/// The walk does find such a read: in an all-reduce by gather-reduce, if it were made in place.
 #[test]
 #[should_panic(expected = "read after it was overwritten")]
 fn gather_reduce_in_place_would_read_what_it_has_overwritten() {
@@ -129,8 +129,7 @@ fn fold_turns_follow_rank_order() {
                     .map(|(from, i)| (frames.recv(from, i).gate.folded, i, from))
                     .collect();
                 turns.sort();
-                // One fold at a time; segment by segment, and each from the lowest rank to the
-                // highest.
+                // One fold at a time, segment by segment, each from the lowest rank to the highest.
                 assert!(turns.iter().map(|(turn, ..)| *turn).eq(0..turns.len()));
                 assert!(turns.is_sorted_by_key(|(_, i, from)| (*i, *from)), "{turns:?}");
             }
@@ -138,7 +137,7 @@ fn fold_turns_follow_rank_order() {
     }
 }
 
-/// Running schedules on sets of contributors rather than numbers.
+/// Runs schedules on sets of contributors rather than numbers.
 mod symbolic {
     use std::collections::{HashMap, VecDeque};
 
@@ -155,9 +154,9 @@ mod symbolic {
     struct Place<'a> {
         plan: &'a Plan,
         own: Held,
-        /// If that is not the output too.
+        /// The input, if it is not in one memory with the output.
         input: Vec<Held>,
-        /// Or both, where they are one; and where each starts in it.
+        /// The output, or both if they share one memory; `in_place` says where each starts in it.
         output: Vec<Held>,
         in_place: Option<InPlace>,
         /// A fold's running value, where the output cannot hold it.
@@ -285,7 +284,7 @@ mod symbolic {
         fn send(&mut self, to: Rank) -> Vec<Held> {
             let source = frames(self.plan).send(to, self.sent[to.index()]).source;
             self.sent[to.index()] += 1;
-            // Whoever frees slots by sending is whoever partial results go to.
+            // Slots are freed by sending to the rank that partial results go to.
             self.progress.sent += usize::from(frames(self.plan).downstream() == Some(to));
             match source {
                 Source::Nothing => Vec::new(),
@@ -364,7 +363,7 @@ mod symbolic {
                     match fold.running {
                         Running::Output(_) if self.in_place.is_some() => self.running = running,
                         Running::Output(span) => self.output(span).copy_from_slice(&running),
-                        // A result that nobody is sent from a slot: at the end of a scan, or of
+                        // A result that is sent to no rank from a slot: at the end of a scan, or of
                         // what comes from other hosts.
                         Running::Slot(_)
                             if frames(self.plan).downstream().is_none()

@@ -1,6 +1,5 @@
 //! Tier 2: any order of events, chosen byte by byte, at machines with operations of all kinds in
-//! flight. Each operation ends once on every rank; and if nothing went wrong, with the right
-//! result.
+//! flight. Each operation ends once on every rank, and with the right result if nothing went wrong.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -35,7 +34,7 @@ fn check(bytes: &[u8]) -> Result<bool, TestCaseError> {
     Ok(outcome.trouble)
 }
 
-/// Everything but troubles.
+/// Scripts without troubles.
 fn calm() -> impl Strategy<Value = Vec<u8>> {
     let step = (0u8..16, 0u8..11).prop_map(|(which, what)| which << 4 | what);
     prop::collection::vec(step, 0..400)

@@ -24,7 +24,7 @@ fn between(hosts: &[u64]) -> Network {
     }
 }
 
-/// An all-reduce of `count` elements between these hosts, as `tune` chooses.
+/// A two-level all-reduce of `count` elements between these hosts.
 fn case(hosts: &[u64], count: usize, dtype: DType, op: ReduceOp) -> Case {
     let n = hosts.len() as u32;
     // Frames of the usual size, or an eighth of a short vector.
@@ -59,7 +59,7 @@ fn awkward_lengths_on_even_and_uneven_hosts_have_the_bits_of_the_placement() {
             ] {
                 let mut case = case(hosts, count, dtype, op);
                 let expected = case.expected();
-                // What nobody asked for has the same bits: a short vector, too.
+                // The bits are the same if no algorithm is asked for, even for a short vector.
                 case.options.algorithm = None;
                 for lead in [0, 1] {
                     let lead = NonZeroU32::new(lead);
@@ -109,7 +109,7 @@ fn rank_order_is_kept_if_asked_for() {
     }
 }
 
-/// Lengths only.
+/// An all-reduce of lengths only.
 fn run(hosts: &[u64], bytes: usize, algorithm: Option<Algorithm>) -> Report {
     let mut sim = Sim::new(between(hosts));
     sim.carry_lengths();
@@ -144,7 +144,7 @@ fn what_leaves_a_host_does_not_grow_with_its_ranks() {
     }
 }
 
-/// A rank whose launcher told it something else, say.
+/// This could be a rank whose launcher told it something else.
 #[test]
 fn ranks_that_see_different_hosts_get_an_error_on_all_sides() {
     let case = case(&[0, 0, 1, 1], 1009, DType::F32, ReduceOp::Sum);

@@ -89,7 +89,7 @@ fn rounds_are_what_each_algorithm_says() {
         (Kind::AllReduce, Algorithm::Ring, 2 * (n - 1)),
         (Kind::Reduce, Algorithm::TwoPhase, 2),
         (Kind::Reduce, Algorithm::GatherReduce, 1),
-        (Kind::Reduce, Algorithm::Tree, 3), // node 7 hangs from 6, that from 4, that from 0
+        (Kind::Reduce, Algorithm::Tree, 3), // node 7 hangs from 6, 6 from 4, and 4 from 0
         (Kind::Reduce, Algorithm::Chain, n - 1),
         (Kind::Broadcast, Algorithm::Tree, 3),
         (Kind::Broadcast, Algorithm::Chain, n - 1),

@@ -1,13 +1,13 @@
-//! A few bits per element: blocks with a scale of their own, rounded to 8 or 4 bits.
+//! A few bits per element: each block has a scale, and its elements are rounded to 8 or 4 bits.
 //!
 //! Steps, per block:
 //! 1. With `rotate=on`: flip signs at random and apply a Hadamard transform, which spreads outliers
 //!    and makes any block look Gaussian.
 //! 2. scale = largest magnitude / largest code, and each element becomes code = round(x / scale),
-//!    to the nearest or by chance so that the mean is right. Rotated int4 uses the sixteen
-//!    Lloyd–Max levels for a Gaussian instead, with scale = root mean square: distortion 0.0095
-//!    where equal steps up to the largest magnitude leave 0.018. These levels are not unbiased, so
-//!    `rounding=stochastic` takes the equal steps.
+//!    to the nearest, or at random so that the mean is right. Rotated int4 uses the sixteen
+//!    Lloyd–Max levels for a Gaussian instead, with scale = root mean square: distortion is 0.0095,
+//!    where equal steps up to the largest magnitude leave 0.018. These levels are biased, so
+//!    `rounding=stochastic` uses the equal steps.
 //!
 //! | format | codes | bytes of a block |
 //! |---|---|---|
@@ -56,7 +56,7 @@ pub enum Rounding {
     /// To the nearest code.
     #[default]
     Nearest,
-    /// To one of the two next codes, by chance, right in the mean.
+    /// To one of the two nearest codes, at random so that the mean is right.
     Stochastic,
 }
 
@@ -159,8 +159,8 @@ impl BlockQuantiser {
             Format::Fp8 => scale_for(largest, 448.0),
             Format::Int4 if !self.has_levels() => scale_for(largest, 7.0),
             Format::Int4 if is_sendable(largest) => {
-                // Squares of numbers near 2¹⁰⁰ would overflow, so the mean is taken of multiples of
-                // the largest.
+                // Squares of numbers near 2¹⁰⁰ would overflow, so values are divided by the largest
+                // first.
                 let sum = simd::sum_squares(level, values, 1.0 / largest);
                 let scale = largest * (sum / values.len() as f32).sqrt();
                 (scale, 1.0 / scale)
@@ -238,11 +238,9 @@ impl BlockQuantiser {
         Ok(())
     }
 
-    /// Codes as multiples of the scale, turned back; and what to multiply them by for a scale of
-    /// one.
+    /// Codes as multiples of the scale, with the rotation undone.
     ///
-    /// Encoder and decoder both come here, so that what one subtracts is what the other adds, to
-    /// the bit.
+    /// Encoder and decoder both call this, so that one subtracts what the other adds, to the bit.
     fn decoded_units(
         &self,
         level: Level,
@@ -297,11 +295,11 @@ impl BlockQuantiser {
     }
 }
 
-/// Elements that four-bit codes are unpacked for at a time.
+/// Elements whose four-bit codes are packed or unpacked at a time.
 const PIECE: usize = 512;
 
-/// Rotates the values: a Hadamard transform of norm one over each power of two that their number is
-/// made of, largest first. Its own inverse.
+/// Rotates the values. Their number is split into powers of two, largest first, and each run gets a
+/// Hadamard transform of norm one. It is its own inverse.
 fn turn(level: Level, mut values: &mut [f32]) {
     while !values.is_empty() {
         let len = 1 << values.len().ilog2();
@@ -319,8 +317,7 @@ pub(crate) fn is_sendable(largest: f32) -> bool {
     (1.0 / TWO_100..=TWO_100).contains(&largest)
 }
 
-/// What a code of one is worth when `top` is to be `largest`, and the inverse; zeros if that cannot
-/// be.
+/// The scale at which the code `top` stands for `largest`, and its inverse; zeros if there is none.
 pub(crate) fn scale_for(largest: f32, top: f32) -> (f32, f32) {
     if is_sendable(largest) { (largest / top, top / largest) } else { (0.0, 0.0) }
 }

@@ -1,6 +1,6 @@
 //! Half the bytes: each element rounded to a 16-bit float, to the nearest, ties to even.
 //!
-//! Bytes: 2 per element. What is too large for the type becomes its largest finite number, and with
+//! Bytes: 2 per element. A value too large for the type becomes its largest finite number; with
 //! error feedback the rest is sent later.
 
 use std::sync::Arc;

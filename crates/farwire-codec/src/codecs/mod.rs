@@ -24,12 +24,12 @@ pub static CODECS: &[CodecFamily] = &[
     powersgd::FAMILY,
 ];
 
-/// The names of codecs as people use them.
+/// The codec names that people typically use.
 pub fn typical() -> impl Iterator<Item = &'static str> {
     CODECS.iter().flat_map(|family| family.typical).copied()
 }
 
-/// The names of codecs with all options that change the code that runs.
+/// Codec names that cover every option that changes which code runs.
 pub fn samples() -> impl Iterator<Item = &'static str> {
     CODECS.iter().flat_map(|family| family.typical.iter().chain(family.corners)).copied()
 }

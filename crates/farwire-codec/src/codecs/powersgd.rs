@@ -1,22 +1,24 @@
-//! PowerSGD: a matrix of low rank in place of the gradient, from one step of power iteration that
-//! starts where the last one ended.
+//! PowerSGD: sends a matrix of low rank in place of the gradient, from one step of power iteration
+//! that starts where the last one ended.
 //!
-//! The gradient plus residual of rank i is seen as a matrix Mᵢ of m × n. All ranks hold the same Q,
-//! n × r:
+//! The gradient plus residual of rank i is treated as an m × n matrix Mᵢ. All ranks hold the same
+//! Q, n × r:
 //!
-//! 1. Pᵢ = Mᵢ·Q. The ranks sum P (m × r), and make its columns orthonormal: P̂, the same on every
-//!    rank.
+//! 1. Pᵢ = Mᵢ·Q. The ranks sum P (m × r) and make its columns orthonormal: this is P̂, the same on
+//!    every rank.
 //! 2. Qᵢ = Mᵢᵀ·P̂. The ranks sum Q (n × r).
 //! 3. The result is P̂·Qᵀ. What rank i has not sent is Mᵢ − P̂·Qᵢᵀ: that is its residual, and the
 //!    results and residuals add up to the inputs. Q is kept for the next step.
 //!
-//! A tensor of two or more dimensions is a matrix of its first by the rest; any other is cut into
-//! rows of ⌈√len⌉ elements, the last one filled up with zeros. Small tensors are better left dense.
+//! A tensor of two or more dimensions becomes a matrix of its first by the rest, if both are above
+//! 1; any other is cut into rows of ⌈√len⌉ elements, the last one padded with zeros. Small tensors
+//! are better left dense.
 //!
 //! Bytes: P and Q travel as f32, by any allreduce: 4·r·(m + n) each way.
 //!
-//! The long sums are made in pieces, [`SEGMENT`] columns for P and [`BAND`] rows for Q, and the
-//! pieces added from the first to the last: so a GPU can make them side by side, with the same bits.
+//! Long sums are made in pieces, of [`SEGMENT`] columns for P and [`BAND`] rows for Q, which are
+//! then added from first to last. So a GPU can compute the pieces in parallel and get the same
+//! bits.
 
 use std::sync::Arc;
 
@@ -27,15 +29,15 @@ use crate::rng::{Counter, Purpose};
 use crate::simd::{self, Level};
 use crate::spec::{CodecSpec, positive};
 
-/// Columns whose products are added up on their own, in an element of P.
+/// Columns per partial sum in an element of P.
 pub const SEGMENT: usize = 512;
-/// Rows whose products are added up on their own, in an element of Q.
+/// Rows per partial sum in an element of Q.
 pub const BAND: usize = 128;
 
 /// Sends matrices of a given rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct PowerSgd {
-    /// Columns of P and Q, at least 1. More than a matrix has rows or columns are not used.
+    /// Columns of P and Q, at least 1. A matrix with fewer rows or columns uses only that many.
     pub rank: usize,
 }
 
@@ -61,7 +63,7 @@ impl Codec for PowerSgd {
 /// A tensor seen as a matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
-    /// Rows; the last may be short of elements, which are then zero.
+    /// Rows; elements missing from the last row are zero.
     pub rows: usize,
     /// Columns.
     pub columns: usize,
@@ -84,7 +86,8 @@ impl Shape {
 }
 
 impl PowerSgd {
-    /// Starts a step: computes this rank's P. `warm` is what the last step returned, or nothing.
+    /// Starts a step: computes this rank's P. `warm` is [`PowerState::warm`] of the last step, if
+    /// there was one.
     pub fn begin(
         &self,
         values: Values<'_>,
@@ -142,7 +145,7 @@ impl PowerSgd {
         q
     }
 
-    /// Elements of P and of Q for a matrix of this shape: what the two sums move.
+    /// Elements of P and of Q for a matrix of this shape, which the two sums move.
     pub fn factor_lens(&self, shape: Shape) -> (usize, usize) {
         let rank = self.rank.min(shape.rows).min(shape.columns);
         (shape.rows * rank, shape.columns * rank)
@@ -165,7 +168,7 @@ impl PowerP {
         &self.p
     }
 
-    /// Goes on with the sum of all ranks' P: computes this rank's Q.
+    /// Continues with the sum of all ranks' P: computes this rank's Q.
     pub fn with_sum(self, mut p: Vec<f32>) -> Result<PowerQ, EncodeError> {
         assert_eq!(p.len(), self.p.len(), "the sum of P has the shape of P");
         check_finite(&p)?;
@@ -201,13 +204,13 @@ pub struct PowerQ {
 }
 
 impl PowerQ {
-    /// This rank's Q, column by column: so the inner loops run along rows of the matrix.
+    /// This rank's Q, column by column, so that the inner loops run along rows of the matrix.
     pub fn q(&self) -> &[f32] {
         &self.q
     }
 
-    /// Ends with the sum of all ranks' Q: adds the result to `acc`, and returns what to keep for
-    /// the next step.
+    /// Finishes with the sum of all ranks' Q: adds the result to `acc`, and returns what to keep
+    /// for the next step.
     pub fn with_sum(self, q: Vec<f32>, acc: &mut [f32]) -> Result<PowerState, EncodeError> {
         assert_eq!(q.len(), self.q.len(), "the sum of Q has the shape of Q");
         assert_eq!(acc.len(), self.matrix.len(), "one element for each of the tensor");
@@ -233,7 +236,7 @@ impl PowerQ {
 pub struct PowerState {
     /// What this rank has not sent; empty with [`Residual::Off`].
     pub residual: Vec<f32>,
-    /// Where the next step starts: the same on every rank.
+    /// The Q that the next step starts with, the same on every rank.
     pub warm: Vec<f32>,
 }
 
@@ -258,7 +261,7 @@ pub(crate) fn orthonormalise(matrix: &mut [f32], rank: usize) {
         let (done, rest) = columns.split_at_mut(c);
         let column = &mut rest[0];
         let before = dot(column, column);
-        // Twice: the second time takes away what rounding left the first time.
+        // Twice: the second pass removes what rounding left in the first.
         for _ in 0..2 {
             for other in &*done {
                 let along = dot(column, other);

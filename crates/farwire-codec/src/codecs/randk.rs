@@ -3,10 +3,10 @@
 //! Steps:
 //! 1. The n elements are cut into k strata of ⌊n/k⌋ or ⌈n/k⌉ neighbours, and one element of each is
 //!    drawn: number j of a counter RNG over (seed, step, tensor). So the count is exact, no element
-//!    is drawn twice, they come in order, and which of them fall into a shard is known without
-//!    looking at the others.
-//! 2. In one pass over memory: a = gradient + residual, written; then the drawn elements are sent
-//!    and leave the residual.
+//!    is drawn twice, they come in order, and those in a shard are found without looking at the
+//!    others.
+//! 2. In one pass over memory: write a = gradient + residual, then send the drawn elements and take
+//!    what was sent out of the residual.
 //!
 //! With error feedback values are sent as they are. Without it, a worker multiplies each by the
 //! length of its stratum, about n/k, so that the result is right in the mean.
@@ -29,11 +29,11 @@ use crate::threads;
 /// Keeps random elements.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct RandomK {
-    /// How many.
+    /// How many elements to keep.
     pub keep: Share,
     /// Whether values are rounded to bfloat16.
     pub bf16: bool,
-    /// In place of the seed of the operation's context, if set.
+    /// If set, replaces the seed of the operation's context.
     pub seed: Option<u64>,
 }
 
@@ -176,7 +176,7 @@ impl MessageCodec for RandomK {
         for bytes in bytes.chunks(512 * self.width()) {
             let values = &mut values[..bytes.len() / self.width()];
             let indices = &mut indices[..values.len()];
-            // Places first: zip must not draw one more than there are.
+            // Indices come first: zip must not draw one element too many.
             for (index, one) in indices.iter_mut().zip(drawn.by_ref()) {
                 *index = one.index - range.start;
             }
@@ -264,7 +264,8 @@ impl Strata {
         all.filter(move |one| range.contains(&one.index))
     }
 
-    /// The first stratum whose drawn element is in `range`, if any is, and how many there are.
+    /// The first stratum whose drawn element is in `range`, if there is one, and how many there
+    /// are.
     pub(crate) fn run_within(&self, range: Range<usize>) -> (u64, usize) {
         let first = self.touching(&range).start;
         let count = self.count_within(range.clone());
@@ -273,7 +274,7 @@ impl Strata {
         (first + u64::from(skipped), count)
     }
 
-    /// How many drawn elements are in `range`. Only the strata at its ends need a look.
+    /// How many drawn elements are in `range`. Only the strata at its ends need checking.
     fn count_within(&self, range: Range<usize>) -> usize {
         let touching = self.touching(&range);
         let ends = [touching.start, touching.end.saturating_sub(1)];

@@ -1,9 +1,9 @@
 //! One bit per element: its sign, times the mean magnitude of its block of 4,096.
 //!
 //! Steps: per block, scale = ‖x‖₁ / len; each element becomes ± scale. Needs error feedback, at
-//! worker and owner. On a Gaussian what is left is 1 − 2/π = 0.363 of the energy.
+//! worker and owner. On Gaussian values, 1 − 2/π = 0.363 of the energy is left over.
 //!
-//! Bytes of a block: f32 scale, then one bit per element (set: negative), filled up to a byte.
+//! Bytes of a block: f32 scale, then one bit per element (set: negative), padded to a byte.
 
 use std::sync::Arc;
 

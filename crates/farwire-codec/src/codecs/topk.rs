@@ -1,13 +1,13 @@
 //! Top-k: the largest elements by magnitude, and error feedback for the rest.
 //!
 //! Steps at a worker, over a vector of n elements of which k are kept:
-//! 1. Guess from a sample a magnitude that a little more than k elements reach (the *floor*).
-//! 2. In one pass over memory: a = gradient + residual, write it, check that it is finite, and
-//!    collect the elements that reach the floor (the *candidates*).
+//! 1. From a sample, guess a magnitude that slightly more than k elements reach (the *floor*).
+//! 2. In one pass over memory, write a = gradient + residual, check that it is finite, and collect
+//!    the elements that reach the floor (the *candidates*).
 //! 3. Select exactly k among the candidates; of equal magnitudes the lowest index wins. If the
 //!    guess was too high, take a floor from a histogram of all exponents and collect again. So the
 //!    result never depends on the guess.
-//! 4. Code each shard; the kept elements' residual is what rounding dropped.
+//! 4. Code each shard; the residual of a kept element is what rounding dropped.
 //!
 //! An owner does the same with its sum. In mode *global* it keeps its share of k, ⌈k·len/n⌉, and
 //! owes the rest; in mode *union* it sends everything that is not zero.
@@ -45,9 +45,9 @@ pub struct TopK {
 /// How many elements are kept.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Keep {
-    /// So many of the whole vector.
+    /// This many of the whole vector.
     Whole(Share),
-    /// So many of each chunk of the vector.
+    /// This many of each chunk of the vector.
     PerChunk {
         /// Elements kept, 1 to `chunk`.
         keep: usize,
@@ -56,7 +56,7 @@ pub enum Keep {
     },
 }
 
-/// A part of a vector.
+/// A number of elements, as a fraction or a count.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Share {
     /// A fraction in (0, 1] of the elements, rounded, but at least one.
@@ -66,7 +66,7 @@ pub enum Share {
 }
 
 impl Share {
-    /// How many of `elements` that is.
+    /// How many of `elements` this is.
     pub fn of(self, elements: usize) -> usize {
         match self {
             Self::Fraction(fraction) => {
@@ -76,7 +76,7 @@ impl Share {
         }
     }
 
-    /// What [`Display`](fmt::Display) prints.
+    /// Parses what [`Display`](fmt::Display) prints.
     pub(super) fn parse(text: &str) -> Result<Self, String> {
         if let Some(count) = text.strip_prefix("count=") {
             return Ok(Self::Count(positive("count", count)?));
@@ -274,7 +274,7 @@ impl TopK {
         }
     }
 
-    /// Codes kept elements of one shard. `start` is where the shard starts within the job.
+    /// Encodes the kept elements of one shard. `start` is where the shard starts within the job.
     fn encode_shard(
         &self,
         level: Level,
@@ -289,8 +289,8 @@ impl TopK {
         let mut next = 0;
         let mut within = [0; BLOCK];
         for (indices, values) in indices.chunks(BLOCK).zip(values.chunks_mut(BLOCK)) {
-            // What rounding leaves is written when the block is coded: by then its lines should be
-            // here.
+            // Rounding errors are written once the block is coded; by then their cache lines should
+            // be here.
             indices.iter().for_each(|index| simd::prefetch(residual, *index as usize));
             let within = &mut within[..indices.len()];
             for (within, index) in within.iter_mut().zip(indices) {
@@ -306,18 +306,18 @@ impl TopK {
     }
 }
 
-/// An accumulator of this many elements stays in a cache near enough that asking for lines ahead
-/// costs more than it gains.
+/// An accumulator of up to this many elements stays in a cache near enough that prefetching costs
+/// more than it gains.
 const CACHED: usize = 1 << 21;
 
 /// What a message of kept elements is added to.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Onto {
-    /// What is there.
+    /// The accumulator as it is.
     Sum,
-    /// Zeros, in place of what is there; and the sum is divided.
+    /// Zeros, whatever the accumulator holds; the sum is divided.
     Zeros {
-        /// By this.
+        /// The number to divide by.
         divisor: f32,
     },
 }
@@ -339,8 +339,8 @@ pub(crate) fn decode(
     if count > range as usize {
         return Err(DecodeError::Count { given: count, range: acc.len() });
     }
-    // Indices are decoded one block ahead of the additions, which fill the gaps that decoding
-    // leaves in the use of memory.
+    // Indices are decoded one block ahead of the additions, which use the memory bandwidth that
+    // decoding leaves idle.
     let mut blocks = [([0; BLOCK], [0.0; BLOCK]), ([0; BLOCK], [0.0; BLOCK])];
     let [ahead, behind] = &mut blocks;
     let (mut ahead, mut behind) = (ahead, behind);
@@ -356,7 +356,7 @@ pub(crate) fn decode(
             let used = index::decode(level, bytes, taken, next, range, indices, add_some)?;
             let end = indices[taken - 1] + 1;
             if fresh {
-                // Just before they are added to, so that they are in a cache then.
+                // Just before the additions, so that the zeros are still in a cache.
                 acc[next as usize..end as usize].fill(0.0);
             } else if acc.len() > CACHED {
                 indices[..taken].iter().for_each(|index| simd::prefetch(acc, *index as usize));
@@ -388,8 +388,8 @@ pub(crate) fn decode(
     DecodeError::check_len(bytes, 0)
 }
 
-/// `acc[index] += value` for ascending indices: what decoding comes down to once they are known,
-/// and so what it is measured against.
+/// `acc[index] += value` for ascending indices: what decoding comes down to once the indices are
+/// known, and so its baseline in benchmarks.
 ///
 /// # Panics
 ///
@@ -405,7 +405,8 @@ pub fn add_at(acc: &mut [f32], indices: &[u32], values: &[f32]) {
     }
 }
 
-/// `keep` of `whole`, scaled to `len` of them: rounded up, so that something is kept of everything.
+/// `keep` of `whole` elements, scaled to `len` of them. Rounded up, so that every part keeps
+/// something.
 pub fn proportion(keep: usize, len: usize, whole: usize) -> usize {
     if whole == 0 { 0 } else { (keep as u128 * len as u128).div_ceil(whole as u128) as usize }
 }
@@ -419,8 +420,8 @@ mod tests {
     use crate::rng::mix32;
 
     proptest! {
-        /// Additions happen while later indices are decoded: each still happens once, whatever the
-        /// level and however many blocks there are.
+        /// Additions happen while later indices are decoded. Each must still happen once, at any
+        /// level and with any number of blocks.
         #[test]
         fn levels_add_the_same(seed: u32, len in 1usize..3000, share in 0.001f64..=1.0) {
             for values in [ValueCoding::F32, ValueCoding::Bf16, ValueCoding::Int8] {
@@ -434,8 +435,8 @@ mod tests {
                 for level in Level::all() {
                     let mut acc = vec![1.0; len];
                     decode(level, values, &out.messages[0], &mut acc, Onto::Sum).unwrap();
-                    // What was not sent is in the residual, so where that is the gradient nothing
-                    // may have been added.
+                    // What was not sent is in the residual, so where the residual is the whole
+                    // gradient, nothing may have been added.
                     let want = gradient.iter().zip(&out.residual).map(|(gradient, left)| 1.0 + (gradient - left));
                     let close = acc.iter().zip(want).all(|(acc, want)| (acc - want).abs() <= want.abs() * 1e-6);
                     prop_assert!(close, "{level:?} {values:?}");

@@ -1,5 +1,5 @@
-//! Everybody's message to everybody: the all-reduce of codecs of which nothing is known but that
-//! they decode, and the all-gather of all.
+//! Everybody's message to everybody: the all-reduce of codecs known only to decode what they
+//! encode, and every all-gather.
 //!
 //! One round. Every rank adds the messages in rank order, its own among them. Bytes per rank: (N−1)
 //! times the coded vector.
@@ -24,7 +24,7 @@ pub(super) struct AllToAll {
 enum What {
     /// All vectors are added up.
     Sum { count: usize, mean: bool },
-    /// Each rank's has its place in the result.
+    /// Each rank's vector has its own place in the result.
     Gather(Vec<Range<usize>>),
 }
 
@@ -91,8 +91,8 @@ impl AllToAll {
         output.resize(len, 0.0);
         for from in world.ranks() {
             let message = if from == me { unseal(&self.own) } else { messages[from.index()] };
-            // What the buffer holds means nothing, so what comes to each element first is written
-            // and not added.
+            // The buffer's contents mean nothing, so the first message for an element is written,
+            // not added.
             let (out, first) = match &self.what {
                 What::Sum { .. } => (&mut output[..], from.index() == 0),
                 What::Gather(blocks) => (&mut output[blocks[from.index()].clone()], true),

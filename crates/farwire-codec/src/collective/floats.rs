@@ -20,7 +20,7 @@ pub enum Floats {
     Bf16(Vec<bf16>),
 }
 
-/// The same for whichever type it is.
+/// The same expression for every type.
 macro_rules! each {
     ($floats:expr, $values:ident => $result:expr) => {
         match $floats {
@@ -58,9 +58,9 @@ impl Floats {
         each!(self, values => bytemuck::cast_slice(&values).to_vec())
     }
 
-    /// Adds to each element, and returns what rounding to 16 bits dropped: nothing from f32 and
-    /// f64, where only the addition itself rounds, as it does in every codec. None, and nothing is
-    /// changed, if a sum is not finite.
+    /// Adds `owed` to the elements, and returns what rounding to 16 bits dropped: nothing for f32
+    /// and f64, where only the addition itself rounds, as it does in every codec. `None`, with
+    /// nothing changed, if a sum is not finite.
     pub(crate) fn add(&mut self, owed: &[f32]) -> Option<Vec<f32>> {
         macro_rules! add_16_bits {
             ($values:ident, $type:ty) => {{

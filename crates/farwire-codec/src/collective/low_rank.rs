@@ -1,5 +1,5 @@
-//! The sums that PowerSGD makes: P, then Q, each scattered to owners who add and gathered again, as
-//! plain f32.
+//! The sums that PowerSGD makes: P, then Q. Each is scattered to owners that add, and gathered
+//! again, as plain f32.
 //!
 //! Bytes per rank: 2·(N−1)/N · 4·r·(m + n) for an m × n matrix and rank r.
 
@@ -14,7 +14,7 @@ pub(super) const ROUNDS: u32 = 4;
 #[derive(Debug)]
 pub(super) struct LowRank {
     matrix: MatrixPlace,
-    /// Of P and of Q, by rank.
+    /// The shards of P and of Q, by rank.
     shards: [Vec<Range<usize>>; 2],
     step: Step,
 }
@@ -22,15 +22,15 @@ pub(super) struct LowRank {
 #[derive(Debug)]
 enum Step {
     Begin,
-    /// This rank's P, which waits for the shards of the others', or for their sums.
+    /// This rank's P, while it waits for the other ranks' shards or sums.
     P(Vec<f32>, Summing),
     Q(Vec<f32>, Summing),
-    /// P could not be made use of, which the others have to be told.
+    /// The sum of P could not be used, and the others have to be told.
     Failed(StepError),
     End,
 }
 
-/// How far the sum of a factor is.
+/// Progress of the sum of a factor.
 #[derive(Debug, Default)]
 struct Summing {
     /// This rank's shard, once it is added up.
@@ -134,7 +134,7 @@ impl LowRank {
                     let same = matches!(error, StepError::Encode(_));
                     let trouble = common.fail_step(ROUNDS, error, Kind::Sum, 0);
                     if same {
-                        // Everyone has the same sum, and finds the same.
+                        // Every rank has the same sum and finds the same error.
                         common.trouble = Some(Trouble { rank: farwire_proto::Rank(0), ..trouble });
                     }
                 }
@@ -149,7 +149,7 @@ fn vectors(common: &mut Common) -> &mut dyn FactorVectors {
     common.vectors.get().factors().expect("others are refused before the first round")
 }
 
-/// `sum += values`, which are f32 of the same number.
+/// `sum += values`, which are as many f32.
 fn add(sum: &mut [f32], values: &[u8]) {
     let (words, _) = values.as_chunks::<4>();
     sum.iter_mut().zip(words).for_each(|(sum, word)| *sum += f32::from_le_bytes(*word));

@@ -1,23 +1,23 @@
 //! A collective through a codec, as rounds of parcels.
 //!
-//! Each round, every rank makes one parcel for every other and gets one from each. A
-//! [`CodedCollective`] is one rank's part in it, without a network: whoever drives it (the runtime,
-//! the simulator) carries the parcels.
+//! In each round, every rank makes one parcel for every other rank and gets one from each. A
+//! [`CodedCollective`] is one rank's part, without a network: its driver (the runtime or the
+//! simulator) carries the parcels.
 //!
 //! | codec | all-reduce | rounds |
 //! |---|---|---|
 //! | in shards | shards to their owners; the owners' sums to everybody (`two_phase.rs`) | 2 per chunk |
-//! | the same, on several hosts with several ranks | dense on each host, that between hosts (`two_level.rs`) | 4 per chunk |
+//! | the same, on several hosts with several ranks | dense on each host, in shards between hosts (`two_level.rs`) | 4 per chunk |
 //! | as factors | P summed, then Q, each as above (`low_rank.rs`) | 4 |
 //! | whole | everybody's message to everybody (`all_to_all.rs`) | 1 |
 //!
-//! Sums are made in rank order (between hosts, in the hosts' order) at one place, and everyone, the
-//! owner included, decodes the same bytes: so every rank ends with the same bits, whatever arrives
-//! first. A reduce-scatter is the
-//! first round of an all-reduce, an all-gather its second.
+//! Each sum is made at one place, in rank order (between hosts, in host order), and every rank, the
+//! owner included, decodes the same bytes. So every rank ends with the same bits, whatever arrives
+//! first. Except with factors, a reduce-scatter is the first round of `two_phase.rs`; an all-gather
+//! is the one round of `all_to_all.rs`.
 //!
 //! A parcel ends with a byte that says whether its sender could make it. A rank whose input holds a
-//! NaN says so instead of sending a message, and still takes part in the rounds: so all ranks end
+//! NaN says so instead of sending a message, and still takes part in the rounds. So all ranks end
 //! with the same error, and none has changed its residuals.
 
 mod all_to_all;
@@ -50,20 +50,20 @@ pub use vectors::{ChunkPlace, FactorVectors, LentVectors, MatrixPlace, StepError
 
 /// One rank's part in a collective through a codec.
 ///
-/// Call [`next_parcels`](Self::next_parcels) until it has nothing more to say, hand each round of
-/// parcels that has come whole to [`came`](Self::came), in order, and ask again; after the last,
+/// Call [`next_parcels`](Self::next_parcels) until it returns `None`, pass each complete round of
+/// arrived parcels to [`came`](Self::came), in order, and ask again. After the last round, call
 /// [`finish`](Self::finish).
 #[derive(Debug)]
 pub struct CodedCollective {
     call: Call,
     route: Route,
     common: Common,
-    /// Rounds that parcels were made for, and that have come.
+    /// Rounds whose parcels were made, and rounds that have arrived.
     made: u32,
     came: u32,
 }
 
-/// What all routes work on.
+/// The state that all routes share.
 #[derive(Debug)]
 struct Common {
     rank: Rank,
@@ -71,7 +71,7 @@ struct Common {
     vectors: Home,
     tensor: String,
     context: Context,
-    /// Why this rank's device could not go on, if it could not.
+    /// Why this rank's device failed, if it did.
     device: Option<String>,
     /// The first thing that went wrong, in an order that all ranks agree on.
     trouble: Option<Trouble>,
@@ -92,7 +92,7 @@ impl Home {
         }
     }
 
-    /// Vectors of a route that others do not take.
+    /// The vectors, on a route that only vectors in host memory take.
     fn host(&mut self) -> &mut HostVectors {
         match self {
             Self::Host(vectors) => vectors,
@@ -119,7 +119,7 @@ enum Route {
     LowRank(low_rank::LowRank),
 }
 
-/// What a rank gives the others in a round: sealed messages.
+/// The sealed messages that a rank sends in a round.
 #[derive(Debug)]
 enum Made {
     /// One per rank.
@@ -128,7 +128,7 @@ enum Made {
     Same(Bytes),
 }
 
-/// A message as a parcel, with a byte at its end that says that all is well.
+/// Makes a message a parcel: adds a final byte that says that all is well.
 fn seal(mut message: Vec<u8>) -> Bytes {
     message.push(FINE);
     message.into()
@@ -139,8 +139,8 @@ fn unseal(parcel: &Bytes) -> &[u8] {
     parcel.split_last().map_or(&[], |(_, message)| message)
 }
 
-/// Something that cannot be encoded. Of several, the least counts: all ranks hear of the same ones,
-/// if not at the same time.
+/// Something that cannot be encoded. Of several, the smallest counts: all ranks hear of the same
+/// ones, though not at the same time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Trouble {
     round: u32,
@@ -157,19 +157,19 @@ enum Kind {
     Input = 1,
     /// The sum of its shard.
     Sum = 2,
-    /// Anything at all: the codec is wrong.
+    /// Anything at all: the codec is at fault.
     Codec = 3,
-    /// Anything at all: where the vectors are, something failed.
+    /// Anything at all: something failed where the vectors are.
     Device = 4,
 }
 
 const FINE: u8 = 0;
 
-/// In place of a round: the others do not know of the trouble yet.
+/// Stands in for a round while the other ranks do not know of the trouble.
 const UNTOLD: u32 = u32::MAX;
 
 impl Route {
-    /// The call to plan for `task`, and its rounds.
+    /// The call to plan for `task`, and its route.
     fn of(task: &Task, count: usize, dtype: DType) -> Result<(Call, Self), OrderError> {
         let Task { collective, codec, dimensions, rank, world, placement, .. } = task;
         let split = placement.as_ref().filter(|placement| placement.is_split());
@@ -221,7 +221,7 @@ impl Route {
                 Self::TwoPhase(two_phase::TwoPhase::new(codec, count, world, gather, mean))
             }
         };
-        // A byte for how it went, or nine if it went badly.
+        // One byte of status, or nine to report trouble.
         let max = 9 + route.longest();
         let hosts = matches!(route, Self::TwoLevel(_)).then_some(split).flatten();
         let codec = agreement(codec, task.context, hosts);
@@ -231,7 +231,7 @@ impl Route {
 }
 
 impl CodedCollective {
-    /// This rank's part in `order`; or why there can be none, and its input back.
+    /// This rank's part in `order`; or why it cannot start, and its input back.
     pub fn new(order: Order) -> Result<Self, (OrderError, Floats)> {
         let Order {
             collective,
@@ -256,10 +256,10 @@ impl CodedCollective {
         }
     }
 
-    /// This rank's part in an all-reduce of a vector that is not in host memory. Other ranks' may
-    /// be.
+    /// This rank's part in an all-reduce of a vector that is not in host memory. Other ranks'
+    /// vectors may be.
     pub fn elsewhere(task: Task, mut vectors: Box<dyn Vectors>) -> Result<Self, OrderError> {
-        // Not all vectors know how to add up on a host; so all of them go the flat way.
+        // Not every `Vectors` can add up on a host, so all of them take the flat route.
         let task = Task { placement: None, ..task };
         let (call, route) = Route::of(&task, vectors.len(), vectors.dtype())?;
         let knows_how = match &route {
@@ -284,7 +284,7 @@ impl CodedCollective {
         Self { call, route, common, made: 0, came: 0 }
     }
 
-    /// The call to plan: its rounds, and how long a parcel can be.
+    /// The call to plan: it says how many rounds there are and how long a parcel can be.
     pub fn call(&self) -> &Call {
         &self.call
     }
@@ -294,12 +294,12 @@ impl CodedCollective {
         self.common.rank
     }
 
-    /// Rounds that parcels were made for.
+    /// Rounds that this rank has made parcels for.
     pub fn made(&self) -> u32 {
         self.made
     }
 
-    /// Whether all rounds have come, so that it can be finished.
+    /// Whether all rounds have arrived, so that it can be finished.
     pub fn is_finished(&self) -> bool {
         self.came == self.rounds() && self.made == self.rounds()
     }
@@ -310,7 +310,7 @@ impl CodedCollective {
     }
 
     /// The parcels of the next round, one for each rank in order (this rank's own is empty), if
-    /// they can be made with what has come.
+    /// they can be made from what has arrived.
     pub fn next_parcels(&mut self) -> Option<Vec<Bytes>> {
         let Self { route, common, made, .. } = self;
         if *made == route.rounds() {
@@ -337,11 +337,11 @@ impl CodedCollective {
         Some(parcels)
     }
 
-    /// A round of parcels has come, one from each rank in order; this rank's own does not count.
+    /// Takes in a round of parcels, one from each rank in order; this rank's own is ignored.
     ///
     /// # Panics
     ///
-    /// If this rank's own of that round have not been made.
+    /// If this rank has not made its own parcels of that round.
     pub fn came(&mut self, round: u32, parcels: &[Vec<u8>]) -> Result<(), Nonsense> {
         assert!(
             round < self.made,
@@ -389,8 +389,9 @@ impl CodedCollective {
         }
     }
 
-    /// The result, in f32; residuals are committed. Call it after the last round has come. Of
-    /// vectors elsewhere, the result is where they are, and nothing comes back here.
+    /// Commits the residuals and returns the result, in f32. Call it after the last round has
+    /// arrived. The result of vectors elsewhere stays where they are, and what this returns is
+    /// empty.
     pub fn finish(self) -> Result<Finished, (CodingError, Floats)> {
         let Common { rank: me, tensor, vectors, device, trouble, .. } = self.common;
         if let Some(Trouble { rank, kind, element, .. }) = trouble {
@@ -421,7 +422,7 @@ impl CodedCollective {
         }
     }
 
-    /// Gives it up: residuals are as they were.
+    /// Gives the operation up; residuals stay as they were.
     pub fn abandon(self) -> Abandoned {
         self.common.vectors.abandon()
     }
@@ -430,18 +431,18 @@ impl CodedCollective {
 /// What is left of a [`CodedCollective`] that was given up.
 #[derive(Debug)]
 pub struct Abandoned {
-    /// What went in; nothing if that is not in host memory.
+    /// The input; empty if it is not in host memory.
     pub input: Floats,
-    /// The owner of memory elsewhere, to be dropped where any code may run.
+    /// The owner of memory elsewhere, to be dropped where arbitrary code may run.
     pub owner: Option<Box<dyn Any + Send>>,
 }
 
-/// What an [`CodedCollective`] leaves.
+/// What a finished [`CodedCollective`] returns.
 #[derive(Debug)]
 pub struct Finished {
     /// The result.
     pub output: Vec<f32>,
-    /// What went in.
+    /// The input.
     pub input: Floats,
 }
 
@@ -455,7 +456,7 @@ impl Route {
         }
     }
 
-    /// The elements whose sum a rank encodes once more, in ascending ranges.
+    /// The elements whose sum a rank encodes again, as their owner, in ascending ranges.
     fn owned(&self, rank: Rank) -> Vec<Range<usize>> {
         match self {
             Self::TwoPhase(route) => route.owned(rank),
@@ -476,7 +477,8 @@ impl Route {
 }
 
 impl Common {
-    /// This rank could not encode what it had to in a round, counted from element `first`.
+    /// Records that this rank could not encode its part of a round. The error counts elements from
+    /// `first`.
     fn fail_encode(&mut self, round: u32, error: EncodeError, kind: Kind, first: usize) -> Trouble {
         match error {
             EncodeError::NotFinite { index } => self.fail(round, kind, (first + index) as u64),
@@ -486,7 +488,7 @@ impl Common {
         }
     }
 
-    /// The same, wherever its vectors are.
+    /// The same for vectors anywhere.
     fn fail_step(&mut self, round: u32, error: StepError, kind: Kind, first: usize) -> Trouble {
         match error {
             StepError::Encode(error) => self.fail_encode(round, error, kind, first),
@@ -498,8 +500,8 @@ impl Common {
         }
     }
 
-    /// What became of a round of parcels. A device that fails is no fault of the others: they are
-    /// told in the next round, if there is one.
+    /// Handles the outcome of a round that arrived. If this rank's device failed, the others are
+    /// not to blame: they are told in the next round, if there is one.
     fn understood(&mut self, round: u32, done: Result<(), StepError>) -> Result<(), Nonsense> {
         match done {
             Ok(()) => Ok(()),
@@ -511,8 +513,8 @@ impl Common {
         }
     }
 
-    /// What keeps this rank from making the parcels of a round, in its own words if it is the one
-    /// to say so.
+    /// What this rank sends in a round if there is trouble: its own report if the others do not
+    /// know yet, or else an empty message.
     fn trouble_in(&mut self, round: u32) -> Option<Result<Made, Trouble>> {
         let Trouble { round: known, kind, element, .. } = self.trouble?;
         Some(match known {
@@ -528,13 +530,13 @@ impl Common {
     }
 }
 
-/// What an encoder takes: nothing owed is not the same as no error feedback.
+/// The residual for an encoder: owing nothing is not the same as having no error feedback.
 fn residual(owed: Option<&Owed>) -> Residual<'_> {
     owed.map_or(Residual::Off, Owed::residual)
 }
 
-/// 32 bits by which ranks find out that they mean different codecs, tensors or steps, or see
-/// different hosts.
+/// A 32-bit digest. By comparing it, ranks notice that they mean different codecs, tensors or
+/// steps, or see different hosts.
 fn agreement(
     codec: &CodecSpec,
     Context { seed, step, tensor }: Context,
@@ -548,7 +550,7 @@ fn agreement(
     NonZeroU32::new((mixed ^ mixed >> 32) as u32).unwrap_or(NonZeroU32::MIN)
 }
 
-/// The shards of a vector, as evenly cut as possible.
+/// The shards of a vector, cut as evenly as possible.
 fn even(len: usize, world: WorldSize) -> Vec<Range<usize>> {
     ranges(&Partition::even(len, world, NonZeroUsize::MAX), world)
 }
@@ -562,14 +564,14 @@ fn ranges(partition: &Partition, world: WorldSize) -> Vec<Range<usize>> {
     world.ranks().map(|rank| block(rank).start..block(rank).end()).collect()
 }
 
-/// Divides by the number of ranks, if that is what was asked.
+/// Divides by the number of ranks, if a mean was asked for.
 fn scale(values: &mut [f32], mean: bool, world: WorldSize) {
     if let Some(ranks) = divisor(mean, world) {
         values.iter_mut().for_each(|value| *value /= ranks);
     }
 }
 
-/// What a sum is divided by, if it is to become a mean and this makes a difference.
+/// The number to divide a sum by, if it is to become a mean and there is more than one rank.
 fn divisor(mean: bool, world: WorldSize) -> Option<f32> {
     (mean && world.get() > 1).then_some(world.get() as f32)
 }

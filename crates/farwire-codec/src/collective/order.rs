@@ -1,4 +1,4 @@
-//! What one rank wants of a collective, and what can be wrong with it.
+//! What one rank asks of a collective, and what can go wrong.
 
 use std::num::NonZeroUsize;
 
@@ -26,44 +26,45 @@ pub enum Collective {
 pub struct Order {
     /// What to do.
     pub collective: Collective,
-    /// Through which codec.
+    /// The codec to use.
     pub codec: CodecSpec,
     /// This rank.
     pub rank: Rank,
-    /// How many there are.
+    /// How many ranks there are.
     pub world: WorldSize,
-    /// Where they are, if an all-reduce is to add up on each host first.
+    /// Where the ranks are, if an all-reduce is to add up on each host first.
     pub placement: Option<Placement>,
     /// This rank's vector.
     pub input: Floats,
-    /// The dimensions of the tensor, where they are known: PowerSGD wants a matrix.
+    /// The dimensions of the tensor, if they are known: PowerSGD wants a matrix.
     pub dimensions: Option<Vec<usize>>,
     /// The tensor's name, for errors.
     pub tensor: String,
-    /// The residuals, unless there is no error feedback.
+    /// The residuals; `None` without error feedback.
     pub feedback: Option<Transaction>,
     /// The key to random numbers: the same on all ranks.
     pub context: Context,
     /// Threads that may work on it.
     pub threads: NonZeroUsize,
-    /// A buffer to write the result to, with anything in it.
+    /// A buffer for the result, with arbitrary contents.
     pub output: Vec<f32>,
 }
 
-/// What an operation is, wherever its vectors are.
+/// An operation without its vectors, which may be anywhere.
 #[derive(Clone, Debug)]
 pub struct Task {
     /// What to do.
     pub collective: Collective,
-    /// Through which codec.
+    /// The codec to use.
     pub codec: CodecSpec,
     /// This rank.
     pub rank: Rank,
-    /// How many there are.
+    /// How many ranks there are.
     pub world: WorldSize,
-    /// Where they are, if an all-reduce of vectors in host memory is to add up on each host first.
+    /// Where the ranks are, if an all-reduce of vectors in host memory is to add up on each host
+    /// first.
     pub placement: Option<Placement>,
-    /// The dimensions of the tensor, where they are known.
+    /// The dimensions of the tensor, if they are known.
     pub dimensions: Option<Vec<usize>>,
     /// The tensor's name, for errors.
     pub tensor: String,
@@ -75,54 +76,54 @@ pub struct Task {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CodingError {
-    /// A NaN or an infinity in somebody's input.
+    /// A NaN or an infinity in a rank's input.
     #[error(
         "rank {rank}'s input of tensor `{tensor}` holds a NaN or an infinity (gradient plus residual, element {element}); \
          skip this step on all ranks or clip the gradient: residuals are unchanged"
     )]
     NotFinite {
-        /// Whose.
+        /// The rank.
         rank: usize,
-        /// Of which tensor.
+        /// The tensor.
         tensor: String,
         /// The first such element.
         element: u64,
     },
-    /// A sum that does not fit.
+    /// A sum that is not finite.
     #[error(
         "the sum of tensor `{tensor}` at rank {rank} is not finite (element {element}); use the mean of smaller values, or skip this step on all ranks: \
          residuals are unchanged"
     )]
     Overflow {
-        /// Which rank added.
+        /// The rank that added.
         rank: usize,
-        /// Of which tensor.
+        /// The tensor.
         tensor: String,
         /// The first such element.
         element: u64,
     },
-    /// A codec of the user's own that is wrong.
+    /// A user's own codec that cannot decode what it encoded.
     #[error(
         "the codec cannot decode, on rank {rank}, what it encoded of tensor `{tensor}`; see that `add_decoded_into` takes what `encode` makes: \
          residuals are unchanged"
     )]
     Codec {
-        /// Where it was found.
+        /// The rank that found it.
         rank: usize,
-        /// With which tensor.
+        /// The tensor.
         tensor: String,
     },
-    /// Vectors that are not in host memory, and could not be worked on where they are.
+    /// Vectors outside host memory that could not be worked on where they are.
     #[error(
         "rank {rank} could not work on tensor `{tensor}` on its device: {}; residuals are unchanged",
         why.as_deref().unwrap_or("that rank's own error says why")
     )]
     Device {
-        /// Whose.
+        /// The rank.
         rank: usize,
-        /// With which tensor.
+        /// The tensor.
         tensor: String,
-        /// What was wrong; known on that rank alone.
+        /// The cause, known on that rank alone.
         why: Option<String>,
     },
 }
@@ -131,12 +132,12 @@ pub enum CodingError {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum OrderError {
-    /// A vector whose length is not its count.
+    /// A vector whose length is not the one in the list of counts.
     #[error("this rank's vector has {given} elements where the list of counts says {need}")]
     Length {
-        /// What the list says.
+        /// The length in the list.
         need: usize,
-        /// What it has.
+        /// The vector's length.
         given: usize,
     },
     /// More elements than a codec can count.
@@ -149,7 +150,7 @@ pub enum OrderError {
         /// How many were given.
         given: usize,
     },
-    /// Vectors that are not in host memory, in an operation that is for those alone.
+    /// Vectors outside host memory, in an operation that needs them in it.
     #[error(
         "{codec} does not work on vectors outside of host memory; use another codec, or copy the \
          vector to the host"
@@ -158,7 +159,7 @@ pub enum OrderError {
         /// The codec.
         codec: String,
     },
-    /// A codec that makes sums only.
+    /// A codec that can only sum.
     #[error("{codec} sums matrices and cannot gather; use another codec for all_gather")]
     CannotGather {
         /// The codec.
@@ -166,14 +167,14 @@ pub enum OrderError {
     },
 }
 
-/// A peer's parcel is not what any encoder makes: a bug there, or a hostile peer.
+/// A peer's parcel that no encoder could have made: a bug there, or a hostile peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("rank {from}'s parcel in round {round} makes no sense: {why}")]
 pub struct Nonsense {
     /// Who sent it.
     pub from: Rank,
-    /// When.
+    /// In which round.
     pub round: u32,
-    /// How so.
+    /// What is wrong with it.
     pub why: DecodeError,
 }

@@ -4,20 +4,21 @@
 //! Columns and cells are those of a [`Placement`]: on each host one rank serves a column, and the
 //! result of a cell is made on one host.
 //!
-//! 1. *Scatter on the host.* Every rank sends each column, in f32, to the rank that serves it there,
-//!    which adds up what it gets in rank order.
+//! 1. *Scatter on the host.* Every rank sends each column, in f32, to the rank that serves it
+//!    there, which adds up what it gets, in rank order.
 //! 2. *Scatter.* That rank encodes the host's sum plus residual, and sends each cell's message to
 //!    the rank that serves the column on the cell's host.
-//! 3. *Gather.* That decodes and adds them in the order of hosts, encodes the sum plus its owner
-//!    residual, and sends the message to the ranks that serve the column on other hosts.
-//! 4. *Gather on the host.* A rank passes on the messages of all cells of its columns to the others
-//!    on its host. Everyone decodes the same bytes.
+//! 3. *Gather.* That rank decodes and adds the messages in the order of hosts, encodes the sum plus
+//!    its owner residual, and sends the message to the ranks that serve the column on other hosts.
+//! 4. *Gather on the host.* Each rank passes the messages of all cells of its columns on to the
+//!    others on its host. Every rank decodes the same bytes.
 //!
 //! Between hosts this is `two_phase.rs` with hosts for ranks, column by column. A codec sees a
-//! host's sum, so a rank owes only for its columns: with R ranks on a host, 1/R of the vector. What
-//! it still owes for others, from a call that went another way, it adds to what it sends in step 1.
+//! host's sum, so a rank owes only for its columns: with R ranks on a host, 1/R of the vector. If
+//! it still owes for other columns, from a call that took another route, it adds that to what it
+//! sends in step 1.
 //!
-//! Long vectors go in chunks, as there, each a step behind the one before it:
+//! As there, long vectors go in chunks, each one step behind the one before it:
 //!
 //! ```text
 //! round      0   1   2   3   4   5   6   7
@@ -38,7 +39,7 @@ use super::{Common, Kind, Made, Nonsense, Trouble, even, scale, seal, unseal};
 use crate::codec::MessageCodec;
 use crate::error::DecodeError;
 
-/// Bytes before each message of a parcel that say how long it is.
+/// Bytes before each message in a parcel that give its length.
 const LENGTH: usize = size_of::<u64>();
 
 #[derive(Debug)]
@@ -46,7 +47,7 @@ pub(super) struct TwoLevel {
     codec: Arc<dyn MessageCodec>,
     placement: Placement,
     chunks: Vec<Chunk>,
-    /// What each round is for, and for which chunk.
+    /// The phase and the chunk of each round.
     rounds: Vec<(Phase, usize)>,
     mean: bool,
     longest: usize,
@@ -55,7 +56,7 @@ pub(super) struct TwoLevel {
 #[derive(Debug)]
 struct Chunk {
     columns: Vec<Column>,
-    /// The phase whose parcels are due next; none once it is done.
+    /// The phase whose parcels are due next; `None` once the chunk is done.
     next: Option<Phase>,
 }
 
@@ -66,11 +67,11 @@ struct Column {
     cells: Vec<Range<usize>>,
     /// The host's sum, from when it is made until it is encoded.
     sum: Vec<f32>,
-    /// The messages of the results of all cells, to be passed on. By host.
+    /// The messages with the results of all cells, by host, to be passed on.
     results: Vec<Bytes>,
 }
 
-/// What has come for a column.
+/// The messages that have arrived for a column.
 struct ColumnMessages<'m> {
     column: usize,
     by_host: Vec<&'m [u8]>,
@@ -106,7 +107,7 @@ impl TwoLevel {
             Chunk { columns: columns(start, end - start, placement), next: Some(Phase::ALL[0]) }
         };
         let chunks: Vec<_> = (0..count_of_chunks).map(cut).collect();
-        // At each step every chunk is one phase further than the next.
+        // At each step every chunk is one phase ahead of the next chunk.
         let steps = 0..chunks.len() + Phase::ALL.len() - 1;
         let at = |step: usize| {
             let chunk = move |(behind, phase)| Some((phase, step.checked_sub(behind)?));
@@ -137,7 +138,7 @@ impl TwoLevel {
         self.placement.columns_of(rank)
     }
 
-    /// The others on a rank's host.
+    /// The other ranks on a rank's host.
     fn mates(&self, rank: Rank) -> impl Iterator<Item = Rank> {
         let host = self.placement.seat(rank).host;
         self.placement.ranks(host).iter().copied().filter(move |mate| *mate != rank)
@@ -202,7 +203,7 @@ impl TwoLevel {
         }
     }
 
-    /// 1. Each column of the others on this host, to the rank that serves it.
+    /// 1. Sends each column of the others on this host to the rank that serves it.
     fn send_columns(
         &self,
         round: u32,
@@ -213,8 +214,8 @@ impl TwoLevel {
         let mut parcels = vec![seal(Vec::new()); common.world.len()];
         let vectors = common.vectors.host();
         let mut fault = None;
-        // What this rank serves stays here, and is looked at all the same: whoever has a NaN says
-        // so, rather than whoever adds it up.
+        // This rank's own columns stay here, but are checked all the same: the rank that has a NaN
+        // should report it, not the rank that adds it up.
         for mate in std::iter::once(rank).chain(self.mates(rank)) {
             let ranges =
                 || self.columns_of(mate).map(|c| self.chunks[chunk].columns[c].range.clone());
@@ -239,7 +240,7 @@ impl TwoLevel {
         }
     }
 
-    /// And what comes of it: the host's sums.
+    /// Receives step 1: adds up the host's sums.
     fn add_up(
         &mut self,
         chunk: usize,
@@ -277,7 +278,7 @@ impl TwoLevel {
             }
             column.sum = sum;
         }
-        // From now on others owe what this rank owed for their columns: it was sent as it is.
+        // This rank no longer owes anything for the others' columns: it has sent all of it.
         for mate in self.mates(rank) {
             for c in self.columns_of(mate) {
                 vectors.clear_owed(self.chunks[chunk].columns[c].range.clone());
@@ -286,7 +287,7 @@ impl TwoLevel {
         Ok(())
     }
 
-    /// 2. The cells of this host's sums, to where they are added up.
+    /// 2. Encodes this host's sums, and sends each cell to where it is added up.
     fn encode_sums(
         &mut self,
         round: u32,
@@ -309,7 +310,7 @@ impl TwoLevel {
         Ok(self.to_other_hosts(common, |c, to| messages[&(c, to)].clone()))
     }
 
-    /// And what comes of it: the sums over all hosts.
+    /// Receives step 2: adds up the sums over all hosts.
     fn add_up_hosts(
         &self,
         chunk: usize,
@@ -325,7 +326,7 @@ impl TwoLevel {
         Ok(())
     }
 
-    /// 3. The results of this rank's cells, to the other hosts.
+    /// 3. Encodes the results of this rank's cells, and sends them to the other hosts.
     fn encode_results(
         &mut self,
         round: u32,
@@ -347,7 +348,7 @@ impl TwoLevel {
         Ok(self.to_other_hosts(common, |c, _| columns[c].results[host].clone()))
     }
 
-    /// And what comes of it: the results of this rank's columns.
+    /// Receives step 3: decodes the results of this rank's columns.
     fn take_results(
         &mut self,
         chunk: usize,
@@ -372,7 +373,7 @@ impl TwoLevel {
         Ok(())
     }
 
-    /// 4. The same messages, to the others on this host.
+    /// 4. Passes the same messages on to the others on this host.
     fn pass_on(&mut self, chunk: usize, common: &Common) -> Vec<Bytes> {
         let mut packed = Vec::new();
         for c in self.columns_of(common.rank) {
@@ -387,7 +388,7 @@ impl TwoLevel {
         parcels
     }
 
-    /// And what comes of it: the results of the others' columns.
+    /// Receives step 4: decodes the results of the others' columns.
     fn take_from_mates(
         &self,
         chunk: usize,
@@ -412,8 +413,8 @@ impl TwoLevel {
         Ok(())
     }
 
-    /// What each rank on another host gets: a message for each column that it and this rank serve,
-    /// by column and host.
+    /// The parcels for ranks on other hosts: a message for each column that the receiver and this
+    /// rank both serve. `message` makes it, given the column and the host.
     fn to_other_hosts(
         &self,
         common: &Common,
@@ -432,7 +433,7 @@ impl TwoLevel {
         common.world.ranks().map(parcel).collect()
     }
 
-    /// What has come from them: for each of this rank's columns, a message from each other host.
+    /// What has arrived from other hosts: for each of this rank's columns, a message from each.
     fn by_column<'m>(
         &self,
         messages: &[&'m [u8]],
@@ -456,7 +457,7 @@ impl TwoLevel {
         Ok(self.columns_of(rank).map(column).collect())
     }
 
-    /// Says which rank a message for a column came from, where only its host was known.
+    /// Names the rank that a message for a column came from, in an error that only knows the host.
     fn named(&self, error: StepError, column: usize) -> StepError {
         match error {
             StepError::Decode { from, why } => {
@@ -477,7 +478,7 @@ impl TwoLevel {
             context: common.context.chunk(index as u64),
             rank: Rank(self.placement.seat(common.rank).host as u32),
             world: WorldSize::new(self.placement.hosts() as u32).expect("there are hosts"),
-            // Divided by the number of ranks in the end, not of hosts.
+            // In the end the sum is divided by the number of ranks, not of hosts.
             mean: false,
             gather: true,
             codec: &*self.codec,
@@ -511,13 +512,13 @@ fn longest(codec: &dyn MessageCodec, chunks: &[Chunk], placement: &Placement) ->
     served * (column * size_of::<f32>()).max(placement.hosts() * message)
 }
 
-/// Puts a message into a parcel of several.
+/// Appends a message to a parcel of several.
 fn pack(parcel: &mut Vec<u8>, message: &[u8]) {
     parcel.extend((message.len() as u64).to_le_bytes());
     parcel.extend_from_slice(message);
 }
 
-/// The messages in a parcel, which must be `count`.
+/// The messages in a parcel, which must hold exactly `count`.
 fn unpack(mut parcel: &[u8], count: usize) -> Result<Vec<&[u8]>, DecodeError> {
     let mut messages = Vec::with_capacity(count);
     for _ in 0..count {
@@ -537,14 +538,15 @@ fn unpack(mut parcel: &[u8], count: usize) -> Result<Vec<&[u8]>, DecodeError> {
     }
 }
 
-/// Where the first NaN or infinity is. (A pass without a branch finds out whether there is one.)
+/// The index of the first NaN or infinity. (A pass without branches first checks whether there is
+/// one.)
 fn first_not_finite(values: &[f32]) -> Option<usize> {
     let largest = values.iter().fold(0, |most, value| most.max(value.to_bits() & !(1 << 31)));
     let is_finite = largest < f32::INFINITY.to_bits();
     if is_finite { None } else { values.iter().position(|value| !value.is_finite()) }
 }
 
-/// Adds values to a sum, which has none yet if it is empty.
+/// Adds values to a sum. An empty sum is set to them.
 fn add(sum: &mut Vec<f32>, values: impl Iterator<Item = f32>) {
     if sum.is_empty() {
         sum.extend(values);

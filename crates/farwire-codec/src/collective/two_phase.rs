@@ -3,7 +3,7 @@
 //!
 //! 1. *Scatter.* Every rank encodes its gradient plus residual, and sends each shard's message to
 //!    the shard's owner.
-//! 2. *Reduce.* The owner decodes and adds them in rank order, its own among them.
+//! 2. *Reduce.* The owner decodes these messages and adds them in rank order, its own among them.
 //! 3. *Gather.* It encodes the sum plus its owner residual and sends the message to everyone.
 //!    Everyone decodes it.
 //!

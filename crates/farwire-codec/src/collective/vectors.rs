@@ -1,4 +1,4 @@
-//! One rank's vectors in a collective, wherever they are: what `two_phase.rs` does with them.
+//! One rank's vectors in a collective, wherever they are, and what `two_phase.rs` does with them.
 
 use std::any::Any;
 use std::fmt;
@@ -16,11 +16,12 @@ use crate::feedback::{Owed, Transaction};
 use crate::job::{CodedPlace, Context, Encoded, Job, Residual, Role, Values};
 
 /// One rank's vectors in an all-reduce: its input, the sums it makes, its result, and what it owes.
-/// In host memory, or where somebody else keeps them, such as on a card.
+/// They are in host memory, or elsewhere, such as on a GPU.
 ///
-/// Calls come by chunk: `encode`, then `sum`, `encode_sum`, `decode`; those of other chunks come in
-/// between. Nothing the caller can see changes before [`finish`](Self::finish): given up instead,
-/// input and residuals are as they were.
+/// Each chunk gets the calls `encode`, `sum`, `encode_sum` and `decode`, in this order; calls for
+/// other chunks come in between. Nothing the caller can see changes before [`finish`](Self::finish)
+/// (except with [`LentVectors`]): if the operation is given up instead, input and residuals are as
+/// they were.
 pub trait Vectors: fmt::Debug + Send {
     /// Elements of the input.
     fn len(&self) -> usize;
@@ -33,53 +34,54 @@ pub trait Vectors: fmt::Debug + Send {
     /// The element type of the input.
     fn dtype(&self) -> DType;
 
-    /// What is owed, unless there is no error feedback.
+    /// The residuals; `None` without error feedback.
     fn feedback_mut(&mut self) -> Option<&mut Transaction>;
 
-    /// Encodes the input plus what the worker owes: for each shard of the chunk, a message with a
-    /// zero byte after it. This rank's own message is kept for `sum`; what the list has in its place
-    /// does not count.
+    /// Encodes the input plus what the worker owes. Returns a message with a zero byte after it for
+    /// each shard of the chunk. This rank's own message is kept for `sum`; its entry in the list is
+    /// ignored.
     fn encode(&mut self, chunk: &ChunkPlace<'_>) -> Result<Vec<Bytes>, StepError>;
 
     /// Adds up this rank's shard of the chunk: one message from each rank, in rank order. The kept
-    /// one takes the place of this rank's own.
+    /// message is used for this rank's own.
     fn sum(&mut self, chunk: &ChunkPlace<'_>, messages: &[&[u8]]) -> Result<(), StepError>;
 
-    /// Encodes that sum plus what the owner owes: a message with a zero byte after it. It is kept
-    /// for `decode`.
+    /// Encodes that sum plus what the owner owes. Returns a message with a zero byte after it, and
+    /// keeps it for `decode`.
     fn encode_sum(&mut self, chunk: &ChunkPlace<'_>) -> Result<Bytes, StepError>;
 
-    /// Decodes the sums of all shards of the chunk to the result. The kept one takes the place of
+    /// Decodes the sums of all shards of the chunk into the result. The kept message is used for
     /// this rank's own.
     fn decode(&mut self, chunk: &ChunkPlace<'_>, messages: &[&[u8]]) -> Result<(), StepError>;
 
-    /// The same vectors for sums of factors, if they know how.
+    /// The same vectors for sums of factors, if they support them.
     fn factors(&mut self) -> Option<&mut dyn FactorVectors> {
         None
     }
 
-    /// All has come: the result is put in its place, and what is owed from now on replaces what was
-    /// owed. Or why it cannot be, and nothing has changed.
+    /// Called when everything has arrived: puts the result in its place and replaces the old
+    /// residuals with the new ones. On an error, says why it cannot, and nothing has changed.
     fn finish(self: Box<Self>) -> Result<(), String>;
 
-    /// Gives it up. What comes back is the memory's owner, to be dropped where any code may run.
+    /// Gives the operation up. Returns the memory's owner, to be dropped where arbitrary code may
+    /// run.
     fn abandon(self: Box<Self>) -> Box<dyn Any + Send>;
 }
 
-/// What `low_rank.rs` does with a rank's vectors: the input plus what the worker owes is a matrix M.
-/// Factors are small, and in host memory.
+/// What `low_rank.rs` does with a rank's vectors. The input plus what the worker owes is a matrix
+/// M. Factors are small and in host memory.
 pub trait FactorVectors {
     /// P = M·Q, row by row.
     fn begin(&mut self, matrix: &MatrixPlace) -> Result<Vec<f32>, StepError>;
 
-    /// Goes on with the sum of all ranks' P: Q = Mᵀ·P̂, column by column.
+    /// Continues with the sum of all ranks' P: Q = Mᵀ·P̂, column by column.
     fn with_p(&mut self, matrix: &MatrixPlace, sum: Vec<f32>) -> Result<Vec<f32>, StepError>;
 
-    /// Ends with the sum of all ranks' Q: the result, and what is owed from now on.
+    /// Finishes with the sum of all ranks' Q: sets the result and the new residual.
     fn with_q(&mut self, matrix: &MatrixPlace, sum: Vec<f32>) -> Result<(), StepError>;
 }
 
-/// A vector that is seen as a matrix.
+/// A vector that is treated as a matrix.
 #[derive(Clone, Debug)]
 pub struct MatrixPlace {
     /// The codec.
@@ -106,17 +108,17 @@ impl MatrixPlace {
 /// A part of a vector that is encoded as a vector of its own.
 #[derive(Clone, Debug)]
 pub struct ChunkPlace<'a> {
-    /// Which it is, from zero.
+    /// Its number, from zero.
     pub index: usize,
     /// Its elements.
     pub range: Range<usize>,
-    /// What each rank owns of them.
+    /// The part of them that each rank owns.
     pub shards: &'a [Range<usize>],
     /// The key to random numbers.
     pub context: Context,
     /// This rank.
     pub rank: Rank,
-    /// How many there are.
+    /// How many ranks there are.
     pub world: WorldSize,
     /// Whether the result is a mean.
     pub mean: bool,
@@ -127,7 +129,7 @@ pub struct ChunkPlace<'a> {
 }
 
 impl ChunkPlace<'_> {
-    /// The chunk, as encoders know it: a vector from its own first element on.
+    /// The chunk as encoders see it: a vector of its own, counted from its first element.
     pub fn whole(&self) -> CodedPlace {
         CodedPlace::whole(self.context, self.range.len())
     }
@@ -137,7 +139,7 @@ impl ChunkPlace<'_> {
         self.shards.iter().map(|shard| self.local(shard)).collect()
     }
 
-    /// A rank's shard, as encoders know it.
+    /// A rank's shard as encoders see it.
     pub fn shard(&self, of: Rank) -> CodedPlace {
         self.whole().part(self.local(&self.shards[of.index()]))
     }
@@ -150,18 +152,18 @@ impl ChunkPlace<'_> {
 /// Why a step could not be done.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StepError {
-    /// The values cannot be encoded. Their index counts from the first that was to be encoded.
+    /// The values cannot be encoded. The index counts from the first value that was to be encoded.
     #[error(transparent)]
     Encode(#[from] EncodeError),
-    /// A rank's message is not one that an encoder writes.
+    /// A rank's message is one that no encoder writes.
     #[error("rank {from}'s message: {why}")]
     Decode {
-        /// Whose.
+        /// The rank that sent it.
         from: Rank,
         /// What is wrong with it.
         why: DecodeError,
     },
-    /// Where the vectors are, something failed: there was not enough memory, say.
+    /// Something failed where the vectors are, for example for lack of memory.
     #[error("{0}")]
     Device(String),
 }
@@ -174,17 +176,17 @@ pub(super) struct HostVectors {
     pub(super) coding: HostCoding,
 }
 
-/// A vector in host memory whose place the result takes: nothing is copied in or out, and there is
-/// no second copy of it. The price: a collective that fails half-way leaves anything in it.
+/// A vector in host memory that the result overwrites: nothing is copied in or out, and there is no
+/// second copy. The price: a collective that fails halfway leaves arbitrary values in it.
 ///
-/// The memory is dropped when the collective has ended, well or badly.
+/// The memory is dropped when the collective has ended, whether it succeeded or failed.
 #[derive(Debug)]
 pub struct LentVectors<M> {
     memory: M,
     coding: HostCoding,
 }
 
-/// What is done to vectors in host memory, wherever there.
+/// The coding of any vectors in host memory.
 #[derive(Debug)]
 pub(super) struct HostCoding {
     pub(super) feedback: Option<Transaction>,
@@ -194,7 +196,7 @@ pub(super) struct HostCoding {
     power: Power,
 }
 
-/// How far the sums of factors are.
+/// Progress of the sums of factors.
 #[derive(Debug, Default)]
 enum Power {
     #[default]
@@ -217,12 +219,12 @@ impl HostCoding {
         Self { feedback, threads, kept: Vec::new(), power: Power::default() }
     }
 
-    /// What this rank owes for some elements, as a worker.
+    /// What this rank owes for these elements, as a worker.
     pub(super) fn owed(&self, range: Range<usize>) -> Option<Owed> {
         self.feedback.as_ref().map(|feedback| feedback.worker(range))
     }
 
-    /// A buffer for so many elements, with anything in it.
+    /// A buffer for `len` elements, with arbitrary contents.
     pub(super) fn buffer(&mut self, len: usize) -> Vec<f32> {
         self.feedback.as_mut().map(|feedback| feedback.buffer(len)).unwrap_or_default()
     }
@@ -261,7 +263,7 @@ impl HostCoding {
         Ok(parcels)
     }
 
-    /// The sum of this rank's shard, in a vector with anything in it.
+    /// Sums this rank's shard into `acc`, whose contents are ignored.
     fn sum(
         &mut self,
         chunk: &ChunkPlace<'_>,
@@ -310,7 +312,7 @@ impl HostCoding {
         Ok(parcel)
     }
 
-    /// [`Vectors::decode`] to this result.
+    /// [`Vectors::decode`] into `output`.
     fn decode(
         &mut self,
         chunk: &ChunkPlace<'_>,
@@ -350,7 +352,7 @@ impl HostCoding {
         Ok(factor)
     }
 
-    /// [`FactorVectors::with_q`] to this result, which is all zeros.
+    /// [`FactorVectors::with_q`] into `output`, which is all zeros.
     fn with_q(&mut self, sum: Vec<f32>, output: &mut [f32]) -> Result<(), StepError> {
         let Power::Q(q) = std::mem::take(&mut self.power) else { unreachable!("it has P") };
         let state = q.with_sum(sum, output)?;
@@ -369,17 +371,17 @@ impl HostCoding {
 }
 
 impl HostVectors {
-    /// What this rank owes for some elements, as a worker.
+    /// What this rank owes for these elements, as a worker.
     fn owed(&self, range: Range<usize>) -> Option<Owed> {
         self.coding.owed(range)
     }
 
-    /// A buffer for so many elements, with anything in it.
+    /// A buffer for `len` elements, with arbitrary contents.
     pub(super) fn buffer(&mut self, len: usize) -> Vec<f32> {
         self.coding.buffer(len)
     }
 
-    /// [`encode`](Vectors::encode) of these values, of a vector that has `len` in all.
+    /// [`encode`](Vectors::encode) of these values, from a vector of `len` elements.
     pub(super) fn encode_values(
         &mut self,
         chunk: &ChunkPlace<'_>,
@@ -387,13 +389,14 @@ impl HostVectors {
         len: usize,
     ) -> Result<Vec<Bytes>, StepError> {
         if chunk.gather {
-            // What is in it is written over, shard by shard.
+            // Its contents are overwritten, shard by shard.
             self.output.resize(len, 0.0);
         }
         self.coding.encode(values, chunk)
     }
 
-    /// Reads some elements of the input, in f32; with what the worker owes for them, if asked.
+    /// Passes some elements of the input to `read`, in f32, with what the worker owes for them
+    /// added if asked.
     pub(super) fn read<T>(
         &self,
         range: Range<usize>,
@@ -412,14 +415,14 @@ impl HostVectors {
         }
     }
 
-    /// What the worker owed for some elements has been sent as it is.
+    /// Clears what the worker owed for these elements: it has been sent as it is.
     pub(super) fn clear_owed(&mut self, range: Range<usize>) {
         if let Some(feedback) = &mut self.coding.feedback {
             feedback.clear_worker(range);
         }
     }
 
-    /// A buffer that is not needed any more.
+    /// Gives back a buffer that is no longer needed.
     pub(super) fn give_back(&mut self, buffer: Vec<f32>) {
         if let Some(feedback) = &mut self.coding.feedback {
             feedback.give_back(buffer);
@@ -442,7 +445,7 @@ impl Vectors for HostVectors {
 
     fn encode(&mut self, chunk: &ChunkPlace<'_>) -> Result<Vec<Bytes>, StepError> {
         if chunk.gather {
-            // What is in it is written over, shard by shard.
+            // Its contents are overwritten, shard by shard.
             self.output.resize(self.input.len(), 0.0);
         }
         self.coding.encode(self.input.values(chunk.range.clone()), chunk)
@@ -503,8 +506,8 @@ impl FactorVectors for HostVectors {
 }
 
 impl<M: AsMut<[f32]> + AsRef<[f32]>> LentVectors<M> {
-    /// A vector in somebody's memory, with what is owed for it, if there is error feedback; coded
-    /// by this many threads.
+    /// A vector in the caller's memory, with what is owed for it if there is error feedback, to be
+    /// coded by this many threads.
     pub fn new(memory: M, feedback: Option<Transaction>, threads: NonZeroUsize) -> Self {
         Self { memory, coding: HostCoding::new(feedback, threads) }
     }

@@ -12,8 +12,8 @@ use super::pieces::Pieces;
 use super::{Entry, ErrorFeedback, FeedbackError, lock};
 
 impl ErrorFeedback {
-    /// What is committed, as a safetensors file. Each piece is a tensor named `worker:START:NAME`,
-    /// `owner:START:NAME` or `warm:0:NAME`.
+    /// The committed residuals, as a safetensors file. Each piece is a tensor named
+    /// `worker:START:NAME`, `owner:START:NAME` or `warm:0:NAME`.
     pub fn to_bytes(&self) -> Vec<u8> {
         let tensors = lock(&self.tensors);
         let pieces = tensors.iter().flat_map(|(name, Entry { state, .. })| {
@@ -39,7 +39,7 @@ impl ErrorFeedback {
         safetensors::serialize(views, None).expect("a header of names and lengths")
     }
 
-    /// What [`to_bytes`](Self::to_bytes) wrote.
+    /// Reads what [`to_bytes`](Self::to_bytes) wrote.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, FeedbackError> {
         let file = SafeTensors::deserialize(bytes)?;
         let mut tensors = BTreeMap::<String, Entry>::new();

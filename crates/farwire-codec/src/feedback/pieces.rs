@@ -1,4 +1,4 @@
-//! What is owed for some elements of a tensor.
+//! The residuals of some elements of a tensor.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -6,19 +6,19 @@ use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// What is owed for a run of elements, where it is.
+/// What is owed for a run of elements, in host memory or elsewhere.
 #[derive(Clone, Debug)]
 pub enum Piece {
     /// In host memory.
     Host(Arc<Vec<f32>>),
-    /// On a card.
+    /// Outside host memory, such as on a GPU.
     Elsewhere(Arc<dyn ResidualElsewhere>),
 }
 
-/// What is owed for a run of elements, kept outside of host memory.
+/// What is owed for a run of elements, kept outside host memory.
 ///
-/// Whoever put it there finds it again by its type, with [`Any`]. All else (saving, another codec,
-/// a change of ranks) fetches it.
+/// The code that put it there recognises it by its type, with [`Any`]. Everything else (saving,
+/// another codec, a change of ranks) fetches it.
 pub trait ResidualElsewhere: Any + fmt::Debug + Send + Sync {
     /// Number of elements.
     fn len(&self) -> usize;
@@ -28,8 +28,8 @@ pub trait ResidualElsewhere: Any + fmt::Debug + Send + Sync {
         self.len() == 0
     }
 
-    /// A copy in host memory. What cannot be fetched, from a card that is lost, is all NaN: nothing
-    /// takes that for a residual, neither an encoder nor a checkpoint.
+    /// A copy in host memory. If it cannot be fetched, because the GPU is lost, the copy is all
+    /// NaN: neither an encoder nor a checkpoint takes that for a residual.
     fn fetch(&self) -> Vec<f32>;
 }
 
@@ -70,8 +70,8 @@ impl From<Vec<f32>> for Piece {
     }
 }
 
-/// Residuals of some elements of a tensor: disjoint runs by their first element. What is not
-/// covered is zero.
+/// Residuals of some elements of a tensor: disjoint runs, keyed by their first element. Elements
+/// not covered are zero.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Pieces(pub(super) BTreeMap<usize, Piece>);
 
@@ -91,8 +91,8 @@ impl Pieces {
             .take_while(move |(start, values)| start + values.len() > from)
     }
 
-    /// The residual of `range`, or nothing if all of it is zero. Where one piece has just these
-    /// elements, it is that piece, wherever it is.
+    /// The residual of `range`, or `None` if no piece overlaps it. If one piece has exactly these
+    /// elements, this is that piece, wherever it is.
     pub(super) fn get(&self, range: Range<usize>) -> Option<Piece> {
         if let Some(piece) = self.0.get(&range.start)
             && piece.len() == range.len()
@@ -141,12 +141,12 @@ impl Pieces {
         }
     }
 
-    /// Behind the last element that has a residual.
+    /// One past the last element that has a residual.
     pub(super) fn end(&self) -> usize {
         self.0.last_key_value().map_or(0, |(start, piece)| start + piece.len())
     }
 
-    /// Whether any of it is not zero.
+    /// Whether any element is not zero.
     pub(super) fn owes(&self) -> bool {
         self.0.values().any(|piece| piece.values().iter().any(|value| *value != 0.0))
     }
@@ -162,7 +162,7 @@ impl Pieces {
 
 /// The sum of products of two runs of the same length.
 pub(super) fn dot(a: &[f32], b: &[f32]) -> f64 {
-    // Sums side by side; a single one would wait for each addition before the next.
+    // Several sums in parallel; a single one would wait for each addition before the next.
     const LANES: usize = 8;
     let mut sums = [0.0; LANES];
     let mut add = |a: &[f32], b: &[f32]| {
@@ -192,7 +192,7 @@ mod tests {
     }
 
     proptest! {
-        /// Pieces set in any order and layout read as a plain vector written the same way.
+        /// Pieces set in any order and layout read like a plain vector written the same way.
         #[test]
         fn pieces_are_a_vector(
             writes in prop::collection::vec((0usize..50, 0usize..50), 0..20),

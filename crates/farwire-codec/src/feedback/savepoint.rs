@@ -1,8 +1,8 @@
 //! A step over many tensors, which counts as a whole or not at all.
 //!
-//! Each operation commits the residuals of its own tensor. A training step is many operations, and
-//! if one of them fails, what the others have sent is thrown away with it: their residuals must go
-//! back to where they were.
+//! Each operation commits the residuals of its own tensor. A training step is many operations. If
+//! one of them fails, the results of the others are thrown away with it, and their residuals must
+//! go back to what they were.
 //!
 //! ```text
 //!  savepoint() ─ begin("a") … commit() ─ begin("b") … commit() ─┬─ release(): they stay
@@ -14,14 +14,14 @@ use std::sync::{Arc, Mutex};
 
 use super::{Entry, ErrorFeedback, Piece, SPARE, State, lock};
 
-/// The residuals of all tensors as they were at one time. Dropped, it restores them.
+/// The residuals of all tensors as they were at one time. Dropping it restores them.
 ///
-/// Wait for every operation that was begun since before dropping it: one that still runs would
-/// commit afterwards.
+/// Before dropping it, wait for every operation begun since: one that is still running would commit
+/// afterwards.
 #[derive(Debug)]
 pub struct Savepoint {
     tensors: Arc<Mutex<BTreeMap<String, Entry>>>,
-    /// Shared with the tensors, not copied; none once it is released.
+    /// Shared with the tensors, not copied; `None` once released.
     states: Option<BTreeMap<String, State>>,
 }
 
@@ -57,8 +57,8 @@ impl ErrorFeedback {
 }
 
 impl Savepoint {
-    /// Takes one tensor back to where it was, and leaves the others: what was delivered for it in
-    /// this step will not be used. No operation on it may be in flight.
+    /// Restores one tensor and leaves the others: for when its result of this step will not be
+    /// used. No operation on it may be in flight.
     pub fn restore(&self, tensor: &str) {
         let Some(states) = &self.states else { return };
         if let Some(entry) = lock(&self.tensors).get_mut(tensor) {
@@ -72,8 +72,8 @@ impl Savepoint {
         let mut tensors = lock(&self.tensors);
         for (name, State { worker, owner, .. }) in states {
             let Some(entry) = tensors.get_mut(&name) else { continue };
-            // Buffers that were replaced since can be written again. (While the savepoint held
-            // them, a commit could not give them back.)
+            // Buffers that were replaced since can be reused. (While the savepoint held them, a
+            // commit could not give them back.)
             let before = worker.0.into_values().chain(owner.0.into_values());
             let replaced = before.filter_map(Piece::into_buffer);
             let pieces = entry.state.worker.0.len() + entry.state.owner.0.len();
@@ -87,7 +87,7 @@ impl Drop for Savepoint {
     fn drop(&mut self) {
         let Some(mut states) = self.states.take() else { return };
         let mut tensors = lock(&self.tensors);
-        // A tensor that was begun for the first time since then owed nothing.
+        // A tensor first used since then owed nothing.
         tensors.retain(|name, entry| {
             let known = states.remove(name);
             let keep = known.is_some() || entry.open;

@@ -6,8 +6,8 @@ use crate::rng::{mix32, unit32};
 
 const MAGNITUDE: u32 = 0x7fff_ffff;
 
-/// Adding and taking away 1.5·2²³ rounds a float below 2²² to the nearest integer, ties to even, in
-/// any instruction set.
+/// Adding and then subtracting 1.5·2²³ rounds a float below 2²² to the nearest integer, ties to
+/// even, in any instruction set.
 const ROUND: f32 = 12_582_912.0;
 
 kernel! {
@@ -84,7 +84,7 @@ kernel! {
 }
 
 kernel! {
-    /// Sum of the products of the elements that both have.
+    /// Sum of the products of elements, up to the shorter length.
     fn dot(a: &[f32], b: &[f32]) -> f32 {
         let len = a.len().min(b.len());
         let ((a, a_rest), (b, b_rest)) = (a[..len].as_chunks::<16>(), b[..len].as_chunks::<16>());
@@ -134,7 +134,7 @@ kernel! {
 }
 
 kernel! {
-    /// [`to_int8`], and takes what the codes stand for, `code · scale`, away from the values.
+    /// [`to_int8`], and subtracts the value of the codes, `code · scale`, from `values`.
     fn take_int8(values: &mut [f32], inverse: f32, scale: f32, out: &mut [u8]) {
         for (out, value) in out.iter_mut().zip(values) {
             let rounded = *value * inverse + ROUND;
@@ -145,7 +145,7 @@ kernel! {
 }
 
 kernel! {
-    /// An integer next to `value · inverse` whose mean is that, as bytes.
+    /// `value · inverse`, rounded up or down at random so that the mean is right, as bytes.
     fn to_int8_stochastic(values: &[f32], inverse: f32, key: u32, start: u32, out: &mut [u8]) {
         for (i, (out, value)) in (0u32..).zip(out.iter_mut().zip(values)) {
             // Rounding x + u − ½ to the nearest is rounding x + u down. The clamp is for products a
@@ -157,7 +157,7 @@ kernel! {
 }
 
 kernel! {
-    /// Bytes as signed integers, as floats.
+    /// Signed bytes as floats.
     fn from_int8(bytes: &[u8], out: &mut [f32]) {
         for (out, byte) in out.iter_mut().zip(bytes) {
             *out = f32::from(*byte as i8);
@@ -166,7 +166,7 @@ kernel! {
 }
 
 kernel! {
-    /// Bytes of four bits each into half as many: byte `i` takes codes `2i` (low) and `2i + 1`
+    /// Packs four-bit codes into half as many bytes: byte `i` takes codes `2i` (low) and `2i + 1`
     /// (high, or zero if there is none).
     fn pack_nibbles(codes: &[u8], out: &mut [u8]) {
         let (pairs, rest) = codes.as_chunks::<2>();
@@ -193,7 +193,7 @@ kernel! {
 }
 
 kernel! {
-    /// Four-bit integers −7..=7, kept as 1..=15, as floats. (0 would be −8; encoders do not write
+    /// Four-bit integers −7..=7, stored as 1..=15, as floats. (0 would be −8; encoders do not write
     /// it.)
     fn from_int4(codes: &[u8], out: &mut [f32]) {
         for (out, code) in out.iter_mut().zip(codes) {
@@ -204,7 +204,7 @@ kernel! {
 
 /// The best 16 levels for a Gaussian of variance one (Max, 1960): the eight positive ones.
 const LEVELS: [f32; 8] = [0.1284, 0.3881, 0.6568, 0.9424, 1.256, 1.618, 2.069, 2.733];
-/// What lies between two levels.
+/// The boundaries between levels.
 const BETWEEN: [f32; 7] = [0.2582, 0.5224, 0.7996, 1.099, 1.437, 1.844, 2.401];
 
 kernel! {
@@ -228,16 +228,16 @@ kernel! {
     }
 }
 
-/// The code of the magnitude of `x`, below 448, in e4m3, where `dither` (20 bits) is what is added
-/// before the bits below the mantissa are cut.
+/// The e4m3 code of the magnitude of `x`, at most that of 448. `dither` (20 bits) is added before
+/// the bits below the mantissa are cut.
 #[inline(always)]
 fn e4m3(x: f32, dither: u32) -> u32 {
     let x = x.abs();
     let bits = x.to_bits();
     let normal = (bits.wrapping_add(dither) >> 20).wrapping_sub(120 << 3);
     // Below 2⁻⁶ the steps are 2⁻⁹, all equal. Scaled by 2⁹ and by 2²⁰, the same dither serves.
-    // SAFETY: the minimum of anything, NaN included, and 2⁻⁶ is at most that, and a magnitude is
-    // not negative: it fits.
+    // SAFETY: the minimum of anything, NaN included, and 2⁻⁶ is at most 2⁻⁶, and a magnitude is not
+    // negative, so the product fits.
     let fixed = unsafe { (x.min(0.015625) * 536_870_912.0).to_int_unchecked::<i32>() } as u32;
     let small = fixed.wrapping_add(dither) >> 20;
     (if x < 0.015625 { small } else { normal }).min(0x7e)
@@ -256,7 +256,7 @@ kernel! {
 }
 
 kernel! {
-    /// `value · inverse` as e4m3 bytes, up or down by chance so that the mean is right.
+    /// `value · inverse` as e4m3 bytes, up or down at random so that the mean is right.
     fn to_e4m3_stochastic(values: &[f32], inverse: f32, key: u32, start: u32, out: &mut [u8]) {
         for (i, (out, value)) in (0u32..).zip(out.iter_mut().zip(values)) {
             let dither = mix32(key, start.wrapping_add(i)) >> 12;
@@ -282,7 +282,7 @@ kernel! {
 }
 
 kernel! {
-    /// One bit per value, set where it is negative (−0 included). The last byte is filled up with
+    /// One bit per value, set where it is negative (−0 included). The last byte is padded with
     /// zeros.
     fn to_signs(values: &[f32], out: &mut [u8]) {
         let (rows, rest) = values.as_chunks::<8>();
@@ -317,7 +317,7 @@ fn signed(unit: f32, negative: bool) -> f32 {
     f32::from_bits(unit.to_bits() ^ if negative { 0x8000_0000 } else { 0 })
 }
 
-/// The nearest bfloat16, ties to even, and the largest finite one for what lies beyond.
+/// The nearest bfloat16, ties to even; the largest finite one for larger values.
 #[inline(always)]
 pub(crate) fn to_bf16_bits(value: f32) -> u16 {
     let magnitude = value.to_bits() & MAGNITUDE;
@@ -332,7 +332,7 @@ pub(crate) fn from_bf16_bits(bits: u16) -> f32 {
 }
 
 kernel! {
-    /// Values as bfloat16. Leaves in `values` what that dropped.
+    /// Values as bfloat16. Leaves in `values` what rounding dropped.
     fn to_bf16(values: &mut [f32], out: &mut [u8]) {
         let (out, _) = out.as_chunks_mut::<2>();
         for (out, value) in out.iter_mut().zip(values) {
@@ -412,8 +412,8 @@ fn butterfly<const HALF: usize>(row: [f32; 16]) -> [f32; 16] {
 }
 
 kernel! {
-    /// The Walsh–Hadamard transform without its factor 1/√len; len is a power of two. Twice is
-    /// `values · len`.
+    /// The Walsh–Hadamard transform without its factor 1/√len; len is a power of two. Applied twice
+    /// it gives `values · len`.
     fn hadamard(values: &mut [f32]) {
         // The first four rounds stay within sixteen neighbours. Written as permutations of a row,
         // they are vectorised too.
@@ -491,8 +491,8 @@ mod tests {
             let codes = |f: &dyn Fn(Level, &mut [u8])| same(|level| { let mut out = vec![0; n]; f(level, &mut out); out });
             let int8 = codes(&|level, out| to_int8(level, &values, inverse, out));
             same(|level| {
-                // Within the range of codes, as encoders keep them, the same as the two steps
-                // apart.
+                // Within the range of codes, which encoders keep to, the result is that of the two
+                // separate steps.
                 let mut left: Vec<f32> = values.iter().map(|value| value.clamp(-1.0, 1.0)).collect();
                 let (mut want, mut codes, mut units) = (left.clone(), vec![0; n], vec![0.0; n]);
                 to_int8(level, &want, 127.0, &mut codes);

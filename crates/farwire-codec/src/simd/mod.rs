@@ -8,9 +8,9 @@
 //!    settles it: Rust never contracts or reorders float arithmetic. Those with a hand-written body
 //!    have a portable twin and a test against it.
 //! 3. Sums have a fixed order: lane `i % 16`, then the lanes pairwise.
-//! 4. What keeps a load or store by pointer inside its slice or array is checked in the function
-//!    that makes it, in release builds too: by the type (`as_chunks`), or by an assertion once per
-//!    tile or block, which costs nothing beside the work on that.
+//! 4. A function that loads or stores by pointer checks that this stays inside its slice or array,
+//!    in release builds too: by the type (`as_chunks`), or by an assertion once per tile or block,
+//!    whose cost is nothing beside the work on it.
 
 #![allow(unsafe_code)]
 
@@ -83,8 +83,7 @@ impl Level {
     }
 }
 
-/// Asks for the cache line of an element that will be used soon, from memory into the second-level
-/// cache.
+/// Fetches the cache line of an element that will be used soon into the second-level cache.
 #[inline(always)]
 pub(crate) fn prefetch<T>(elements: &[T], index: usize) {
     #[cfg(target_arch = "x86_64")]

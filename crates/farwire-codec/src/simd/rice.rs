@@ -7,17 +7,17 @@ use crate::index::BLOCK;
 /// Decodes `count` gaps of `low` low bits each (at most 23) into indices, the first of which is at
 /// least `next`.
 ///
-/// Returns how many bytes that took, and the last index. Indices ascend; whoever finds the last
-/// below `range` has checked them all. Sound for any bytes, and quick to give up on a unary part
-/// that runs past `range`.
+/// Returns how many bytes that took, and the last index. Indices ascend, so if the last is below
+/// `range`, they all are. Sound for any bytes, and quick to give up on a unary part that runs past
+/// `range`.
 ///
 /// # Panics
 ///
-/// If `low` is larger, or `count` is zero or larger than a block: the caller has checked what the
+/// If `low` is larger, or `count` is zero or larger than a block: the caller must check what the
 /// message says.
 ///
-/// This keeps a core busy and leaves its memory idle; `meanwhile` is called once for every sixteen
-/// gaps, or not at all, to make use of that.
+/// Decoding keeps a core busy and leaves its memory idle. To make use of that, `meanwhile` is
+/// called once for every sixteen gaps, or not at all.
 #[allow(clippy::too_many_arguments, reason = "a kernel takes its state apart")]
 pub(crate) fn decode_gaps(
     level: Level,
@@ -61,7 +61,7 @@ fn ends(low_len: usize, low: u32, count: usize, next: u32, lows: u32, last: u32)
     (low_len + last as usize / 8 + 1, last_index)
 }
 
-/// What the unary part of a message that ends too early, or runs too far, is called.
+/// The error for a unary part that ends too early or runs too far.
 #[inline(always)]
 fn runaway(at: usize, bytes: &[u8], range: u32) -> DecodeError {
     if at >= bytes.len() {
@@ -109,7 +109,8 @@ kernel! {
 }
 
 kernel! {
-    /// Which bit of `bytes` is the `n`-th that is set, counted from one; none if there are fewer.
+    /// The position of the `n`-th set bit in `bytes`, with `n` counted from one; `None` if there
+    /// are fewer.
     fn nth_one(bytes: &[u8], n: u32) -> Option<u32> {
         let mut left = n;
         for at in (0..bytes.len()).step_by(8) {
@@ -119,7 +120,7 @@ kernel! {
                 left -= ones;
                 continue;
             }
-            // Halves of what is left of the word: the lower is passed if it has too few.
+            // Halve what is left of the word: skip the lower half if it has too few ones.
             let mut bit = u32::try_from(8 * at).ok()?;
             for half in [32, 16, 8, 4, 2, 1] {
                 let lower = (word & ((1 << half) - 1)).count_ones();
@@ -134,7 +135,7 @@ kernel! {
     }
 }
 
-/// For up to 17 low bits, which any two neighbouring 16-bit words hold.
+/// For up to 17 low bits, which always fit in two neighbouring 16-bit words.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi1,bmi2,popcnt,lzcnt")]
 #[allow(clippy::too_many_arguments, reason = "a kernel takes its state apart")]
@@ -149,11 +150,11 @@ fn avx512(
 ) -> Result<(usize, u64), DecodeError> {
     use std::arch::x86_64::*;
 
-    // All that is loaded or stored below by pointer lies where it should because of these.
+    // All loads and stores by pointer below rely on these bounds.
     assert!(low <= 17 && (1..=BLOCK).contains(&count));
     let low_len = (count * low as usize).div_ceil(8);
-    // Where the ones of the unary part are: sixteen bits at a time, the lanes whose bit is set
-    // pushed together.
+    // The positions of the ones in the unary part. Sixteen bits at a time, the lanes whose bit is
+    // set are packed together.
     let mut positions = [0u32; BLOCK + 64 + 16];
     let unary = &bytes[low_len..];
     let iota = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -202,7 +203,7 @@ fn avx512(
         // above, for at least one bit.
         let words = unsafe { _mm512_maskz_loadu_epi8(there, lows.as_ptr().cast()) };
         let bits = _mm512_srlv_epi32(_mm512_permutexvar_epi16(words_of_lane, words), bit_of_word);
-        // Lanes past the last element count as zero, whatever fills up the last byte.
+        // Lanes past the last element count as zero, whatever pads the last byte.
         let live = (u32::MAX >> (32 - (count - 16 * row).min(16))) as u16;
         let mut lows = _mm512_maskz_and_epi32(live, bits, low_mask);
         lows = _mm512_add_epi32(lows, _mm512_alignr_epi32::<15>(lows, zero));

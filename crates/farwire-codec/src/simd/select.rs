@@ -2,7 +2,7 @@
 
 use super::{Level, Set, prefetch};
 
-/// Elements that one call looks at, at most.
+/// The most elements that one call looks at.
 pub(crate) const TILE: usize = 2048;
 
 /// Room for the results of a tile; the vector forms store whole registers and need some slack.
@@ -26,8 +26,8 @@ impl Found {
 /// Finds the elements of `values` (at most [`TILE`]) whose magnitude has bits of at least `floor`.
 /// Their indices count from `base`.
 ///
-/// Meanwhile it asks for the elements of `soon`, as many as of `values`, which will be read next:
-/// this works in the first-level cache and leaves the memory idle.
+/// Meanwhile it prefetches as many elements of `soon`, which will be read next: the search works in
+/// the first-level cache and leaves the memory idle.
 pub(crate) fn compress(
     level: Level,
     values: &[f32],
@@ -104,8 +104,8 @@ fn avx2(values: &[f32], base: u32, floor: u32, soon: [&[f32]; 2], found: &mut Fo
     found.count = 0;
     let (rows, rest) = values.as_chunks::<8>();
     let magnitude = _mm256_set1_epi32(0x7fff_ffff);
-    // Magnitudes and the floor have no sign bit, so the signed comparison serves; at least is more
-    // than one less.
+    // Magnitudes and the floor have no sign bit, so a signed comparison works; at least `floor` is
+    // more than one below it.
     let below = _mm256_set1_epi32(floor as i32 - 1);
     let step = _mm256_set1_epi32(8);
     let mut index =
@@ -120,8 +120,8 @@ fn avx2(values: &[f32], base: u32, floor: u32, soon: [&[f32]; 2], found: &mut Fo
         let above = _mm256_cmpgt_epi32(_mm256_and_si256(lanes, magnitude), below);
         let mask = _mm256_movemask_ps(_mm256_castsi256_ps(above)) as u32;
         if mask != 0 {
-            // The lanes to keep, three bits each, packed to the front; then spread out to a byte
-            // each.
+            // The numbers of the lanes to keep, a byte each, packed to the front; then widened to
+            // 32 bits each.
             let nibbles = _pdep_u64(u64::from(mask), 0x0101_0101_0101_0101) * 0xff;
             let order = _pext_u64(0x0706_0504_0302_0100, nibbles);
             let order = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(order as i64));

@@ -1,8 +1,9 @@
 //! Writing a long result once, without reading what it replaces.
 //!
-//! A plain store of a line that is not in a cache first reads it: a pass that writes a new vector
-//! beside two that it reads moves a third more than it must. Streaming stores do without. They are
-//! only right for vectors so long that nothing of them will be in a cache when they are read next.
+//! A plain store to a line that is not in a cache first reads the line, so a pass that reads two
+//! vectors and writes a third moves a third more than it must. Streaming stores avoid this. They
+//! only pay off for vectors so long that no part of them would still be in a cache at the next
+//! read.
 
 use std::marker::PhantomData;
 
@@ -11,11 +12,11 @@ use super::{Level, Set};
 /// Vectors of more elements than this are streamed.
 const LONG: usize = 1 << 21;
 
-/// Writes the tiles of a vector. What it writes stays borrowed until it is dropped; by then all of
-/// it is there for every thread to see.
+/// Writes the tiles of a vector. The tiles stay borrowed until this is dropped; by then every
+/// thread can see all of them.
 #[derive(Debug)]
 pub(crate) struct Stream<'a> {
-    /// Where a tile is made before it is streamed, or nothing if it is made in place.
+    /// Where a tile is made before it is streamed; `None` if it is made in place.
     tile: Option<Vec<f32>>,
     written: PhantomData<&'a mut [f32]>,
 }
@@ -27,7 +28,7 @@ impl<'a> Stream<'a> {
         Self { tile: streams.then(|| vec![0.0; tile]), written: PhantomData }
     }
 
-    /// Lets `make` write all of `out`. What it finds there means nothing.
+    /// Lets `make` write all of `out`, whose old contents mean nothing.
     pub(crate) fn write<R>(&mut self, out: &'a mut [f32], make: impl FnOnce(&mut [f32]) -> R) -> R {
         let Some(tile) = &mut self.tile else { return make(out) };
         let tile = &mut tile[..out.len()];

@@ -60,7 +60,7 @@ fn a_message_is_never_much_longer_than_dense() {
     }
 }
 
-/// What is left, relative to what was there.
+/// The energy of the residual, relative to that of the input.
 fn distortion(name: &str, values: &[f32]) -> f64 {
     let energy = |values: &[f32]| values.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>();
     energy(&encode(name, values).residual) / energy(values)

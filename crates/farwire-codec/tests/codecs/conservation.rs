@@ -5,15 +5,15 @@ use farwire_codec::*;
 use crate::world::{End, World};
 use crate::{Random, all_messages};
 
-/// After `steps` steps, of which some are dropped: how far results plus residuals are from the
-/// inputs, relative to the inputs.
+/// How far results plus residuals are from the inputs, relative to the inputs, after `steps` steps
+/// with every `drop_every`-th dropped.
 fn imbalance(spec: &str, ranks: usize, steps: usize, drop_every: usize) -> f64 {
     let n = 1000;
     let mut world = World::new(spec, ranks, n);
     let mut random = Random(7);
     let (mut inputs, mut results) = (vec![0.0f64; n], vec![0.0f64; n]);
     for step in 1..=steps {
-        // A mean, as gradients have, and noise.
+        // A mean, as gradients have, plus noise.
         let gradients: Vec<Vec<f32>> = (0..ranks)
             .map(|_| (0..n).map(|i| random.normal() + (i % 7) as f32 / 3.0).collect())
             .collect();

@@ -62,7 +62,7 @@ impl Problem for LeastSquares {
     }
 }
 
-/// One hidden layer of tanh that learns what another one computes.
+/// A network with one hidden layer of tanh, which learns the outputs of another one.
 struct Mlp {
     ranks: usize,
     rows: Vec<(Vec<f32>, f32)>,
@@ -151,7 +151,7 @@ fn compare(
     let dense = train(problem, World::new("none", ranks, n), ranks, steps, rate);
     assert!(dense < 0.1 * start, "{name}: dense training gets from {start} to {dense} only");
     let mut with = f64::NAN;
-    // One of each family; in the long form, all that people use.
+    // One codec of each family; in the long form, every typical one.
     let forms = if crate::long() { usize::MAX } else { 1 };
     let families = CODECS.iter().flat_map(|family| family.typical.iter().copied().take(forms));
     for codec in families.chain(["powersgd:1"]) {

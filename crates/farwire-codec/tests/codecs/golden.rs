@@ -1,13 +1,13 @@
 //! The wire format, byte for byte: ranks of different builds must understand each other.
 //!
-//! A hash that changes is a change of protocol. A new codec may add its own.
+//! A changed hash means a changed protocol. A new codec may add its own.
 
 use farwire_codec::*;
 
 use crate::{Random, messages};
 
-/// The number by which ranks compare codecs, and a hash of what each sends and owes as worker and
-/// as owner.
+/// The id by which ranks compare codecs, and a hash of what each codec sends and owes, as worker
+/// and as owner.
 const HASHES: [(&str, u32, u64); 24] = [
     ("none", 0x0000_0001, 0x991f_53cc_48c4_5172),
     ("bf16", 0xa19c_a2ea, 0x4fc3_b15c_3168_e7b8),

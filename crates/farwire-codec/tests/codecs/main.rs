@@ -1,5 +1,5 @@
-//! Every codec against plain references, in memory. `FARWIRE_LONG=1` runs the long forms,
-//! `FARWIRE_MUTATIONS=n` decodes so many mutated messages.
+//! Every codec against plain references, in memory. `FARWIRE_LONG=1` runs the long forms;
+//! `FARWIRE_MUTATIONS=n` decodes `n` mutated messages per codec.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use farwire_codec::*;
 
-/// What makes a codec's messages; none if it has none.
+/// What makes a codec's messages; `None` if it has no messages.
 pub(crate) fn messages(text: &str) -> Option<Arc<dyn MessageCodec>> {
     text.parse::<CodecSpec>().unwrap().messages()
 }

@@ -1,10 +1,10 @@
-//! Stochastic rounding: errors that have nothing to do with one another, so that they average out.
+//! Stochastic rounding: errors are independent of one another, so that they average out.
 
 use farwire_codec::*;
 
 use crate::{Random, messages};
 
-/// What rounding did to each element.
+/// The rounding error of each element.
 fn errors(codec: &dyn MessageCodec, values: &[f32], role: Role, rank: u32, step: u64) -> Vec<f32> {
     let place = CodedPlace::whole(Context { seed: 5, step, tensor: 1 }, values.len());
     let shards = std::slice::from_ref(&place.range);
@@ -36,7 +36,7 @@ fn an_owner_does_not_repeat_the_errors_it_made_as_a_worker() {
         ];
         let errors = draws.map(|(role, rank, step)| errors(&*codec, &values, role, rank, step));
         for (i, j) in (0..draws.len()).flat_map(|i| (0..i).map(move |j| (i, j))) {
-            // Independent ones would be within 1/√40,000 = 0.005, one time in three.
+            // For independent errors this exceeds 1/√40,000 = 0.005 one time in three.
             let correlation = correlation(&errors[i], &errors[j]);
             assert!(
                 correlation.abs() < 0.025,
@@ -45,7 +45,7 @@ fn an_owner_does_not_repeat_the_errors_it_made_as_a_worker() {
                 draws[j]
             );
         }
-        // Nor shifted against one another.
+        // Nor are they correlated when shifted against one another.
         for shift in 1..20 {
             let correlation = correlation(&errors[0], &errors[1][shift..]);
             assert!(correlation.abs() < 0.025, "{name}, shifted by {shift}: {correlation}");

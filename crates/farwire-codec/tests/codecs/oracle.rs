@@ -129,8 +129,8 @@ proptest! {
         prop_assert_eq!(&outcome.decoded, &sums);
     }
 
-    /// Everything that encodes: what is decoded and what is owed add up to what was given, and the
-    /// bits depend on neither threads nor on what was in the output before.
+    /// For every encoder, what is decoded and what is owed add up to the input, and the bits depend
+    /// neither on threads nor on what was in the output before.
     #[test]
     fn decoded_plus_residual_is_the_input(values in awkward(), parts in 1usize..5, threads in 2usize..5) {
         let n = values.len();
@@ -185,7 +185,7 @@ fn top_k_of_a_large_vector_is_a_full_sort_whatever_the_sample_says() {
     let mut random = Random(11);
     let n = 200_000;
     let gaussian = random.normals(n);
-    // The sample sees nothing of the last: its large elements are all in one place.
+    // Hard to sample: all large elements are in one place.
     let hidden: Vec<f32> = (0..n)
         .map(|i| if (777..3777).contains(&i) { 5.0 + random.normal() } else { 0.0 })
         .collect();
@@ -222,7 +222,7 @@ fn long_vectors_come_out_the_same_for_any_number_of_threads() {
             one.messages == three.messages && bits(&one.residual) == bits(&three.residual),
             "{name}"
         );
-        // A part that is encoded in place, of the same blocks, gives the same bytes.
+        // A part that is encoded on its own, in the same blocks, gives the same bytes.
         if matches!(name, "int8" | "sign") {
             let part = place.part(shards[0].clone());
             let short =

@@ -37,7 +37,7 @@ impl World {
         self
     }
 
-    /// The sum of the gradients as every rank gets it.
+    /// The sum of the gradients, as every rank gets it.
     pub(crate) fn all_reduce(&mut self, gradients: &[Vec<f32>], end: End) -> Vec<f32> {
         self.step += 1;
         let mut transactions: Vec<_> =

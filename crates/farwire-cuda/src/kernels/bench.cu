@@ -1,4 +1,4 @@
-// What codecs are measured against: r += g, twelve bytes an element.
+// What codecs are compared with: r += g, twelve bytes per element.
 
 extern "C" __global__ __launch_bounds__(256) void add_into(float* r, const float* g, u64 len) {
     float x[4][4], y[4][4];

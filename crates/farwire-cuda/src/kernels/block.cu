@@ -1,13 +1,13 @@
-// Blocks with a scale of their own, rounded to 8 or 4 bits: codecs/block.rs on the card.
+// Blocks with a scale each, rounded to 8 or 4 bits: codecs/block.rs on the card.
 //
 // Set by the host: FORMAT (0 int8, 1 int4, 2 fp8), STOCHASTIC, ROTATE, BLOCK.
 //
-// `block_encode` and `block_add` give a block to each warp, its elements in registers:
+// `block_encode` and `block_add` give each warp a block, with the elements in registers:
 //
 //     element c + 4·lane + 128·j   c: 0 to 3, a 16-byte load;  j: 0 to BLOCK/128 − 1
 //
-// `…_any` give a block to a thread block and keep it in shared memory, or where that is too small
-// in `scratch`: blocks of other sizes, and rotated ones that are not full.
+// `…_any` give each thread block a block, kept in shared memory or, if that is too small, in
+// `scratch`. They handle blocks of other sizes, and rotated blocks that are not full.
 
 #define LEVELS (FORMAT == 1 && ROTATE && !STOCHASTIC)
 #if FORMAT == 1
@@ -86,7 +86,7 @@ __device__ __forceinline__ float unit(u32 code) {
 
 __device__ __forceinline__ bool is_code(u32 code) { return FORMAT != 2 || (code & 0x7f) != 0x7f; }
 
-// Scale and inverse, but for the Lloyd–Max levels.
+// Scale and inverse, except for the Lloyd–Max levels.
 __device__ __forceinline__ void scale_for(float largest, float* scale, float* inverse) {
     const bool sendable = is_sendable(largest);
     *scale = sendable ? largest / TOP : 0.0f;
@@ -98,7 +98,7 @@ __device__ __forceinline__ void scale_for(float largest, float* scale, float* in
 #define WARPS 8
 
 #if ROTATE
-// The Hadamard transform of norm one of the warp's block.
+// The normalised Hadamard transform of the warp's block.
 __device__ __forceinline__ void warp_turn(float x[PER]) {
     const u32 lane = threadIdx.x & 31;
 #pragma unroll
@@ -341,15 +341,15 @@ block_add(const __grid_constant__ Decode a) {
 }
 #endif // warps
 
-// The block of this thread block in shared memory, or in `scratch`, which has BLOCK floats for
-// each of them.
+// This thread block's block in shared memory, or in `scratch`, which has BLOCK floats for each
+// thread block.
 __device__ __forceinline__ float* workspace(float* scratch) {
     extern __shared__ float shared[];
     if (!scratch) return shared;
     return scratch + ((u64)blockIdx.y * gridDim.x + blockIdx.x) * BLOCK;
 }
 
-// The Hadamard transforms of norm one over each power of two that `n` is made of, largest first.
+// The normalised Hadamard transforms over the powers of two that add up to `n`, largest first.
 __device__ void turn_any(float* work, u32 n) {
     __syncthreads();
     for (u32 from = 0; from < n;) {
@@ -371,7 +371,8 @@ __device__ void turn_any(float* work, u32 n) {
     __syncthreads();
 }
 
-// Which block of a shard this is: that of its number, or the last if that is not full.
+// Which block of a shard this thread block handles: the one with its number, or with `only_tails`
+// the last one, if that is not full.
 __device__ __forceinline__ bool block_of(u64 len, u32 only_tails, u64* b, u32* n) {
     *b = only_tails ? len / BLOCK : blockIdx.x;
     if (*b * BLOCK >= len) return false;
@@ -427,7 +428,7 @@ extern "C" __global__ void block_encode_any(const __grid_constant__ Encode a, u3
         scale_for(top, &scale, &inverse);
 #endif
     } else {
-        __syncthreads(); // who quantises an element is not who has just set it to zero
+        __syncthreads(); // an element is quantised by another thread than the one that zeroed it
     }
 #else
     scale_for(__uint_as_float(largest), &scale, &inverse);
@@ -435,7 +436,7 @@ extern "C" __global__ void block_encode_any(const __grid_constant__ Encode a, u3
     u8* out = a.out + s.out + b * BLOCK_BYTES;
     if (threadIdx.x == 0) *(float*)out = scale;
     out += 4;
-    // Two elements to a thread, which are the two nibbles of a byte.
+    // Two elements to a thread: the two nibbles of a byte.
     for (u32 i = 2 * threadIdx.x; i < n; i += 2 * blockDim.x) {
         u32 codes[2] = {0, 0};
         for (u32 c = 0; c < 2 && i + c < n; c++) {

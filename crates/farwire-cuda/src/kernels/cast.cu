@@ -1,6 +1,6 @@
 // Each element by itself: codecs/cast.rs and codecs/identity.rs on the card.
 //
-// Set by the host: FORMAT (0 f32, 1 f16, 2 bf16), what an element becomes.
+// Set by the host: FORMAT (0 f32, 1 f16, 2 bf16), the type that elements are sent as.
 
 #define THREADS 256
 #define ROUNDS 4
@@ -38,7 +38,7 @@ __device__ __forceinline__ float value_of(Code code) {
 #endif
 }
 
-// What is left of an element. The sign of a zero is dropped with it where nothing is rounded.
+// The residual of an element. Where nothing is rounded it is +0, whatever the element's sign.
 __device__ __forceinline__ float left_of(float x, Code code) {
 #if FORMAT == 0
     return 0.0f;

@@ -1,6 +1,6 @@
-// What all kernels share. Every other file of this folder is compiled after this one.
+// Code shared by all kernels. Every other file in this folder is compiled after this one.
 //
-// The CPU codec is the reference: each formula here is one of its loops, in the same order of
+// The CPU codec is the reference: each formula here is one of its loops, with the same order of
 // operations. No multiply-add is contracted (--fmad=false), divisions and square roots are IEEE,
 // denormals are kept. So the bits are the same.
 //
@@ -20,24 +20,24 @@ typedef unsigned long long u64;
 #define INFINITE 0x7f800000u
 #define FULL 0xffffffffu
 #define TWO_100 1267650600228229401496703205376.0f
-// Adding and taking away 1.5·2²³ rounds to the nearest integer, ties to even.
+// Adding and then subtracting 1.5·2²³ rounds to the nearest integer, ties to even.
 #define ROUND 12582912.0f
 #define MAX_SHARDS 64
 
-// Some elements that become one message.
+// The elements that become one message.
 struct Shard {
     u64 start; // first element, counted from the first of the job
     u64 len;
     u64 out; // where its message starts; a multiple of 16
-    u64 drawn; // random-k: its first stratum
+    u64 drawn; // for random-k, its first stratum
 };
 
 struct Encode {
     const void* values;
     const float* owed; // null: nothing is owed
-    float* left; // null: nobody wants the residual
+    float* left; // null: the residual is not wanted
     u8* out;
-    u64* bad; // least index of an element that is not finite
+    u64* bad; // lowest index of an element that is not finite
     u64 origin; // index of the job's first element in the whole vector
     u32 rounding_key;
     u32 rotation_key;
@@ -48,11 +48,11 @@ struct Encode {
 struct Decode {
     const u8* bytes;
     float* acc;
-    u32* bad; // set where the message is one that no encoder writes
+    u32* bad; // set to 1 if no encoder would write this message
     u64 len;
     u64 origin;
     u32 rotation_key;
-    u32 fresh; // whether to take `acc` for zeros
+    u32 fresh; // whether to take `acc` to be zeros
     float* scratch;
 };
 
@@ -75,7 +75,7 @@ __device__ __forceinline__ float widen(Value v) {
 __device__ __forceinline__ u32 bits_of(float x) { return __float_as_uint(x); }
 __device__ __forceinline__ u32 magnitude(float x) { return bits_of(x) & MAGNITUDE; }
 
-// Whether element `at` of each of these lies at a multiple of four elements' size.
+// Whether element `at` of each of these is aligned for an access to four elements.
 __device__ __forceinline__ bool is_wide(const void* values, const float* owed, const float* left,
                                         u64 at) {
     const size_t v = (size_t)((const Value*)values + at) & (4 * sizeof(Value) - 1);
@@ -119,7 +119,8 @@ __device__ __forceinline__ float fuse1(const void* values, const float* owed, u6
     return owed ? v + owed[at] : v;
 }
 
-// The same of elements at..at+n, n up to four; zeros for the rest. Reports what is not finite.
+// The same for elements at..at+n; if n is below four, zeros for the rest. Reports what is not
+// finite.
 __device__ __forceinline__ void fuse4(const void* values, const float* owed, u64 at, int n,
                                       bool wide, u64* bad, float x[4]) {
     if (n >= 4) {
@@ -168,7 +169,7 @@ __device__ __forceinline__ u32 warp_inclusive(u32 x) {
     return x;
 }
 
-// The largest of all threads of the block, in every thread. All of them must come here.
+// The largest x of all threads in the block, in every thread. All threads must call this.
 __device__ __forceinline__ u32 block_max(u32 x) {
     __shared__ u32 warps[32];
     const u32 warp = threadIdx.x >> 5, lane = threadIdx.x & 31, count = (blockDim.x + 31) >> 5;
@@ -181,7 +182,7 @@ __device__ __forceinline__ u32 block_max(u32 x) {
     return x;
 }
 
-// Adds up 16 lanes, halves first: lanes 0 to 15 of the warp, the sum in lane 0.
+// Adds up lanes 0 to 15 of the warp, halves first; the sum is in lane 0.
 __device__ __forceinline__ float lanes_sum(float lane) {
     for (int half = 8; half > 0; half >>= 1) {
         lane = lane + __shfl_down_sync(FULL, lane, half);

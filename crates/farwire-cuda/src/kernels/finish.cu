@@ -1,5 +1,5 @@
-// The end of an all-reduce: the decoded sum, divided and rounded to the gradient's type, takes the
-// gradient's place. As the CPU does it: overflow is an infinity.
+// The end of an all-reduce: the decoded sum, divided and rounded to the gradient's type, replaces
+// the gradient. As on the CPU, overflow gives an infinity.
 
 __device__ __forceinline__ Value narrow(float x) {
 #if VALUE == 0

@@ -1,12 +1,12 @@
 // Kept elements on the wire: index.rs and kept.rs on the card.
 //
-// A block of 256 takes as many bytes as its gaps need, and no offset is written down. Encoding:
-// `bounds` finds each shard's part of the list; `measure` computes the bytes of every block;
-// `offsets` adds them up; `write_blocks` makes the blocks. Decoding: the host has walked over the
-// blocks and says where each starts; `gap_sums` computes how far each block reaches, `gap_scan`
-// adds that up, and `add_blocks` adds the values.
+// A block of 256 takes as many bytes as its gaps need, and messages contain no offsets. Encoding:
+// `bounds` finds each shard's part of the list; `measure` computes the length of every block;
+// `offsets` adds the lengths up; `write_blocks` writes the blocks. Decoding: the host has walked
+// over the blocks and says where each starts; `gap_sums` computes how far each block reaches,
+// `gap_scan` adds that up, and `add_blocks` adds the values.
 //
-// A warp has a block, eight neighbouring elements to a lane.
+// Each warp handles a block, with eight neighbouring elements to a lane.
 //
 // Set by the host: VALUES (0 f32, 1 bf16, 2 int8).
 
@@ -14,7 +14,7 @@
 #define MAX_LOW 23
 #define RUN 0xffu
 #define WARPS 4
-// Of the indices: the best coding of 256 gaps takes at most 6,883 bits and a byte.
+// Room for the indices: the best coding of 256 gaps takes at most 6,883 bits and a byte.
 #define INDEX_BYTES 868
 #define VALUE_BYTES 1028
 #define WORDS ((INDEX_BYTES + VALUE_BYTES + 7) / 4)
@@ -22,20 +22,21 @@
 struct Coding {
     const u32* indices;
     const float* picked;
-    float* left; // for int8, whose rounding the selection could not know; null: nobody wants it
+    float* left; // for int8, whose rounding the selection did not know; null: not wanted
     u8* out;
     const u64* ends; // where each shard ends, counted from the first element of the job
-    u32* first; // shards + 1: which of the list is the shard's first
+    u32* first; // shards + 1: the position in the list of each shard's first element
     u32* first_block; // shards + 1
-    u64* block_at; // bytes of each block; then of all blocks before it
-    struct Block* blocks; // for whoever decodes a message where it was made
-    u64* messages; // shards + 1: where each message starts, and a byte more than it ends; then
-                   // shards + 1: which block is its first
+    u64* block_at; // bytes in each block; later, in all blocks before it
+    struct Block* blocks; // for decoding a message on the card that made it
+    u64* messages; // shards + 1: where each message starts, one byte past the end of the one
+                   // before; then shards + 1: the number of each message's first block
     const u64* total; // elements in the list
     u32 shards;
 };
 
-// Where a block of a message starts, and the bit of the last one in its unary part.
+// Where a block starts in its message, the position of the last 1 bit in its unary part, and its
+// number of elements.
 struct Block {
     u64 at;
     u32 last;
@@ -59,7 +60,7 @@ __device__ __forceinline__ u32 value_bytes(u32 count) {
 #endif
 }
 
-// The gaps of list[from..from+count], which `next` is the first possible element of.
+// The gaps of list[from..from+count]. `next` is the first element it could contain.
 __device__ __forceinline__ void load_gaps(const u32* list, u64 from, u32 count, u64 next,
                                           u32 gaps[8]) {
     const u32 lane = threadIdx.x & 31;
@@ -102,7 +103,7 @@ __device__ __forceinline__ Shape shape_of(const u32 gaps[8], u32 count, u64 pass
     return Shape{best, (count * best + 7) / 8, (best_high + count + 7) / 8};
 }
 
-// Which of the shards has block b.
+// The shard that has block b.
 __device__ __forceinline__ u32 shard_of(const Coding& a, u32 b) {
     u32 low = 0, high = a.shards;
     while (high - low > 1) {
@@ -120,13 +121,13 @@ __device__ __forceinline__ u32 block_of(const Coding& a, u32 b, u32 shard, u64* 
     return (u32)min(a.first[shard + 1] - *from, (u64)KEPT);
 }
 
-// 32 shards at a time, a warp to each. What the warps find goes through shared memory, and one of
-// them writes it down: nothing here reads what this launch has written.
+// 32 shards at a time, one warp for each. The warps' results go through shared memory, and one
+// warp writes them out: nothing here reads what this launch has written.
 extern "C" __global__ __launch_bounds__(1024) void bounds(const __grid_constant__ Coding a) {
     __shared__ u32 found[32];
     const u64 total = *a.total;
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x / 32;
-    u32 listed = 0, blocks = 0; // of the shards that are done
+    u32 listed = 0, blocks = 0; // in the shards that are done
     if (threadIdx.x == 0) {
         a.first[0] = 0;
         a.first_block[0] = 0;
@@ -134,12 +135,12 @@ extern "C" __global__ __launch_bounds__(1024) void bounds(const __grid_constant_
     for (u32 from = 0; from < a.shards; from += 32) {
         const u32 s = from + warp;
         if (s < a.shards) {
-            // Asks at 32 places at a time. The last shard ends with the list.
+            // Probes 32 places at a time. The last shard ends with the list.
             u64 low = s + 1 == a.shards ? total : 0, high = total;
             while (low < high) {
                 const u64 step = (high - low + 31) / 32, at = low + step * lane + step - 1;
                 const u32 less = __ballot_sync(FULL, at < high && a.indices[at] < a.ends[s]);
-                // Those ascend, so the lanes that say yes are the first.
+                // Indices ascend, so the lanes that say yes are the first ones.
                 const u64 passed = low + step * __popc(less);
                 high = min(high, passed + step - 1);
                 low = passed;
@@ -176,7 +177,7 @@ extern "C" __global__ __launch_bounds__(32 * WARPS) void measure(const __grid_co
     }
 }
 
-// x of the threads before this one in a block of 1,024; the sum over all in *total.
+// Sum of x over the threads before this one in a block of 1,024; the sum over all in *total.
 __device__ __forceinline__ u64 block_before64(u64 x, u64* warps, u64* total) {
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     u64 inclusive = x;
@@ -312,16 +313,16 @@ write_blocks(const __grid_constant__ Coding a) {
 }
 
 struct Added {
-    const u8* bytes; // eight more than the message has can be read
+    const u8* bytes; // eight bytes past the message can be read
     float* acc;
     u32* bad;
     const Block* blocks; // as the host's walk found them, or the encoder left them
-    u64* reach; // of each block: how many elements it passes or names; then of all before it
+    u64* reach; // number of elements that each block skips or names; later, of all before it
     u64 range;
-    u32 count; // blocks
+    u32 count; // number of blocks
 };
 
-// 32 bits from bit `bit` of `bytes`, which lie at any address. Words at multiples of four are read.
+// 32 bits from bit `bit` of `bytes`, which need not be aligned. Reads aligned words.
 __device__ __forceinline__ u32 bits_at(const u8* bytes, u64 bit) {
     const size_t byte = (size_t)bytes + (bit >> 3);
     const u32* word = (const u32*)(byte & ~(size_t)3);

@@ -1,21 +1,21 @@
-// PowerSGD: codecs/powersgd.rs on the card. Every sum goes in the CPU's order, so the factors are
-// the CPU's, to the bit.
+// PowerSGD: codecs/powersgd.rs on the card. Every sum is in the CPU's order, so the factors match
+// the CPU's to the bit.
 //
-// `power_p` makes the matrix M (gradient plus residual) and P = M·Q: a block takes a few rows, half
-// a warp of it a segment of their columns at a time. `power_bands` makes Q = Mᵀ·P̂ for each band of
-// rows, a thread to a column, and `power_q` adds the bands up. `power_end` makes the result P̂·Qᵀ, and
-// leaves in M what was not sent.
+// `power_p` computes the matrix M (gradient plus residual) and P = M·Q: a thread block takes a few
+// rows, and each of its half warps a segment of their columns at a time. `power_bands` computes
+// Q = Mᵀ·P̂ for each band of rows, one thread per column, and `power_q` adds the bands up.
+// `power_end` computes the result P̂·Qᵀ, and leaves in M what was not sent.
 //
-// Everywhere a thread reads all it needs next before it writes: a write ends the reading ahead.
+// Every thread reads all it needs next before it writes: a write ends the reading ahead.
 //
-// Set by the host: RANK, the columns of P and Q; SEGMENT and BAND; TOGETHER, the rows that share
-// what is read of Q.
+// Set by the host: RANK, the number of columns of P and Q; SEGMENT and BAND; TOGETHER, the number
+// of rows that share what is read of Q.
 
 struct Power {
     const void* values;
     const float* owed; // null: nothing is owed
     float* matrix;
-    u64* bad; // least index of an element that is not finite
+    u64* bad; // lowest index of an element that is not finite
     float* p; // row by row
     float* q; // column by column
     float* bands; // Q of each band of rows
@@ -30,7 +30,8 @@ struct Power {
 #define AHEAD 4
 #define GROUPS 16
 
-// The next elements of some rows, and their share of P. WHOLE says that all of them are there.
+// Reads the next elements of some rows and adds their share of P. WHOLE says that all of these
+// elements exist.
 template <bool WHOLE>
 __device__ __forceinline__ void power_share(const Power& a, u64 top, u64 column, u64 end,
                                             float sums[TOGETHER][RANK]) {
@@ -85,7 +86,7 @@ extern "C" __global__ __launch_bounds__(256, RANK <= 8 ? 2 : 1) void power_p(con
     const u32 group = threadIdx.x / 16, lane = threadIdx.x & 15;
     const u64 top = (u64)blockIdx.x * TOGETHER;
     const bool whole_rows = (top + TOGETHER) * a.columns <= a.len;
-    float total = 0.0f; // of one element of P, in the first threads
+    float total = 0.0f; // one element of P, in the first threads
     for (u64 left = 0; left < a.columns; left += GROUPS * SEGMENT) {
         const u64 first = left + group * SEGMENT, end = min(first + SEGMENT, a.columns);
         float sums[TOGETHER][RANK];
@@ -125,7 +126,7 @@ extern "C" __global__ __launch_bounds__(256, RANK <= 8 ? 2 : 1) void power_p(con
 // Rows that are read at once.
 #define ROWS 16
 
-// Rows of a column times P, of as many rows as there are. WHOLE says that all of a band are there.
+// Multiplies a column's elements in one band by P. WHOLE says that all rows of the band exist.
 template <bool WHOLE>
 __device__ __forceinline__ void power_band(const float* x, u64 stride, u64 rows, const float* p,
                                            float sums[RANK]) {
@@ -144,7 +145,7 @@ __device__ __forceinline__ void power_band(const float* x, u64 stride, u64 rows,
 extern "C" __global__ __launch_bounds__(256) void power_bands(const __grid_constant__ Power a) {
     __shared__ __align__(16) float p[BAND * RANK];
     const u64 column = (u64)blockIdx.x * 256 + threadIdx.x;
-    // A column has one element in each row, but perhaps in the last.
+    // A column has one element in each row, except perhaps in the last.
     const u64 rows = column < min(a.len, a.columns) ? (a.len - column + a.columns - 1) / a.columns : 0;
     for (u64 band = blockIdx.y; band * BAND < a.rows; band += gridDim.y) {
         const u64 top = band * BAND;
@@ -181,7 +182,7 @@ extern "C" __global__ __launch_bounds__(128) void power_q(const __grid_constant_
     a.q[at] = sum;
 }
 
-// Rows that a block takes, and how many of them are read at once.
+// Rows that a thread block takes, and how many of them are read at once.
 #define STRIPE 16
 #define AT_ONCE (RANK <= 8 ? 8 : 4)
 
@@ -228,8 +229,8 @@ extern "C" __global__ __launch_bounds__(256) void power_end(const __grid_constan
 #define STRIPE_WIDE 32
 #define AT_ONCE_WIDE 4
 
-// The same where rows start at multiples of 16 bytes: four columns to a thread, which share what is
-// read of P. Twelve bytes an element cross the memory's bus, as in `r += g`.
+// The same for rows that start at multiples of 16 bytes: four columns to a thread, which share what
+// is read of P. Twelve bytes per element cross the memory bus, as in `r += g`.
 extern "C" __global__ __launch_bounds__(128, RANK <= 4 ? 5 : 3) void
 power_end_wide(const __grid_constant__ Power a) {
     const u64 column = 4 * ((u64)blockIdx.x * 128 + threadIdx.x);

@@ -1,6 +1,6 @@
 // The same random elements on every rank: codecs/randk.rs on the card.
 //
-// Set by the host: BF16, whether values are rounded to it.
+// Set by the host: BF16, whether values are rounded to bf16.
 
 #define THREADS 256
 #define ROUNDS 4
@@ -13,7 +13,7 @@ struct Strata {
     u64 key;
 };
 
-// The element drawn from stratum j, and how many it is drawn from.
+// The element drawn from stratum j, and how many elements it is drawn from.
 __device__ __forceinline__ u64 drawn(const Strata& s, u64 j, u64* of) {
     const u64 start = j * s.elements / s.count;
     *of = (j + 1) * s.elements / s.count - start;
@@ -45,7 +45,7 @@ fuse(const __grid_constant__ Encode a, u64 len) {
     }
 }
 
-// Sends the drawn elements of each shard: as many as its message has room for, shards[].len.
+// Encodes the drawn elements of each shard: shards[].len of them.
 extern "C" __global__ __launch_bounds__(THREADS) void randk_encode(const __grid_constant__ Encode a,
                                                                    const Strata strata, u32 boost) {
     const Shard& s = a.shards[blockIdx.y];
@@ -65,7 +65,7 @@ extern "C" __global__ __launch_bounds__(THREADS) void randk_encode(const __grid_
 #endif
 }
 
-// Adds the values of strata first..first+a.len.
+// Adds the values for strata first..first+a.len.
 extern "C" __global__ __launch_bounds__(THREADS) void randk_add(const __grid_constant__ Decode a,
                                                                 const Strata strata, u64 first) {
     const u64 k = (u64)blockIdx.x * THREADS + threadIdx.x;

@@ -34,8 +34,8 @@ sign_encode(const __grid_constant__ Encode a) {
     }
     largest = block_max(largest);
     if (threadIdx.x < 32) {
-        // Sixteen lanes, each in order: the sum has the bits of the CPU's. What fills up the block
-        // is zero, and adding zero changes nothing.
+        // Sixteen lanes, each in order: the sum has the bits of the CPU's. A block that is not full
+        // is padded with zeros, and adding zero changes nothing.
         float sum = 0.0f;
 #pragma unroll 16
         for (int i = threadIdx.x & 15; i < BLOCK; i += 16) sum = sum + magnitudes[i];

@@ -1,35 +1,35 @@
 // The largest elements: codecs/topk/select.rs on the card.
 //
-// Which k are kept is settled by (magnitude, then lowest index) alone, so every way to find them
-// gives the same ones. They are left in `indices` and `picked`, in ascending order.
+// Which k are kept depends only on magnitude, then on the lowest index, so every way to find them
+// gives the same ones. They are left in `indices` and `picked`, in ascending order of index.
 //
-// Of each chunk (`select_chunks`): a thread block holds a chunk in shared memory. Every thread
-// knows the largest of its sixteen elements. Of its 32 threads each of w warps finds a magnitude
-// that ⌈k/w⌉ reach; the least of those is reached by k elements at least, and by few more. These
-// are ranked one against the other. A chunk that defeats this (equal magnitudes), has another size
-// or is not full is searched bit by bit (`select_any`).
+// Per chunk (`select_chunks`): a thread block holds a chunk in shared memory. Every thread knows
+// the largest of its sixteen elements. Each of the w warps finds a magnitude that ⌈k/w⌉ of its 32
+// threads reach; the least of these magnitudes is reached by at least k elements, and by few more.
+// Those elements are ranked against each other. A chunk that defeats this (equal magnitudes), has
+// another size or is not full is searched bit by bit (`select_any`).
 //
-// Of the whole vector: `guess` takes a floor from a sample; `collect` fuses, writes and lists what
-// reaches the floor, by tiles of 4,096; `histogram` settles 11, 10 and 10 bits of the k-th
-// magnitude; `tile_count`, `tile_scan` and `emit` copy what is kept to its place. Where the guess
-// fails they look at every element instead of the lists (`dense`).
+// Over the whole vector: `guess` takes a floor from a sample; `collect` fuses, writes, and lists
+// the elements that reach the floor, by tiles of 4,096; `histogram` settles 11, 10 and 10 bits of
+// the k-th magnitude; `tile_count`, `tile_scan` and `emit` copy the kept elements to their places.
+// If the guess fails, they look at every element instead of the lists (`dense`).
 //
-// What rounding leaves of a kept element is written here, while its line is near, unless that takes
-// a scale that is not known yet (int8).
+// What rounding leaves of a kept element is written here, while its cache line is near, unless that
+// takes a scale that is not known yet (int8).
 //
 // Set by the host: CHUNK, a power of two from 1,024 to 8,192 (or 0: not per chunk); VALUES (0 f32,
 // 1 bf16, 2 int8).
 
 #define TILE 4096
-#define LISTED 512 // candidates of a tile, at most
-#define CANDIDATES 512 // of a chunk
+#define LISTED 512 // the most candidates of a tile
+#define CANDIDATES 512 // the most candidates of a chunk
 
 // How far the search has come. One for each job, zeroed by the host.
 struct State {
-    u32 floor; // magnitudes of candidates, at least
+    u32 floor; // the least magnitude of a candidate
     u32 dense; // a list was too short
-    u32 prefix; // bits of the k-th magnitude that are settled
-    u32 remaining; // how many of those with this prefix are kept
+    u32 prefix; // the settled bits of the k-th magnitude
+    u32 remaining; // how many of the elements with this prefix are kept
     u64 listed; // candidates in all lists
     u64 total; // elements kept
     u32 tickets[3];
@@ -46,13 +46,14 @@ struct Select {
     u32* indices;
     float* picked;
     State* state;
-    u32* counts; // of each tile's list
-    u16* places; // LISTED for each tile
-    float* listed; // the same: their values
-    u64* tallies; // of each tile: how many are larger than the k-th, and in the high half equal
+    u32* counts; // the length of each tile's list
+    u16* places; // the listed elements' places in their tile, LISTED for each tile
+    float* listed; // their values, LISTED for each tile
+    u64* tallies; // for each tile, how many are larger than the k-th; in the high half, how many
+                  // equal it
     u64 keep;
-    u32 all; // keep whatever is not zero
-    u32 rank; // of the floor in the sample, or 0: no lists
+    u32 all; // keep all elements that are not zero
+    u32 rank; // the floor's rank in the sample, or 0: no lists
 };
 
 // Whether to look at every element.
@@ -60,12 +61,12 @@ __device__ __forceinline__ bool is_dense(const Select& a) {
     return a.rank == 0 || a.state->dense || a.state->listed < a.keep;
 }
 
-// What rounding drops of a kept element, where that does not take a scale.
+// What rounding drops of a kept element, if no scale is needed to know it.
 __device__ __forceinline__ float left_of(float value) {
     return VALUES == 0 ? 0.0f : value - from_bf16(to_bf16(value));
 }
 
-// Notes that an element is kept, and leaves what rounding drops of it.
+// Lists an element as kept, and writes what rounding drops of it.
 __device__ __forceinline__ void keep_one(const Select& a, u64 place, u64 at, float value) {
     a.indices[place] = (u32)at;
     a.picked[place] = value;
@@ -111,7 +112,8 @@ __device__ __forceinline__ u64 warp_inclusive64(u64 x) {
     return x;
 }
 
-// Sum over the threads of the warps before this one, in a block of 1,024; over all in *total.
+// Sum over the threads in the warps before this one, in a block of 1,024; the sum over all in
+// *total.
 __device__ __forceinline__ u64 warp_before64(u64 x, u64* warps, u64* total) {
     const u32 lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     for (int d = 16; d > 0; d >>= 1) x += __shfl_xor_sync(FULL, x, d);
@@ -123,8 +125,8 @@ __device__ __forceinline__ u64 warp_before64(u64 x, u64* warps, u64* total) {
     return __shfl_sync(FULL, inclusive, warp) - __shfl_sync(FULL, warps[lane], warp);
 }
 
-// Keeps the `keep` largest of the n fused values from element `at` on: they go to `to`. A multiple
-// of 32 threads, all of them.
+// Keeps the `keep` largest of the n fused values from element `at` on: they go to `to`. All threads
+// of the block must call this, and their number must be a multiple of 32.
 __device__ void select_slow(const Select& a, u64 at, u32 n, u32 keep, u64 to) {
     __shared__ u32 warps[32];
     const float* values = a.left + at;
@@ -156,15 +158,15 @@ __device__ void select_slow(const Select& a, u64 at, u32 n, u32 keep, u64 to) {
 
 struct Chunks {
     u64 origin; // index of the job's first element in the whole vector
-    u64 first_piece; // which piece the grid starts with
-    u64 chunk; // elements of a chunk
-    u64 keep; // of a full chunk
-    u64 keep_first; // of the first piece, which may be short
+    u64 first_piece; // the piece that the grid starts with
+    u64 chunk; // elements in a chunk
+    u64 keep; // elements kept from a full chunk
+    u64 keep_first; // elements kept from the first piece, which may be short
     u64 at; // first element of the first piece of the grid
-    u64 to; // where what is kept of it goes
+    u64 to; // where the elements kept from it go
 };
 
-// Piece p of the job: its elements, how many of them are kept, and where those go.
+// Piece p of the job: where it starts, its length, how many elements are kept, and where they go.
 __device__ __forceinline__ void piece(const Select& a, const Chunks& c, u64 p, u64* at, u32* n,
                                       u32* keep, u64* to) {
     const u64 grid = c.origin / c.chunk;
@@ -193,7 +195,7 @@ extern "C" __global__ __launch_bounds__(256) void select_any(const __grid_consta
 
 #if CHUNK > 0
 #define THREADS (CHUNK / 16)
-// Thread blocks of one multiprocessor: enough registers that none are spilled.
+// Thread blocks per multiprocessor: few enough that no registers are spilled.
 #define CHUNKS_AT_ONCE (1536 / THREADS)
 
 __device__ __forceinline__ void store_chunk(float* left, bool wide, const float4* chunk) {
@@ -241,7 +243,7 @@ select_chunks(const __grid_constant__ Select a, const __grid_constant__ Chunks c
                 make_float4(x[4 * j], x[4 * j + 1], x[4 * j + 2], x[4 * j + 3]);
         }
     }
-    // To six bits of the mantissa.
+    // The floor, to six bits of the mantissa.
     const u32 share = (keep + THREADS / 32 - 1) / (THREADS / 32);
     u32 floor = 0;
     if (share <= 32) {
@@ -257,8 +259,8 @@ select_chunks(const __grid_constant__ Select a, const __grid_constant__ Chunks c
     floor = least;
     u32 early = 0;
     if (floor == 0) {
-        // Many zeros. Of these the first are kept, so it is enough to look at those among as many
-        // of the first elements as can be kept at all.
+        // Many zeros. The first of them are kept, so it is enough to look at the zeros among the
+        // first keep + nonzeros elements.
         u32 mine = 0;
         for (u32 e = threadIdx.x; e < CHUNK; e += THREADS) mine += magnitude(values[e]) > 0;
         mine = warp_sum(mine);
@@ -283,7 +285,7 @@ select_chunks(const __grid_constant__ Select a, const __grid_constant__ Chunks c
         const u32 i = __ffs(chosen) - 1;
         const u32 e = (i & 3) + 4 * threadIdx.x + CHUNK / 4 * (i >> 2);
         const float x = values[e];
-        // By magnitude, then lowest index; the sign rides along.
+        // Ordered by magnitude, then lowest index; the sign rides along.
         keys[k] = (u64)magnitude(x) << 32 | (0x7fff - e) << 1 | bits_of(x) >> 31;
     }
     __syncthreads();
@@ -296,7 +298,7 @@ select_chunks(const __grid_constant__ Select a, const __grid_constant__ Chunks c
     }
     if (threadIdx.x == 0 && total % 2 == 1) keys[total] = 0;
     __syncthreads();
-    // Two threads to a candidate: one compares it with every other pair.
+    // Two threads to a candidate: each compares it with every other pair.
     for (u32 first = 0; first < total; first += THREADS / 2) {
         const u32 i = first + threadIdx.x / 2;
         const u64 mine = i < total ? keys[i] : ~0ull;
@@ -346,11 +348,11 @@ select_chunks(const __grid_constant__ Select a, const __grid_constant__ Chunks c
 
 #define SAMPLES 16
 
-// A magnitude that probably a few more than `keep` elements reach: 1,024 threads, one block.
+// Finds a magnitude that probably a few more than `keep` elements reach: 1,024 threads, one block.
 extern "C" __global__ __launch_bounds__(1024) void guess(const __grid_constant__ Select a) {
     __shared__ u32 counts[9][3];
     u32 m[SAMPLES];
-    // 1,024 runs of 16 neighbours, a half of a warp to each.
+    // 1,024 runs of 16 neighbours, half a warp to each.
     const u32 stride = (u32)(a.len / 1024), lane = threadIdx.x & 31;
 #pragma unroll
     for (int i = 0; i < SAMPLES; i++) {
@@ -461,13 +463,13 @@ __device__ __forceinline__ float candidate(const Select& a, bool dense, u64 tile
     return dense ? a.left[tile * TILE + i] : a.listed[tile * LISTED + i];
 }
 
-// How many there are.
+// Number of elements in a tile, or in its list.
 __device__ __forceinline__ u32 candidates(const Select& a, bool dense, u64 tile) {
     return dense ? (u32)min(a.len - tile * TILE, (u64)TILE) : a.counts[tile];
 }
 
-// Counts by the next bits of the magnitude those that agree in the bits that are settled; the last
-// thread block to finish settles the next ones.
+// Counts the candidates that agree with the settled bits of the magnitude, by their next bits. The
+// last thread block to finish settles those bits.
 extern "C" __global__ __launch_bounds__(1024) void
 histogram(const __grid_constant__ Select a, u32 round) {
     __shared__ u32 bins[2048];
@@ -477,7 +479,7 @@ histogram(const __grid_constant__ Select a, u32 round) {
     const u32 shift = round == 0 ? 20 : round == 1 ? 10 : 0;
     const u32 bits = round == 0 ? 11 : 10;
     const u32 prefix = round == 0 ? 0 : a.state->prefix;
-    // 64 bits wide, for a shift by 31.
+    // 64 bits wide, because the shift is up to 31.
     const u64 settled = (u64)prefix >> (shift + bits);
     const u64 tiles = (a.len + TILE - 1) / TILE;
     const bool dense = is_dense(a);
@@ -489,7 +491,7 @@ histogram(const __grid_constant__ Select a, u32 round) {
             const u32 i = first + (threadIdx.x & 31);
             const u32 m = i < n ? magnitude(candidate(a, dense, tile, i)) : 0;
             const bool counts = i < n && (u64)m >> (shift + bits) == settled;
-            // Most fall into a few bins: one addition for all that share one.
+            // Most fall into a few bins: one addition for all lanes that share a bin.
             const u32 bin = counts ? m >> shift & ((1u << bits) - 1) : FULL;
             const u32 same = __match_any_sync(FULL, bin);
             const bool first_of_them = __ffs(same) - 1 == (threadIdx.x & 31);
@@ -524,7 +526,7 @@ histogram(const __grid_constant__ Select a, u32 round) {
     }
 }
 
-// The magnitude of the last that is kept, and how many of exactly that one.
+// The least magnitude that is kept, and how many elements of exactly that magnitude are kept.
 __device__ __forceinline__ u32 threshold_of(const Select& a) { return a.all ? 0 : a.state->prefix; }
 __device__ __forceinline__ u32 ties_of(const Select& a) { return a.all ? 0 : a.state->remaining; }
 
@@ -545,15 +547,15 @@ extern "C" __global__ __launch_bounds__(256) void tile_count(const __grid_consta
     if ((threadIdx.x & 31) == 0) a.tallies[tile] = (u64)ties << 32 | above;
 }
 
-// Sums over the tiles before each: 1,024 threads, one block. Both halves at once: neither sum
-// reaches 2³².
+// For each tile, sums over the tiles before it: 1,024 threads, one block. Both halves of a tally at
+// once: neither sum reaches 2³².
 extern "C" __global__ __launch_bounds__(1024) void tile_scan(const __grid_constant__ Select a) {
     __shared__ u64 warps[32];
     const u64 tiles = (a.len + TILE - 1) / TILE;
     u64 done = 0;
     for (u64 first = 0; first < tiles; first += 16 * 1024) {
         u64 mine[16], sum = 0, total;
-        // Lane l of a warp has number 32·k + l of the warp's 512: so loads are next to each other.
+        // Lane l of a warp has tallies 32·k + l of the warp's 512, so loads are next to each other.
         const u64 at = first + 512 * (threadIdx.x >> 5) + (threadIdx.x & 31);
 #pragma unroll
         for (int k = 0; k < 16; k++) mine[k] = at + 32 * k < tiles ? a.tallies[at + 32 * k] : 0;

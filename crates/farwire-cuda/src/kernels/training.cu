@@ -1,12 +1,12 @@
-// What training does to vectors beside exchanging them: sums of gradients, squares, AdamW. Sums of
-// squares are in f64, in an order that depends on the length alone: replicas get the same bits.
+// What training does to vectors, besides exchanging them: sums of gradients, squares, AdamW. Sums
+// of squares are in f64, in an order that depends on the length alone: replicas get the same bits.
 
 struct Add {
     float* sum;
     const float* gradient;
-    u64* bad; // least of 4 · index + kind, of elements of the sum that are not finite
+    u64* bad; // least 4 · index + kind of the elements of the sum that are not finite
     u64 len;
-    u64 fresh; // whether to take `sum` for zeros
+    u64 fresh; // whether to take `sum` to be zeros
 };
 
 extern "C" __global__ __launch_bounds__(256) void add_gradient(const Add a) {
@@ -18,7 +18,7 @@ extern "C" __global__ __launch_bounds__(256) void add_gradient(const Add a) {
         if (at >= a.len) continue;
         const float x = (a.fresh ? 0.0f : a.sum[at]) + a.gradient[at];
         a.sum[at] = x;
-        // NaN, infinity, minus infinity
+        // Kinds: NaN, infinity, minus infinity.
         if (magnitude(x) >= INFINITE)
             bad = 4 * at + (magnitude(x) > INFINITE ? 0 : 1 + (bits_of(x) >> 31));
     }

@@ -1,4 +1,4 @@
-//! All-to-all: every rank sends each other rank a block of its own.
+//! All-to-all: every rank sends each other rank a different block.
 //!
 //! Bytes sent per rank: its input less the block it keeps. Rounds: 1.
 

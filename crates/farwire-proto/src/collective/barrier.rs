@@ -1,7 +1,7 @@
 //! Barrier: every pair of ranks exchanges an empty frame.
 //!
-//! That is what every collective does at the least, so the barrier is the collective that does
-//! nothing else. Bytes sent per rank: N−1 headers. Rounds: 1.
+//! Every collective does at least that; the barrier does nothing else. Bytes sent per rank: N−1
+//! headers. Rounds: 1.
 
 use crate::ids::Rank;
 use crate::schedule::{Incoming, Outcome, Outgoing, Schedule};

@@ -1,10 +1,10 @@
-//! What can be called, and the schedules that serve it, one file each: pure functions to
-//! [`Schedule`]s.
+//! The calls that can be made, and the [`Schedule`]s that serve them: pure functions, one file
+//! each.
 //!
-//! A kind of collective is, in this file: a variant of [`Call`], a row of `kinds!`, and an arm each
-//! in [`Call::kind`], [`Call::terms`] and [`Call::lay_out`]; and if no schedule serves it yet, a
-//! file beside this one and its name in `schedules!`. What it gives is for the oracle to say, in
-//! `farwire-sim/src/kinds.rs`.
+//! A new kind of collective needs, in this file, a variant of [`Call`], a row of `kinds!`, and an
+//! arm each in [`Call::kind`], [`Call::terms`] and [`Call::lay_out`]. If no schedule serves it yet,
+//! it also needs a file beside this one, named in `schedules!`. Its result is defined by the
+//! oracle, in `farwire-sim/src/kinds.rs`.
 
 mod all_gather;
 mod all_to_all;
@@ -66,8 +66,7 @@ pub enum Call {
         /// How they are combined.
         op: ReduceOp,
     },
-    /// The combination of everyone's vector, of which each rank gets its block: an even
-    /// [`Partition`].
+    /// Each rank gets its block of the combination of everyone's vector, by an even [`Partition`].
     ReduceScatter {
         /// Elements of each rank's input.
         count: usize,
@@ -89,7 +88,7 @@ pub enum Call {
         count: usize,
         /// Their type.
         dtype: DType,
-        /// Who has it.
+        /// The rank that has it.
         root: Rank,
     },
     /// The root gets the combination of everyone's vector.
@@ -100,7 +99,7 @@ pub enum Call {
         dtype: DType,
         /// How they are combined.
         op: ReduceOp,
-        /// Who gets the result.
+        /// The rank that gets the result.
         root: Rank,
     },
     /// The root gets everyone's block, in rank order.
@@ -109,7 +108,7 @@ pub enum Call {
         counts: Counts,
         /// Their type.
         dtype: DType,
-        /// Who gets them.
+        /// The rank that gets them.
         root: Rank,
     },
     /// Each rank gets its block of the root's vector.
@@ -118,7 +117,7 @@ pub enum Call {
         counts: Counts,
         /// Their type.
         dtype: DType,
-        /// Who has the vector.
+        /// The rank that has the vector.
         root: Rank,
     },
     /// Rank i's block j becomes rank j's block i.
@@ -149,7 +148,7 @@ pub enum Call {
         /// How they are combined (not mean).
         op: ReduceOp,
     },
-    /// Nobody leaves before everybody has come.
+    /// No rank leaves before every rank has come.
     Barrier,
     /// A message to one rank. Messages between two ranks with the same tag arrive in the order they
     /// were sent.
@@ -163,8 +162,8 @@ pub enum Call {
         /// Their type.
         dtype: DType,
     },
-    /// A message from one rank. If it misses its deadline before anything has come, and no later
-    /// one was posted, it does not count: the message goes to the next receive.
+    /// A message from one rank. A receive that misses its deadline before anything has come does
+    /// not count: the message goes to the next receive.
     Recv {
         /// The sender.
         from: Rank,
@@ -190,11 +189,12 @@ pub enum Call {
         from: Rank,
         /// Which stream of messages to take from.
         tag: Tag,
-        /// Bytes that it may have at most.
+        /// The most bytes that it may have.
         max: usize,
     },
-    /// An all-reduce, reduce-scatter or all-gather of floats that travel through a codec: in rounds
-    /// of parcels, one to and one from each other rank, with whatever the codec makes of them.
+    /// An all-reduce, reduce-scatter or all-gather of floats that travel through a codec, in rounds
+    /// of parcels: each round, one to and one from each other rank, with whatever the codec makes
+    /// of them.
     Coded {
         /// The call as it would be without the codec. Its operator, if it has one, is sum or mean.
         call: Box<Call>,
@@ -205,8 +205,9 @@ pub enum Call {
         /// Bytes of the longest parcel.
         max: usize,
     },
-    /// A call whose input and output are one memory: the result overwrites the input, and there is
-    /// no second copy. A call that fails half-way leaves the memory unspecified.
+    /// A call whose input and output are one memory: the result overwrites the input, without a
+    /// second copy unless an all-reduce runs by gather-reduce. A call that fails half-way leaves
+    /// the contents unspecified.
     ///
     /// A rank's block of a reduce-scatter's result, or of an all-gather's input, is at its place in
     /// the whole. See [`Plan::in_place`](crate::Plan::in_place).
@@ -241,7 +242,7 @@ impl Call {
         matches!(self, Self::SendParcel { .. } | Self::RecvParcel { .. } | Self::Coded { .. })
     }
 
-    /// What the fingerprint says of this call, if it makes sense.
+    /// What the fingerprint says of this call, or why the call makes no sense.
     pub(crate) fn terms(&self, me: Rank, world: WorldSize) -> Result<Terms, CallError> {
         let kind = self.kind();
         // No buffer may exceed what memory can address, in the widest type.
@@ -339,7 +340,7 @@ impl Call {
         }
     }
 
-    /// The way of a call with [terms](Self::terms), by an algorithm that can run it.
+    /// Lays out a call that has [terms](Self::terms), by an algorithm that can run it.
     pub(crate) fn lay_out(
         &self,
         me: Rank,
@@ -408,7 +409,7 @@ impl Call {
     }
 }
 
-/// What a call has to say in its fingerprint, once it is known to make sense.
+/// What a call that makes sense contributes to its fingerprint.
 #[derive(Debug, Default)]
 pub(crate) struct Terms {
     /// As in [`Fingerprint::count`](crate::Fingerprint::count).
@@ -449,7 +450,7 @@ schedules! {
     Barrier, Message,
 }
 
-/// What sets kinds apart; `false` for most.
+/// What sets kinds apart. Most flags are `false`.
 #[derive(Debug)]
 struct Row {
     name: &'static str,
@@ -467,7 +468,7 @@ struct Row {
 }
 
 /// The kinds: code on the wire, name, the algorithms that can run it, and the flags of [`Row`] that
-/// are set. Codes are never given twice.
+/// are set. Codes are never reused.
 macro_rules! kinds {
     ($(
         $(#[$doc:meta])*
@@ -532,7 +533,7 @@ kinds! {
     ExclusiveScan = 10 "exclusive_scan" by [Chain] reduces;
     /// [`Call::Barrier`].
     Barrier = 11 "barrier" by [Direct] empty;
-    /// [`Call::Send`] and [`Call::Recv`], and their parcels.
+    /// [`Call::Send`] and [`Call::Recv`], and the same with parcels.
     Message = 12 "send_recv" by [Direct];
 }
 
@@ -547,8 +548,8 @@ impl Kind {
         self.row().algorithms
     }
 
-    /// Whether an operation of this kind may travel this way: by what a caller can ask for, or as
-    /// parcels.
+    /// Whether an operation of this kind may travel this way: by an algorithm that a caller can ask
+    /// for, or as parcels.
     pub fn travels_by(self, algorithm: Algorithm) -> bool {
         let parcels = self.takes_codec() || self == Self::Message;
         self.algorithms().contains(&algorithm) || (algorithm == Algorithm::Parcels && parcels)

@@ -7,9 +7,9 @@
 //! segment 0: x0 ∘ x1 ∘ … ∘ x(N−1) ─▶ result, segment 1: x0 ∘ x1 ∘ …
 //! ```
 //!
-//! A frame whose turn has not come stays in its stream, so no memory is spent on early arrivals,
-//! and because every float is added in the same order at one place, results are bit-identical on
-//! all ranks, from run to run, for any segment size.
+//! A frame whose turn has not come stays in its stream, so early arrivals cost no memory. Every
+//! float is added in the same order at one place, so results are bit-identical on all ranks, from
+//! run to run, for any segment size.
 
 use crate::ids::{Rank, WorldSize};
 use crate::partition::Span;

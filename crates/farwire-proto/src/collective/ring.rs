@@ -120,8 +120,8 @@ impl Schedule for Ring {
             },
             emit: if complete { Emit::Last(span) } else { Emit::No },
         };
-        // The slot is free once the partial that was in it, `slot_count` frames ago, has been sent,
-        // a shard later than it came.
+        // The slot last held the partial result that came `slot_count` frames ago. That one goes
+        // out a shard later than it came, as frame `i - 1`; then the slot is free.
         Incoming { action: Action::Fold(fold), gate: Gate { sent: i, ..Gate::OPEN } }
     }
 

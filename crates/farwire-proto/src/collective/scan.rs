@@ -1,8 +1,8 @@
 //! Scan and exclusive scan along the chain of ranks.
 //!
 //! Rank r receives the combination of ranks 0..r from its left, segment by segment, combines its
-//! own elements, and passes the result to its right. The inclusive result is what it passes on; the
-//! exclusive result is what it received (the identity on rank 0).
+//! own elements with it, and passes the result to its right. The inclusive result is what it passes
+//! on; the exclusive result is what it received (the identity on rank 0).
 //!
 //! ```text
 //! rank 0 ── x0 ──▶ rank 1 ── x0∘x1 ──▶ rank 2 ── x0∘x1∘x2 ──▶ …

@@ -19,7 +19,7 @@ use crate::ids::{Rank, WorldSize};
 pub(crate) enum Shape {
     /// ⌊log₂ N⌋ levels below the root, which has ⌈log₂ N⌉ children.
     Binomial,
-    /// Everyone has one child.
+    /// Every rank but the last has one child.
     Chain,
 }
 

@@ -2,9 +2,9 @@
 //! and passes the partial result up.
 //!
 //! Bytes sent per rank, for S bytes: S; received: children × S. Rounds: the depth of the tree. The
-//! order of combination follows the tree: own, then the children from the nearest; it depends on
-//! the world and the root, never on the size or on arrival. Partial results travel in the
-//! accumulator's type.
+//! order of combination follows the tree: own, then the children, nearest first; it depends on the
+//! world and the root, never on the size or on arrival. Partial results travel in the accumulator's
+//! type.
 
 use crate::collective::PIPELINE_SLOTS;
 use crate::collective::tree::Tree;

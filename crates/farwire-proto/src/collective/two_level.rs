@@ -10,7 +10,8 @@
 //! 2. *Scatter.* It sends each cell of that sum to the rank that serves the column on the cell's
 //!    host, which folds what it gets in the order of hosts: the result.
 //! 3. *Gather.* It sends the result of its cell to the ranks that serve the column on other hosts.
-//! 4. *Gather on the host.* A rank passes on the results of its columns to the others on its host.
+//! 4. *Gather on the host.* Each rank passes the results of its columns on to the others on its
+//!    host.
 //!
 //! ```text
 //!   host 0                     host 1
@@ -24,10 +25,10 @@
 //! next. Bytes that leave a host, for S bytes: 2(H−1)/H·S. Rounds: two between hosts, and two on
 //! each.
 //!
-//! The order of addition is that of the placement, for any length: it does not depend on who makes
-//! the result. A host's sum is rounded to the element type (which matters to 16-bit floats, whose
-//! running value is f32) and lies in the output until the result takes its place. So 16-bit sums
-//! are rounded once on each level, and cross the network in 16 bits.
+//! The order of addition is that of the placement, for any length: it does not depend on which rank
+//! makes the result. A host's sum is rounded to the element type (which matters to 16-bit floats,
+//! whose running value is f32) and lies in the output until the result takes its place. So 16-bit
+//! sums are rounded once on each level, and cross the network in 16 bits.
 
 use crate::collective::rank_order::RankOrder;
 use crate::ids::{Rank, WorldSize};
@@ -52,7 +53,7 @@ pub(crate) struct TwoLevel {
 /// A segment of a cell.
 #[derive(Clone, Copy, Debug)]
 struct Part {
-    /// Which of its owner's columns.
+    /// Which of its owner's columns this is.
     nth: usize,
     column: usize,
     host: usize,
@@ -114,7 +115,7 @@ impl TwoLevel {
         self.cell_index(part) * self.placement.hosts() + part.host
     }
 
-    /// The same, of those that lie in one host's cells.
+    /// The same, among the parts in one host's cells only.
     fn cell_index(&self, part: Part) -> usize {
         part.segment * self.columns_of(self.me) + part.nth
     }
@@ -150,19 +151,20 @@ impl TwoLevel {
         Gate { host_folded, ..Gate::OPEN }
     }
 
-    /// Where the host's sum of a part is: with one rank, that is its input.
+    /// Where the host's sum of a part is: on a host with one rank, in that rank's input.
     fn held(&self, part: Part) -> Mine {
         let span = self.span(part);
         if self.placement.mates(self.me) == 1 { Mine::Input(span) } else { Mine::Output(span) }
     }
 
-    /// Frames from other hosts that this rank folds: those it stores come after all of them.
+    /// How many frames from other hosts this rank folds. The frames that it stores come after all
+    /// of these.
     fn folds(&self) -> usize {
         self.segments() * self.columns_of(self.me) * (self.placement.hosts() - 1)
     }
 
-    /// How many frames have come from other hosts when the result of a part is this rank's turn to
-    /// take. They are taken in one order, so that one counter says which have come.
+    /// How many frames from other hosts this rank takes before the one with the result of a part.
+    /// They are taken in a fixed order, so one counter says which have come.
     fn turn_of_result(&self, part: Part) -> usize {
         let others = self.placement.hosts() - 1;
         let turn = part.host - usize::from(part.host > self.host());
@@ -287,7 +289,7 @@ impl Schedule for TwoLevel {
         !self.is_mate(from) && self.shared(from) > 0
     }
 
-    /// On hosts of equal size, frames with one index are of one segment on all lanes.
+    /// On hosts of equal size, frames with the same index belong to the same segment on all lanes.
     fn keeps_step(&self) -> bool {
         let ranks = |host| self.placement.ranks(host).len();
         (1..self.placement.hosts()).all(|host| ranks(host) == ranks(0))

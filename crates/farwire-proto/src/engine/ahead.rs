@@ -1,11 +1,11 @@
 //! How far a rank may run ahead of a peer.
 //!
-//! A rank can call an operation long before a peer does. What it sends for it lies at the peer
-//! until then, and must not fill the peer's memory, nor the link that other operations need. So:
+//! A rank can call an operation long before a peer does. What it sends lies at the peer until then,
+//! and must fill neither the peer's memory nor the link that other operations need. So:
 //!
 //! 1. Frames of an operation that the peer is known to have *called* go freely: the peer reads
 //!    them.
-//! 2. All others count against an [`Allowance`], a third of which any one [`Channel`] may use.
+//! 2. All others count against an [`Allowance`]. Any one [`Channel`] may use a third of it.
 //! 3. A frame that the allowance does not cover waits here, and the peer is asked to say when it
 //!    has called the first operation that waits ([`FrameKind::Ask`](crate::FrameKind::Ask)). So
 //!    every operation comes through in the end, whatever else lies unread.
@@ -13,7 +13,7 @@
 //!    ([`FrameKind::Called`](crate::FrameKind::Called)) covers it. In collectives each rank sends
 //!    every other at least one frame, so those need no notice. For messages, the receiver gives
 //!    notice each time it has taken a quarter of what a channel may hold, and when it calls for a
-//!    message that is longer than that.
+//!    message longer than a channel may hold.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -32,9 +32,9 @@ impl Default for Allowance {
 }
 
 impl Allowance {
-    /// What a frame takes besides its payload: its header, and entries in tables.
+    /// What a frame costs besides its payload: its header, and entries in tables.
     const FRAME: usize = 1 << 10;
-    /// What a lane takes that more frames will follow on: a stream may stay open for it.
+    /// What a lane costs on which more frames will follow: a stream may stay open for it.
     const LANE: usize = 64 << 10;
 
     /// What one channel may use, so that one on which nobody receives does not slow the others
@@ -75,7 +75,7 @@ impl Channel {
 /// job has.
 const MAX_CHANNELS: usize = 1 << 16;
 
-/// What lies unread at one peer, and who waits to send it more.
+/// What lies unread at one peer, and which lanes wait to send it more.
 #[derive(Debug, Default)]
 pub(super) struct Ahead {
     pub(super) allowance: Allowance,
@@ -95,7 +95,7 @@ struct Outgoing {
     /// The peer has called all operations before this number.
     called: u64,
     spent: usize,
-    /// What was spent on which operation.
+    /// What was spent on each operation.
     sent: VecDeque<(u64, usize)>,
     /// Lanes that wait, by operation.
     waiting: BTreeMap<u64, (OpId, usize)>,
@@ -135,7 +135,7 @@ impl Ahead {
         }
     }
 
-    /// A frame has gone that had to be counted.
+    /// A frame that counts against the allowance has gone.
     pub(super) fn charge(&mut self, channel: Channel, number: u64, cost: usize, ready: &mut Ready) {
         let state = self.channels.entry(channel).or_default();
         state.spent += cost;
@@ -180,8 +180,8 @@ impl Ahead {
         }
     }
 
-    /// Lets the first lane that waits go, if there is room for its frame; when that has been
-    /// counted, the next one follows. Else the peer is to be asked about it, once.
+    /// Lets the first waiting lane go, if there is room for its frame; once that has been counted,
+    /// the next lane follows. Otherwise the peer is to be asked about the operation, once.
     fn release(&mut self, channel: Channel, ready: &mut Ready) {
         let room = self.spent < self.allowance.0;
         let limit = self.allowance.channel();
@@ -199,7 +199,7 @@ impl Ahead {
         }
     }
 
-    /// A lane does not wait any more, for its operation has failed. The next one takes its turn.
+    /// A lane no longer waits, because its operation has failed. The next one takes its turn.
     pub(super) fn stop_waiting(&mut self, channel: Channel, number: u64, ready: &mut Ready) {
         if self.short.contains(&channel) {
             let state =
@@ -238,7 +238,7 @@ impl Ahead {
         }
     }
 
-    /// What the peer has asked about on a communicator; it will not be answered otherwise.
+    /// Takes what the peer has asked about on a communicator: nothing else will answer it.
     pub(super) fn take_asks(&mut self, comm: CommId) -> Vec<(Channel, u64)> {
         self.asks.extract_if(|channel, _| channel.comm == comm).collect()
     }

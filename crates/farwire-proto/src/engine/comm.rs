@@ -21,7 +21,7 @@ pub(super) struct Comm {
     pub(super) me: Rank,
     pub(super) world: WorldSize,
     pub(super) members: Arc<[Peer]>,
-    /// By which members find out that their lists differ; zero for the world.
+    /// A digest by which members find out that their lists differ; zero for the world.
     pub(super) members_digest: u32,
     /// Which host each is on.
     pub(super) placement: Placement,
@@ -29,7 +29,7 @@ pub(super) struct Comm {
     pub(super) next_collective: u64,
     pub(super) next_sent: HashMap<(Peer, Tag), u64>,
     pub(super) failed: Option<(Fault, Peer)>,
-    /// Nobody here will call on it again.
+    /// No more calls will be made on it here.
     pub(super) closed: bool,
 }
 
@@ -42,7 +42,7 @@ impl Comm {
                 let (peer, tag) = (self.members[partner.rank.index()], partner.tag);
                 let number = match partner.end {
                     End::Sender => self.next_sent.get(&(peer, tag)).copied().unwrap_or(0),
-                    // If those before it get theirs.
+                    // If the receives before it get theirs.
                     End::Receiver => {
                         let channel = Channel { comm: plan.comm(), tag: Some(tag) };
                         inboxes.get(&(peer, channel)).map_or(0, Inbox::called)
@@ -120,12 +120,12 @@ impl Engine {
         Ok(())
     }
 
-    /// Lets go of a communicator on which no more calls will be made; operations in flight go on.
-    /// What peers still send on it is dropped.
+    /// Lets go of a communicator on which no more calls will be made; operations in flight go on,
+    /// except those that may take for ever. What peers still send on it is dropped.
     pub fn close(&mut self, id: CommId) {
         if let Some(comm) = self.comms.get_mut(&id) {
             comm.closed = true;
-            // Nobody waits for receives that may take for ever.
+            // Nobody waits for operations that may take for ever.
             let endless = |op: &&Op| op.plan.comm() == id && op.due == Time::MAX;
             let endless: Vec<_> = self.ops.values().filter(endless).map(|op| op.id).collect();
             for op in endless {

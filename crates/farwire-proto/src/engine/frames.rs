@@ -11,11 +11,11 @@ use crate::schedule::{Action, Gate, Source};
 /// One direction of an operation between two peers: the stream that its frames arrive on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Lane {
-    /// Who sends.
+    /// The sender.
     pub from: Peer,
-    /// On which communicator.
+    /// The communicator.
     pub comm: CommId,
-    /// For which operation.
+    /// The operation on that communicator.
     pub seq: OpSeq,
 }
 
@@ -29,7 +29,7 @@ impl Lane {
 /// A frame to send.
 #[derive(Clone, Debug)]
 pub struct Transmit {
-    /// To whom.
+    /// The receiver.
     pub to: Peer,
     /// Its header.
     pub header: Header,
@@ -41,8 +41,8 @@ pub struct Transmit {
 }
 
 impl Transmit {
-    /// If this tells a peer that a communicator has failed, or that a message was given up: which,
-    /// and which message. No frame of it goes to that peer any more.
+    /// If this tells a peer that a communicator has failed, or that a message was given up: the
+    /// communicator, and the message. No more frames of it go to that peer.
     pub fn gives_up(&self) -> Option<(CommId, Option<OpSeq>)> {
         match self.header.frame {
             FrameKind::Abort => Some((self.header.comm, None)),
@@ -79,7 +79,7 @@ pub enum Payload {
 }
 
 impl Payload {
-    /// The bytes of a notice; `None` if an operation has them.
+    /// The bytes of a notice; `None` if the bytes are an operation's.
     pub fn notice(&self) -> Option<&[u8]> {
         match self {
             Self::Operation { .. } | Self::Parcel { .. } => None,
@@ -109,7 +109,7 @@ pub enum Verdict {
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct Take {
-    /// For which operation.
+    /// The operation.
     pub op: OpId,
     /// What becomes of the payload.
     pub effect: Effect,
@@ -121,7 +121,7 @@ pub struct Take {
 pub enum Effect {
     /// A [`Workspace`](crate::Workspace) applies it to the operation's buffers.
     Apply(Action),
-    /// It is put to the other parts of its parcel.
+    /// It is added to its parcel.
     Collect(ParcelPart),
 }
 
@@ -142,13 +142,13 @@ pub enum Event {
     Done(OpId),
     /// A round of its parcels has come whole, from every rank.
     Round(OpId, u32),
-    /// It failed; its input is untouched.
+    /// It failed; its input is untouched, unless it worked in place.
     Failed {
         /// Which.
         op: OpId,
         /// Why.
         error: Box<OpError>,
-        /// Who it waited for just then.
+        /// The peers that it waited for just then.
         waited_for: Vec<Peer>,
     },
     /// A communicator is of no more use: every further call on it fails at once.
@@ -157,12 +157,12 @@ pub enum Event {
         comm: CommId,
         /// Why.
         fault: Fault,
-        /// Who found out.
+        /// The peer that found out.
         reporter: Peer,
     },
 }
 
-/// Who an operation waits for.
+/// Whom an operation waits for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Wait {
     /// The operation.

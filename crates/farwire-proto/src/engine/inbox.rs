@@ -1,4 +1,4 @@
-//! Messages that come: which receive gets which.
+//! Incoming messages: which receive gets which.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -8,9 +8,9 @@ use crate::fault::Fault;
 use crate::header::FrameKind;
 use crate::ids::{OpId, Peer};
 
-/// The receiving side of the messages with one tag from one peer. The first message that comes is
-/// for the oldest receive that still waits, so one that has timed out, or a message that was given
-/// up, is no loss to the others.
+/// The receiving side of the messages with one tag from one peer. The first message to come is for
+/// the oldest receive that still waits, so a receive that has timed out, or a message that was
+/// given up, is no loss to the others.
 #[derive(Debug, Default)]
 pub(super) struct Inbox {
     /// The number of the next message to be matched with a receive.
@@ -19,7 +19,7 @@ pub(super) struct Inbox {
     pub(super) waiting: VecDeque<OpId>,
     /// Messages, from `next` on, that were given up.
     pub(super) void: BTreeSet<u64>,
-    /// What of the sender's allowance was taken since it was last told.
+    /// How much of the sender's allowance was taken since the sender was last told.
     pub(super) untold: usize,
 }
 
@@ -73,8 +73,8 @@ impl Engine {
         }
     }
 
-    /// A peer has given a message up. If this rank is receiving it, that fails; else the next one
-    /// takes its place.
+    /// A peer has given a message up. If this rank is receiving it, that receive fails; otherwise
+    /// the next message takes its place.
     pub(super) fn handle_void(&mut self, from: Peer, channel: Channel, number: u64) {
         if channel.tag.is_none() || self.closed.contains(&channel.comm) {
             return;

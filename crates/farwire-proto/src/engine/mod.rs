@@ -31,13 +31,13 @@ use notices::notice;
 pub(crate) use notices::notice_fingerprint;
 use op::{Breach, Moving, Op};
 
-/// Communicators whose failure is remembered before they are opened here, per peer that tells. Far
-/// more than a job opens.
+/// How many failures of communicators not yet opened here are remembered, per peer that reports
+/// them. Far more than a job opens.
 const MAX_EARLY_FAULTS: usize = 256;
 
-/// Lanes of one peer for operations that this rank has not called, and its messages that were given
-/// up before this rank asked for them. An [`Allowance`] keeps peers far below; one that is not is
-/// broken.
+/// The most lanes of one peer for operations that this rank has not called, and the most messages
+/// on one channel that it gave up before this rank asked for them. An [`Allowance`] keeps peers far
+/// below this; a peer above it is broken.
 const MAX_EARLY: usize = 1 << 17;
 
 /// What an engine is told at the start.
@@ -49,9 +49,9 @@ pub struct Config {
     pub deadline: Duration,
     /// Frames of one lane that may be handed out before the driver reports the first of them sent.
     pub credit: NonZeroU32,
-    /// How many frames a lane to a [neighbour](Engine::set_neighbour) may be handed out beyond what
-    /// the slowest of them has sent, in an operation that advances at the pace of the slowest
-    /// anyway; no limit, if there is none.
+    /// How far the frames handed out on a lane to a [neighbour](Engine::set_neighbour) may be ahead
+    /// of what the slowest such lane has sent, in an operation that advances at the pace of the
+    /// slowest anyway; `None` for no limit.
     pub lead: Option<NonZeroU32>,
     /// The generation of the group.
     pub epoch: Epoch,
@@ -94,10 +94,10 @@ impl Default for Config {
 ///
 /// A frame that the engine does not want yet stays in its stream, unread. How much a peer may send
 /// for calls that this rank has not made is limited by an [`Allowance`]; the engine remembers which
-/// lanes wait for them. Payloads it never holds.
+/// lanes wait for those calls, but never holds a payload.
 ///
-/// When an operation or a communicator fails, its lanes that wait are resumed, so that what is in
-/// them is offered once more, and dropped.
+/// When an operation or a communicator fails, its waiting lanes are resumed, so that their frames
+/// are offered once more, and dropped.
 #[derive(Debug)]
 pub struct Engine {
     me: Peer,
@@ -110,7 +110,7 @@ pub struct Engine {
     comms: HashMap<CommId, Comm>,
     /// Communicators that were open once.
     closed: HashSet<CommId>,
-    /// Communicators that failed before they were opened here, by who said so.
+    /// Communicators that failed before they were opened here, by the peer that said so.
     early_faults: HashMap<Peer, Vec<(CommId, Fault)>>,
     lost: HashSet<Peer>,
     ops: HashMap<OpId, Op>,
@@ -168,7 +168,7 @@ impl Engine {
         Self::on_hosts(me, &vec![0; world.len()], config)
     }
 
-    /// The same for processes on several hosts: a number for each process, which is the same for
+    /// The same for processes on several hosts. `hosts` has a number for each process, equal for
     /// those that share a host. All processes must be told the same hosts, by whatever numbers.
     ///
     /// # Panics
@@ -203,7 +203,8 @@ impl Engine {
         engine
     }
 
-    /// Makes room for more processes: from now on there are so many, or as many as there were.
+    /// Makes room for more processes: from now on there are `world` of them, or as many as before
+    /// if those were more.
     pub fn grow(&mut self, world: WorldSize) {
         self.world = self.world.max(world);
         let all = self.world.len();
@@ -215,15 +216,16 @@ impl Engine {
         }
     }
 
-    /// A process is on this host, for communicators that are opened from now on.
+    /// Says which host a process is on, for communicators that are opened from now on.
     pub fn set_host(&mut self, peer: Peer, host: u64) {
         if let Some(known) = self.hosts.get_mut(peer.index()) {
             *known = host;
         }
     }
 
-    /// A process is reached through a network, and is near: lanes to all such processes share what
-    /// they go through, and are kept abreast as [`Config::lead`] says, from the next operation on.
+    /// Says that a process is near, and reached through a network. Lanes to all such processes
+    /// share that network, and are kept abreast as [`Config::lead`] says, from the next operation
+    /// on.
     pub fn set_neighbour(&mut self, peer: Peer) {
         if let Some(known) = self.neighbours.get_mut(peer.index()) {
             *known = true;
@@ -236,8 +238,8 @@ impl Engine {
         Ok(&comm.placement)
     }
 
-    /// The hosts of a communicator's ranks, where they matter to an all-reduce: there are several,
-    /// some with several ranks, and floats are not added up in rank order.
+    /// The hosts of a communicator's ranks, if they matter to an all-reduce: there are several
+    /// hosts, some with several ranks, and floats are not added up in rank order.
     pub fn split_placement(&self, comm: CommId) -> Option<&Placement> {
         let placement = &self.comms.get(&comm)?.placement;
         let by_host = self.config.tuning.order == SumOrder::Host;
@@ -247,14 +249,14 @@ impl Engine {
     /// The group has changed, and all communicators are replaced by others: what is pending on them
     /// fails here, and so do later calls. Other members replace them themselves.
     ///
-    /// All, and not only that of the group: what two ranks that live do on one that was split off
-    /// would wait for ever if one of them has gone on to the new group.
+    /// All are replaced, not only the group's own: on one that was split off, a call between two
+    /// ranks that live would wait for ever once one of them has gone on to the new group.
     pub fn retire_all(&mut self) {
         let before = self.queues.notices.len();
         let mut ids: Vec<_> = self.comms.keys().copied().collect();
         ids.sort(); // the same order in every run
         for id in ids {
-            // What fails on one may have been the last that kept another open.
+            // A closed communicator is forgotten when its last operation fails.
             if self.comms.contains_key(&id) {
                 self.fail_comm(id, Fault::Replaced { by: self.me }, self.me);
             }
@@ -299,7 +301,7 @@ impl Engine {
         self.comms.get(&comm).map(|comm| comm.next_collective)
     }
 
-    /// The number that a plan will get if it is submitted next.
+    /// The number that a plan gets if it is submitted next.
     pub fn next_seq(&self, plan: &Plan) -> Option<OpSeq> {
         self.comms.get(&plan.comm()).map(|comm| comm.next_seq(plan, &self.inboxes))
     }
@@ -382,7 +384,7 @@ impl Engine {
         Ok(id)
     }
 
-    /// Has the lanes that wait for an operation offered again.
+    /// Resumes the lanes that wait for an operation, so that their frames are offered again.
     fn resume(&mut self, address: Address) {
         let Some(mut lanes) = self.early.remove(&address) else { return };
         for from in lanes.drain(..) {
@@ -393,8 +395,8 @@ impl Engine {
         self.spare_early.give(lanes);
     }
 
-    /// The next parcel of an operation to a rank is there, with so many bytes; `false` if the
-    /// operation is over, has no more of them to send, or they may not be so long.
+    /// The next parcel of an operation to a rank is ready, with `len` bytes. `false` if the
+    /// operation is over, has no more parcels to send, or may not send one this long.
     pub fn supply(&mut self, op: OpId, to: Rank, len: usize) -> bool {
         let op = self.ops.get_mut(&op);
         op.is_some_and(|op| op.supply(to, len, &mut self.queues, &self.config))
@@ -413,7 +415,7 @@ impl Engine {
         };
         let op = self.ops.get_mut(&id).expect("addresses are removed with their operation");
         let Some(rank) = self.comms[&lane.comm].ranks.get(&from) else {
-            return Verdict::Drop; // not a member: its communicator of the same id is another
+            return Verdict::Drop; // not a member: its communicator with this id is another
         };
         let offered = op.offer(*rank, header);
         if op.is_first_word(*rank) {
@@ -491,8 +493,8 @@ impl Engine {
         }
     }
 
-    /// A member has sent something that its frames' headers do not show to be wrong, but that
-    /// nobody can make sense of. The communicator fails, if it is still open.
+    /// A member has sent something that makes no sense, although its frames' headers were right.
+    /// The communicator fails, if it is still open.
     pub fn handle_nonsense(&mut self, comm: CommId, from: Peer) {
         if self.comms.contains_key(&comm) {
             self.fail_comm(comm, Fault::BadFrame(from), self.me);
@@ -594,13 +596,13 @@ impl Engine {
     }
 
     /// Whether some operation needs a frame from `peer` that has not been offered yet. If the peer
-    /// has said goodbye, that frame will never come. Operations that may take for ever need
-    /// nothing.
+    /// has said goodbye, that frame will never come. Operations that may take for ever do not
+    /// count.
     pub fn awaits(&self, peer: Peer) -> bool {
         self.ops.values().any(|op| op.due < Time::MAX && op.awaits(peer))
     }
 
-    /// The operations in flight and who each waits for, oldest first.
+    /// The operations in flight and whom each waits for, oldest first.
     pub fn waits(&self) -> Vec<Wait> {
         let mut waits: Vec<_> = self.ops.values().map(Op::wait).collect();
         waits.sort_by_key(|wait| wait.op);
@@ -667,7 +669,7 @@ impl Engine {
         }
         comm.failed = Some((fault, reporter));
         self.queues.events.push_back(Event::CommFailed { comm: id, fault, reporter });
-        // What the header says of an operation is not used; the fault says it all.
+        // What the header says of an operation is not used: the fault says it all.
         let header = Header {
             frame: FrameKind::Abort,
             payload: FAULT_LEN as u32,
@@ -694,8 +696,8 @@ impl Engine {
         self.resume_early(id);
     }
 
-    /// Has what waits for calls that will never be made on a communicator offered once more, and
-    /// dropped.
+    /// Resumes the lanes that wait for calls that will never be made on a communicator, so that
+    /// their frames are offered once more, and dropped.
     fn resume_early(&mut self, id: CommId) {
         let mut waiting: Vec<_> = self
             .early

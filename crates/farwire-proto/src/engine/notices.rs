@@ -102,7 +102,7 @@ pub(super) fn notice(
     (to, Header { frame, payload: 0, comm, epoch, seq, index: 0, fingerprint }, Payload::Nothing)
 }
 
-/// What a notice's header says was called: nothing in particular.
+/// The fingerprint in a notice's header: it names no call in particular.
 pub(crate) fn notice_fingerprint(kind: Kind) -> Fingerprint {
     Fingerprint {
         kind,

@@ -1,4 +1,4 @@
-//! One operation in flight: how far each lane is, and which frames may move.
+//! One operation in flight: how far each lane has come, and which frames may move.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -17,10 +17,10 @@ use crate::schedule::{Action, Gate, Level};
 #[derive(Debug)]
 pub(super) struct Op {
     pub(super) id: OpId,
-    /// Of a receive that is not matched yet: the number of the message it gets if all before it get
-    /// theirs.
+    /// For a receive that is not matched yet: the number of the message it gets if all receives
+    /// before it get theirs.
     pub(super) seq: OpSeq,
-    /// Whether it is known which message a receive gets. Always, for other operations.
+    /// Whether it is known which message a receive gets. Always true for other operations.
     pub(super) matched: bool,
     pub(super) plan: Plan,
     pub(super) members: Arc<[Peer]>,
@@ -38,7 +38,7 @@ pub(super) struct Moving {
     parcels: Vec<parcels::Progress>,
     /// Rounds of parcels that have come from everyone.
     rounds: u32,
-    /// Lanes on which the next of them has not come.
+    /// Lanes on which the next round has not come.
     behind: usize,
     /// Lanes with frames still to move.
     pub(super) unfinished: usize,
@@ -61,7 +61,7 @@ enum Next {
     /// Nowhere: it is not there yet, or the lane has no credit left, or there is none.
     #[default]
     Unknown,
-    /// In the ready queue.
+    /// In the ready queue, or waiting for the allowance.
     Ready,
     /// Behind its gate.
     Gated,
@@ -73,7 +73,7 @@ enum Next {
 struct LaneState {
     /// Frames in all, once that is known.
     sends: usize,
-    /// Frames that are there to be handed out: all, but for parcels that have not been supplied.
+    /// Frames that are there to be handed out: all but those of parcels not yet supplied.
     supplied: usize,
     /// Handed to the driver.
     polled: usize,
@@ -88,8 +88,9 @@ struct LaneState {
     taking: bool,
     /// A frame was offered that could not be taken yet.
     held: bool,
-    /// A frame has come; and the engine has been told.
+    /// A frame has come.
     heard: bool,
+    /// The engine has been told so.
     told: bool,
 }
 
@@ -98,12 +99,13 @@ impl LaneState {
         self.sent == self.sends && self.taken == self.recvs
     }
 
-    /// Whether others are kept abreast of it: it has frames that its link could take now, or soon.
+    /// Whether others are kept abreast of this lane: it has frames that its link could take now, or
+    /// soon.
     fn sets_the_pace(&self) -> bool {
         self.abreast && (self.sent < self.polled || self.next == Next::Ready)
     }
 
-    /// The next frame is due and has not come.
+    /// Whether the next frame is due and has not come.
     fn is_behind(&self) -> bool {
         self.taken < self.recvs && !self.held && !self.taking
     }
@@ -111,7 +113,7 @@ impl LaneState {
 
 /// Why an arrived frame cannot be right.
 pub(super) enum Breach {
-    /// Its sender called something else than this.
+    /// Its sender called something other than this.
     Fingerprint(Fingerprint),
     /// It is not the next frame, or not of its length.
     Frame,
@@ -161,7 +163,7 @@ impl Op {
         }
     }
 
-    /// Lanes to `neighbours` are kept abreast, if the operation can bear that.
+    /// Sets up all lanes. Those to `neighbours` are kept abreast, if the operation allows it.
     pub(super) fn start(&mut self, neighbours: &[bool], queues: &mut Queues, config: &Config) {
         let keeps_step = self.plan.keeps_step();
         let lanes = if self.plan.partner().is_some() { 1 } else { self.plan.world().len() };
@@ -191,7 +193,8 @@ impl Op {
         self.moving.behind = self.moving.unfinished;
     }
 
-    /// Puts a lane's next frame where it belongs: among the ready ones, or behind its gate.
+    /// Puts a lane's next frame where it belongs: among the ready ones, behind its gate, or among
+    /// those that are too far ahead.
     fn line_up(&mut self, lane: usize, queues: &mut Queues, config: &Config) {
         let rank = self.rank_of(lane);
         let LaneState { next, abreast, supplied, polled, sent, .. } = self.moving.lanes[lane];
@@ -216,7 +219,7 @@ impl Op {
         };
     }
 
-    /// Lets go on who was too far ahead, and is not any more.
+    /// Lines up the lanes that were too far ahead and no longer are.
     fn catch_up(&mut self, queues: &mut Queues, config: &Config) {
         let limit = self.moving.limit(config);
         let mut leading = std::mem::take(&mut self.moving.leading);
@@ -233,7 +236,7 @@ impl Op {
         self.moving.leading = leading;
     }
 
-    /// The next parcel to `to` is there; `false` if there is none left to come, or it is too long.
+    /// The next parcel to `to` is ready; `false` if no more are to come, or it is too long.
     pub(super) fn supply(
         &mut self,
         to: Rank,
@@ -353,9 +356,9 @@ impl Op {
         Ok(Verdict::Take(Take { op: self.id, effect: Effect::Apply(frame.action), lane }))
     }
 
-    /// A parcel of this round has come whole: the round, if it has now come from everyone. Each is
-    /// named once and in order. Lanes are counted, for with many ranks it takes long to look at all
-    /// of them whenever a parcel has come.
+    /// A parcel of this round has come whole. Returns the round if it has now come from everyone:
+    /// each round once, in order. Lanes are counted because, with many ranks, looking at all of
+    /// them for each parcel would take long.
     fn complete_round(&mut self, round: u32) -> Option<u32> {
         if round != self.moving.rounds {
             return None; // this lane is further than others
@@ -475,7 +478,7 @@ impl Op {
 }
 
 impl Moving {
-    /// The first frame that is too far ahead of what the slowest lane has sent.
+    /// The index of the first frame that is too far ahead of what the slowest lane has sent.
     fn limit(&self, config: &Config) -> usize {
         let Some(lead) = config.lead else { return usize::MAX };
         let slowest = self.lanes.iter().filter(|lane| lane.sets_the_pace()).map(|lane| lane.sent);

@@ -54,8 +54,8 @@ fn awaited_header() -> impl Strategy<Value = Header> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(2048))]
 
-    /// Whatever headers peers, members or not, send: no panic, no frame taken twice, and after a
-    /// fault nothing more.
+    /// Whatever headers peers, members or not, send: no panic, no frame taken twice, and nothing
+    /// taken after a fault.
     #[test]
     fn hostile_headers_are_harmless(
         frames in prop::collection::vec(
@@ -65,7 +65,7 @@ proptest! {
         for (from, mut header, [index, payload], change) in frames {
             let frame = header.frame;
             header.frame = FrameKind::Data;
-            // Mostly the right generation and a communicator that is there.
+            // Mostly the right generation and a communicator that is open.
             if change & 0x30 != 0 {
                 header.epoch = Epoch(0);
             }
@@ -249,7 +249,7 @@ fn a_frame_offered_while_another_is_being_taken_is_resumed() {
     assert!(matches!(engine.handle_frame(Peer(0), &header(1)), Verdict::Take(_)));
 }
 
-/// Who retries a receive that came to nothing gets the message that was meant for it.
+/// A caller that retries a receive that came to nothing gets the message that was meant for it.
 #[test]
 fn a_receive_that_timed_out_unheard_does_not_count() {
     for (heard, counted) in [(false, 0), (true, 1)] {
@@ -281,7 +281,7 @@ fn a_message_is_for_the_oldest_receive_that_still_waits() {
     assert_eq!(take.op, OpId(5));
 }
 
-/// Messages come in any order; receives are matched in theirs.
+/// Messages arrive in any order; receives get them in the order they were sent.
 #[test]
 fn a_message_that_overtook_another_waits_for_it() {
     let mut engine = busy_engine();
@@ -423,7 +423,7 @@ fn receive(engine: &mut Engine, deadline: Option<Duration>) -> (OpSeq, Fingerpri
     numbered
 }
 
-/// What a driver that is slow to send has to keep in mind is bounded.
+/// How much a driver that is slow to send has to keep track of is bounded.
 #[test]
 fn a_lane_hands_out_no_more_frames_than_its_credit() {
     let mut engine = busy_engine(); // credit 2
@@ -441,7 +441,7 @@ fn a_lane_hands_out_no_more_frames_than_its_credit() {
 }
 
 /// Lanes to neighbours are kept abreast, whichever of them the links take first; the lane to a rank
-/// that is no neighbour goes as it likes.
+/// that is no neighbour goes at its own pace.
 #[test]
 fn a_lane_gets_no_further_ahead_of_others_than_its_lead() {
     let world = WorldSize::new(5).unwrap();
@@ -458,7 +458,8 @@ fn a_lane_gets_no_further_ahead_of_others_than_its_lead() {
     let plan = engine.plan(CommId::WORLD, &call, &options).unwrap();
     engine.submit(Time::ZERO, plan).unwrap();
 
-    // The links take as much as they get to all but rank 2; to that one, nothing for a while.
+    // All links take as much as they get, except the one to rank 2, which takes nothing for a
+    // while.
     let mut handed = [0; 5];
     let mut waiting = Vec::new();
     let mut take =

@@ -1,4 +1,4 @@
-//! The machine: everything that happens between a call and its result, but for the network.
+//! The machine: everything that happens between a call and its result, except the network.
 //!
 //! An [`Engine`] decides which frames move. A [`Machine`] adds what they carry: the memory of each
 //! operation, where a payload goes, the rounds of parcels that a codec makes, frames that wait for
@@ -30,20 +30,20 @@ use crate::workspace::{Scratch, Workspace};
 use parceled::Parceled;
 pub use parceled::{Coding, CodingWork, Nonsense, Rounds};
 
-/// Where buffers for results come from, and where those that nobody needs any more go.
+/// Where buffers for results come from, and where those no longer needed go.
 pub trait Buffers: fmt::Debug {
     /// The memory of one vector. A parcel becomes one, too.
     type Buffer: AsRef<[u8]> + AsMut<[u8]> + From<Vec<u8>> + fmt::Debug;
-    /// A buffer of `len` elements, with anything in it.
+    /// A buffer of `len` elements, with any contents.
     fn take(&mut self, dtype: DType, len: usize) -> Self::Buffer;
-    /// A buffer that is not needed any more.
+    /// Takes back a buffer that is no longer needed.
     fn give(&mut self, buffer: Self::Buffer);
 }
 
 /// All operations of one process.
 ///
-/// `M` is whose memory they work in, `R` is what makes parcels, and a `T` is what the driver ties
-/// to each operation: who waits for it, for one.
+/// `M` provides the memory they work in, `R` makes parcels, and a `T` is what the driver attaches
+/// to each operation: who waits for it, for example.
 ///
 /// Its methods follow the [`Engine`]'s:
 ///
@@ -59,7 +59,7 @@ pub trait Buffers: fmt::Debug {
 ///   [`poll_event`](Self::poll_event).
 ///
 /// A frame to send either goes ([`send`](Self::send)) or waits for room ([`hold`](Self::hold)).
-/// When there is room, [`poll_held`](Self::poll_held) has the frames of that lane, in order.
+/// When there is room, [`poll_held`](Self::poll_held) returns the frames of that lane, in order.
 #[derive(Debug)]
 pub struct Machine<M: Buffers, R, T> {
     engine: Engine,
@@ -73,22 +73,22 @@ pub struct Machine<M: Buffers, R, T> {
     /// Notices that found no room.
     held_notices: VecDeque<Transmit>,
     events: VecDeque<MachineEvent<M::Buffer, R, T>>,
-    /// Who moves and combines bytes.
+    /// The threads that move and combine bytes.
     team: Teamed,
 }
 
 /// What an operation works on.
 #[derive(Debug)]
 pub enum Input<B, R> {
-    /// A vector; of a call that works in place, the memory that its result will be in, too.
+    /// A vector. For a call that works in place, this memory will also hold the result.
     Buffer(B),
     /// The parcel to send.
     Parcel(Bytes),
-    /// What makes the parcels of a coded call, and understands those that come.
+    /// What makes the parcels of a coded call, and reads those that come.
     Rounds(Box<R>),
     /// Nothing: a parcel is to be received.
     Nothing,
-    /// Nothing but lengths, for a simulation of vectors that would not fit in memory: by round,
+    /// Only lengths, for a simulation of vectors that would not fit in memory: for each round,
     /// those of the parcels to each rank. No rounds if the call travels in frames.
     Lengths(VecDeque<Vec<usize>>),
 }
@@ -98,14 +98,14 @@ pub enum Input<B, R> {
 pub struct Refused<B, R> {
     /// Why.
     pub why: Refusal,
-    /// As it was given; [`Input::Nothing`] if that was a parcel.
+    /// As it was given, if that was a buffer or rounds; else [`Input::Nothing`].
     pub input: Input<B, R>,
 }
 
 /// Why a call was not started.
 #[derive(Debug)]
 pub enum Refusal {
-    /// It is wrong.
+    /// The call is wrong.
     Call(CallError),
     /// Its communicator has failed.
     Failed(Box<OpError>),
@@ -116,7 +116,7 @@ pub enum Refusal {
 pub enum MachineEvent<B, R, T> {
     /// An operation has ended.
     Ended {
-        /// Whose.
+        /// What the operation was submitted with.
         tag: T,
         /// Its result (empty if this rank gets none), or why there is none, and its input back.
         end: Result<B, (Failure, Input<B, R>)>,
@@ -129,7 +129,7 @@ pub enum MachineEvent<B, R, T> {
         comm: CommId,
         /// Why.
         fault: Fault,
-        /// Who found out.
+        /// The peer that found out.
         reporter: Peer,
     },
 }
@@ -139,7 +139,7 @@ pub enum MachineEvent<B, R, T> {
 pub struct Failure {
     /// Why.
     pub error: Box<OpError>,
-    /// Who it waited for just then.
+    /// The peers that it waited for just then.
     pub waited_for: Vec<Peer>,
 }
 
@@ -221,7 +221,7 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         self.team = Some(team);
     }
 
-    /// What it decides with.
+    /// The engine that makes its decisions.
     pub fn engine(&self) -> &Engine {
         &self.engine
     }
@@ -321,7 +321,7 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         Ok(Memory::Apart { work, input, output, outcome, copies_back })
     }
 
-    /// The input of an operation that has failed. What would have been its output is of no use.
+    /// The input of an operation that has failed. Its output is of no use, and is given back.
     fn give_up(&mut self, memory: Memory<M::Buffer>) -> Input<M::Buffer, R> {
         match memory {
             Memory::Apart { input, output, .. } => {
@@ -333,7 +333,8 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         }
     }
 
-    /// The result of an operation. A buffer that does not hold it serves the next one.
+    /// The result of an operation. A buffer that does not hold the result is given back, to serve
+    /// another operation.
     fn finish(&mut self, memory: Memory<M::Buffer>) -> M::Buffer {
         match memory {
             Memory::Apart { work, mut input, output, outcome, copies_back } => {
@@ -366,7 +367,7 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         self.engine.handle_frame(from, header)
     }
 
-    /// Puts the payload of a frame where it belongs, and says whose it was.
+    /// Puts the payload of a frame where it belongs. Returns what its operation was submitted with.
     pub fn handle_taken(&mut self, take: Take, payload: &[u8]) -> Option<&mut T> {
         let tag = match &take.effect {
             Effect::Apply(action) => self.laid.get_mut(&take.op).map(|job| {
@@ -392,7 +393,7 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         self.engine.handle_notice(from, header, payload)
     }
 
-    /// The link to a peer is dead. What waits for room on it never goes.
+    /// The link to a peer is dead. Frames that wait for room on it are dropped.
     pub fn handle_peer_lost(&mut self, peer: Peer) {
         self.held.retain(|(to, _), _| *to != peer);
         self.held_notices.retain(|notice| notice.to != peer);
@@ -424,8 +425,8 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         self.engine.handle_timeout(now);
     }
 
-    /// Whether a frame that has not come from a peer is needed, or one to it waits for room. If the
-    /// peer has said goodbye, neither will move.
+    /// Whether a frame is still needed from a peer, or one to it waits for room. If the peer has
+    /// said goodbye, neither will move.
     pub fn needs(&self, peer: Peer) -> bool {
         self.engine.awaits(peer) || self.held.keys().any(|(to, _)| *to == peer)
     }
@@ -462,7 +463,7 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
     /// Sends a frame: `carry` hands it to its link, and says whether there was room. If there was
     /// none, the frame is [held](Self::hold). A frame whose operation has ended is dropped.
     ///
-    /// `true` if it was held.
+    /// Returns whether it was held.
     pub fn send(
         &mut self,
         transmit: Transmit,

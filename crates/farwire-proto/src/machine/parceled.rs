@@ -2,8 +2,8 @@
 //!
 //! Coding takes time, so it is done outside the machine. The machine keeps an operation's
 //! [`Rounds`] while there is nothing to code. When there is, it says so
-//! ([`MachineEvent::WantsCoding`]); somebody takes the rounds, works, supplies what was made and
-//! gives them back. Frames arrive meanwhile, and the operation may fail.
+//! ([`MachineEvent::WantsCoding`]); somebody then takes the rounds, does the work, supplies what
+//! was made and gives the rounds back. Frames arrive meanwhile, and the operation may fail.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -24,19 +24,19 @@ use crate::plan::Plan;
 /// One rank's part in a collective that travels in rounds of parcels: each round, every rank makes
 /// one for every other and gets one from each.
 pub trait Rounds: fmt::Debug {
-    /// The parcels of the next round, one for each rank in order (this rank's own does not count),
-    /// if they can be made with what has come.
+    /// The parcels of the next round, one for each rank in order (this rank's own is ignored), if
+    /// they can be made with what has come.
     fn next_parcels(&mut self) -> Option<Vec<Bytes>>;
-    /// Rounds that parcels were made for.
+    /// How many rounds parcels were made for.
     fn made(&self) -> u32;
-    /// A round of parcels has come, one from each rank in order; this rank's own is empty. Its
-    /// parcels of that round were made before.
+    /// A round of parcels has come, one from each rank in order; this rank's own is empty. This
+    /// rank's parcels of that round were made before.
     fn came(&mut self, round: u32, parcels: &[Vec<u8>]) -> Result<(), Nonsense>;
     /// Whether all rounds were made, and have come.
     fn is_finished(&self) -> bool;
 }
 
-/// Of a machine without codecs.
+/// For a machine without codecs.
 impl Rounds for Infallible {
     fn next_parcels(&mut self) -> Option<Vec<Bytes>> {
         match *self {}
@@ -59,11 +59,11 @@ impl Rounds for Infallible {
 #[derive(Debug, thiserror::Error)]
 #[error("rank {from}'s parcel in round {round} makes no sense: {why}")]
 pub struct Nonsense {
-    /// Who sent it.
+    /// The rank that sent it.
     pub from: Rank,
-    /// When.
+    /// The round it belongs to.
     pub round: u32,
-    /// How so.
+    /// Why it makes no sense.
     pub why: Box<dyn Error + Send + Sync>,
 }
 
@@ -75,7 +75,7 @@ pub enum Coding<R, T> {
     Work(CodingWork<R>),
     /// All has come, and the operation is over: finish it.
     Finish {
-        /// What it leaves.
+        /// The rounds, finished.
         rounds: Box<R>,
         /// What it was submitted with.
         tag: T,
@@ -85,7 +85,7 @@ pub enum Coding<R, T> {
 /// Coding to be done.
 #[derive(Debug)]
 pub struct CodingWork<R> {
-    /// Who does it.
+    /// What does it.
     pub rounds: Box<R>,
     /// Rounds of parcels that have come, in order.
     came: Vec<(u32, Vec<Vec<u8>>)>,
@@ -133,11 +133,11 @@ pub(super) struct Parceled<R, T> {
 enum Role<R> {
     /// Sends one parcel.
     Sender,
-    /// Receives one, from this rank.
+    /// Receives one, from the rank named here.
     Receiver(Rank),
     /// Rounds that a codec makes.
     Coded(Coded<R>),
-    /// The same, with nothing but lengths, of the rounds still to be supplied.
+    /// The same, but only the lengths of the rounds still to be supplied.
     Lengths(VecDeque<Vec<usize>>),
 }
 
@@ -147,9 +147,9 @@ struct Coded<R> {
     rounds: Option<Box<R>>,
     /// Rounds that have come and not been looked at.
     came: VecDeque<u32>,
-    /// How its frames fared, once they have.
+    /// How its frames ended, once they have.
     ended: Option<Result<(), Failure>>,
-    /// What an error is to say of it.
+    /// What an error would say of it.
     comm: CommId,
     seq: OpSeq,
     call: Fingerprint,
@@ -157,7 +157,7 @@ struct Coded<R> {
 }
 
 impl<R, T> Parceled<R, T> {
-    /// What a frame carries, for `carry` to say whether it went.
+    /// Hands what a frame carries to `carry`, which says whether it went.
     pub(super) fn send(
         &mut self,
         part: &ParcelPart,
@@ -173,7 +173,7 @@ impl<R, T> Parceled<R, T> {
         went
     }
 
-    /// Puts what has come to the rest of its parcel.
+    /// Appends what has come to its parcel.
     pub(super) fn collect(&mut self, part: &ParcelPart, payload: &[u8]) {
         if !matches!(self.role, Role::Lengths(_)) {
             self.parcels.collect(part, payload);
@@ -264,7 +264,7 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
     }
 
     /// Ends a coded operation that has failed, unless somebody has its rounds and will give them
-    /// back; else there may be something to code.
+    /// back. If it has not failed, there may be something to code.
     fn go_on(&mut self, op: OpId) {
         let Some(coded) = self.parceled.get_mut(&op).and_then(Parceled::coded) else { return };
         match (&coded.ended, coded.rounds.take()) {
@@ -282,8 +282,8 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         }
     }
 
-    /// What a codec is to do for an operation, if anything is. Of one that has nothing but lengths,
-    /// the next round is supplied at once.
+    /// What a codec is to do for an operation, if anything. For one with only lengths, the next
+    /// round is supplied at once.
     pub fn take_coding(&mut self, op: OpId) -> Option<Coding<R, T>> {
         let job = self.parceled.get_mut(&op)?;
         let coded = match &mut job.role {
@@ -319,12 +319,12 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
         for (to, parcel) in job.world.ranks().zip(made).filter(|(to, _)| *to != job.me) {
             let len = parcel.len();
             job.parcels.put(to, round, parcel);
-            // It says no if the operation has failed meanwhile.
+            // The engine refuses it if the operation has failed meanwhile.
             self.engine.supply(op, to, len);
         }
     }
 
-    /// Whoever coded is done for now, or has found nonsense.
+    /// Takes rounds back: the coding is done for now, or has found nonsense.
     pub fn give_back(&mut self, op: OpId, rounds: Box<R>, nonsense: Option<Nonsense>) {
         let Some(coded) = self.parceled.get_mut(&op).and_then(Parceled::coded) else { return };
         coded.rounds = Some(rounds);
@@ -332,7 +332,7 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
             nonsense.and_then(|nonsense| coded.members.get(nonsense.from.index())).copied()
             && !matches!(coded.ended, Some(Err(_)))
         {
-            // Its frames may all have moved; it has failed all the same.
+            // Its frames may all have moved; even so, it has failed.
             let (fault, here) = (Fault::BadFrame(from), self.engine.me());
             let Coded { comm, seq, call: operation, .. } = *coded;
             let error = OpError { operation, comm, seq, fault, reporter: here, here };
@@ -343,7 +343,7 @@ impl<M: Buffers, R: Rounds, T> Machine<M, R, T> {
     }
 }
 
-/// What a caller gets back of what was given.
+/// What a caller gets back of its input.
 fn given_back<B, R>(input: Input<B, R>) -> Input<B, R> {
     match input {
         Input::Buffer(_) | Input::Rounds(_) => input,

@@ -1,4 +1,4 @@
-//! What members tell each other, and how it is written.
+//! What members tell each other, and how it is encoded.
 //!
 //! A message is a kind and its fields, little-endian, lists with their length before them. Decoding
 //! accepts exactly what encoding writes.
@@ -26,24 +26,24 @@ pub enum Message {
     Prepare {
         /// Mine.
         ballot: Ballot,
-        /// This is for those who are at a step boundary: wait until you are.
+        /// This is for members at a step boundary: wait until you are at one.
         admitting: bool,
-        /// The view that is to be followed, for those who have not heard of it.
+        /// The view before the next, for members that have not heard of it.
         base: View,
     },
-    /// The answer to it.
+    /// The answer to [`Prepare`](Self::Prepare).
     Promise {
         /// The next epoch.
         epoch: Epoch,
-        /// That of the question.
+        /// The ballot of the question.
         ballot: Ballot,
-        /// The newest proposal that is known to be accepted by somebody.
+        /// The newest proposal that is known to have been accepted by somebody.
         accepted: Option<(Ballot, View)>,
         /// Who has died, and whether all they sent has been read.
         dead: Vec<(Peer, bool)>,
         /// Whom this member cannot reach.
         suspects: Vec<Peer>,
-        /// Who waits to join and has a link to this member.
+        /// Processes that wait to join and have a link to this member.
         ready: Vec<u64>,
     },
     /// I have promised something newer.
@@ -64,14 +64,14 @@ pub enum Message {
     },
     /// I have accepted it. Told to all members, to the leader last.
     Accepted {
-        /// That of the leader.
+        /// The leader's.
         ballot: Ballot,
         /// The proposal.
         view: View,
     },
     /// This is the view.
     Decided {
-        /// Which is final.
+        /// It is final.
         view: View,
     },
 }
@@ -82,8 +82,8 @@ pub enum Message {
 pub struct MessageError(&'static str);
 
 impl Message {
-    /// A view that is final, if the message names one. By this a process that waits learns that it
-    /// has been let in: whoever told it may have died half-way, so any such message will do.
+    /// A view that is final, if the message names one. A process that waits learns from it that it
+    /// has been let in. Whoever was telling it may have died half-way, so any such message will do.
     pub fn decided(&self) -> Option<&View> {
         match self {
             Self::Decided { view } | Self::Prepare { base: view, .. } => Some(view),

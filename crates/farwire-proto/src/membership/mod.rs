@@ -1,9 +1,9 @@
 //! Membership: how a group agrees on who is in it, when ranks die, are cut off, or join.
 //!
 //! A group is a chain of [`View`]s. Each is a list of members with the next *epoch* number, and the
-//! members of one view choose the next. Every member runs an [`Agreement`]; nobody is needed by the
-//! others. The choice of one view is one instance of single-decree Paxos among the members of the
-//! view before it:
+//! members of one view choose the next. Every member runs an [`Agreement`]; none of them is
+//! indispensable. The choice of one view is one instance of single-decree Paxos among the members
+//! of the view before it:
 //!
 //! ```text
 //!   asked to change ──▶ I lead ──Prepare──▶ all ──Promise──▶ enough? ──Accept──▶ all
@@ -15,21 +15,23 @@
 //! ```
 //!
 //! 1. A member that wants a change (its caller lost a rank, or lets somebody in) asks the lowest
-//!    member that lives to lead, or leads. If the leader is silent, the next one leads, with a
-//!    higher [`Ballot`]. A leader's death only starts another round.
+//!    member that lives to lead, or leads if it is the lowest. If the leader is silent, the next
+//!    one leads, with a higher [`Ballot`]. A leader's death only starts another round.
 //! 2. The leader asks all. An answer promises to accept nothing older, and says what the member has
 //!    accepted, who it knows to be dead, whom it cannot reach, and who is waiting to join with a
-//!    link to it. The leader waits for all that it does not know to be dead or out of reach.
-//! 3. If somebody has accepted a proposal, the leader proposes the newest such again. Otherwise it
-//!    proposes those who answered and can reach each other, and one joiner that *all of them* have
-//!    a link to, if all are at a step boundary. So a join is on all members or on none.
+//!    link to it. The leader waits for all members that it does not know to be dead or out of
+//!    reach.
+//! 3. If somebody has accepted a proposal, the leader proposes the newest such proposal again.
+//!    Otherwise it proposes the members that answered and can reach each other, and one joiner that
+//!    *all of them* have a link to, if all are at a step boundary. So a join is on all members or
+//!    on none.
 //! 4. When enough have accepted, it is decided, and the leader tells everyone.
 //!
 //! # What is enough
 //!
 //! Let there be n members. A death is *proven* if the process is known to have ended: the host said
 //! so, or it said goodbye. The proof is *complete* if, besides, everything that it ever sent to the
-//! one who has the proof has been read. A loss of contact proves nothing, and is a suspicion.
+//! member that has the proof has been read. A loss of contact proves nothing, and is a suspicion.
 //!
 //! - **To decide**, acceptances of more than n/2 members are enough. So are those of all members
 //!   that are not proven dead. With [`TieRule::Lowest`] so are those of exactly n/2, if the lowest
@@ -52,13 +54,13 @@
 //!
 //! So a member m of Q has promised, or has died with a complete proof. If it promised: it accepted
 //! before it promised, for it refuses what is older than its promise; so it reported the
-//! acceptance. (Nothing newer than the leader's ballot is ever reported: who hears that a ballot
-//! was accepted, promises nothing older.) If it died: it had handed the news of its acceptance to
-//! every link before it told the leader of ballot b, which counted it only then. (A leader counts
-//! itself after its `Accept` was handed to every link.) The proof is complete, so the news was read
-//! by whoever has the proof, who is the new leader or reported it in its promise. Either way the
-//! new leader knows of a proposal accepted with a ballot of at least b, and proposes the newest
-//! that it knows of, which by induction over ballots is the same view. ∎
+//! acceptance. (Nothing newer than the leader's ballot is ever reported: a member that hears that a
+//! ballot was accepted promises nothing older.) If it died: it had handed the news of its
+//! acceptance to every link before it told the leader of ballot b, which counted it only then. (A
+//! leader counts itself after its `Accept` was handed to every link.) The proof is complete, so the
+//! news was read by the member that has the proof, which is the new leader or reported it in its
+//! promise. Either way the new leader knows of a proposal accepted with a ballot of at least b, and
+//! proposes the newest that it knows of, which by induction over ballots is the same view. ∎
 //!
 //! Removing the proven dead from the rule *to decide* is safe since a group that goes on without
 //! them cannot find them on the other side of a partition. Removing them from the rule *to propose*
@@ -68,21 +70,21 @@
 //!
 //! Three rules for the driver follow, and the last two are easy to miss:
 //!
-//! - Messages are handed to links in the order of [`poll_transmit`](Agreement::poll_transmit), one
-//!   link's not before another's that came first. [`poll_event`](Agreement::poll_event) says
-//!   nothing before they all are.
+//! - Messages are handed to links in the order of [`poll_transmit`](Agreement::poll_transmit), even
+//!   if they go to different links. [`poll_event`](Agreement::poll_event) returns nothing until all
+//!   of them are.
 //! - A proof is complete only if the link was whole until the end. A process that gives a peer up,
-//!   or drops a message to it, must see to it that the peer never takes its death as completely
-//!   proven.
+//!   or drops a message to it, must make sure that the peer never takes this process's death as
+//!   completely proven.
 //! - A process that has said goodbye neither answers nor leads any more, though it may yet live a
-//!   while. What others say to it then is an answer to its goodbye, and proves nothing of them.
+//!   while. What others say to it then is an answer to its goodbye, and proves nothing about them.
 //!
 //! # What was left open
 //!
 //! A member that is cut off cannot know what the others decide. It gets [`Event::NoQuorum`] if
 //! those it reaches are not enough, and [`Event::Evicted`] if it hears that the group went on
-//! without it. Messages of an older instance are answered with the newest view and otherwise
-//! ignored: the fence.
+//! without it. Messages of an older instance are ignored, except that questions are answered with
+//! the newest view: the fence.
 
 mod message;
 mod view;
@@ -96,13 +98,14 @@ pub use view::{MAX_MEMBERS, Member, View};
 
 use crate::ids::{Epoch, Peer, Time};
 
-/// Processes that wait to join, as many as a promise names.
+/// The most waiting processes that a promise names.
 pub const MAX_READY: usize = 16;
 
-/// How often, at least, a member that has no wish of its own asks what came of a round.
+/// A member that has no wish of its own asks at least this often what came of a round, before it
+/// stops asking.
 const MAX_QUESTIONS: usize = 12;
 
-/// The number of a leader's attempt. Of two, the later round counts, then the higher leader.
+/// The number of a leader's attempt. Ballots are ordered by round, then by leader.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Ballot {
     /// Counts from 1 in every epoch.
@@ -115,7 +118,7 @@ impl Ballot {
     const NONE: Self = Self { round: 0, leader: Peer(0) };
 }
 
-/// Who goes on when a group is cut into halves of equal size. The same on all members.
+/// Which half goes on when a group is cut into two of equal size. The same on all members.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TieRule {
     /// The half with the lowest rank.
@@ -131,7 +134,7 @@ pub enum TieRule {
 pub enum Proof {
     /// The process has ended; what it sent last may be lost.
     Ended,
-    /// And everything that it ever sent to this process has been read.
+    /// It has ended, and everything that it ever sent to this process has been read.
     Complete,
 }
 
@@ -140,7 +143,8 @@ pub enum Proof {
 pub struct Settings {
     /// The same on all members.
     pub ties: TieRule,
-    /// When to say something again, or to lead instead of a silent leader: a few round trips.
+    /// How long to wait before saying something again, or leading instead of a silent leader: a few
+    /// round trips.
     pub retry: Duration,
     /// How long a member that is neither dead nor out of reach may take to answer.
     pub patience: Duration,
@@ -156,7 +160,7 @@ impl Default for Settings {
     }
 }
 
-/// What came of it.
+/// What came of the attempts to change the group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Event {
     /// This is the view from now on.
@@ -175,9 +179,9 @@ pub enum Event {
 /// A message to send.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outgoing {
-    /// To whom.
+    /// The receiver.
     pub to: Member,
-    /// What.
+    /// The message.
     pub message: Message,
 }
 
@@ -189,13 +193,13 @@ pub enum Flaw {
     SkipFence,
     /// Any half is enough, on both sides.
     ForgetTieRule,
-    /// A joiner that one member has a link to is let in.
+    /// A joiner is let in if only one member has a link to it.
     AdmitOnSubset,
     /// A leader uses the number again for its own list, whatever was accepted.
     ReuseEpoch,
     /// What was promised is decided, without the second round.
     DropSecondRound,
-    /// The dead need not have been heard, however their death is known.
+    /// The dead need not have been heard to the end, however their death is known.
     TrustAnyProof,
     /// A member tells the leader that it has accepted before it tells the others.
     TellLeaderFirst,
@@ -208,7 +212,7 @@ enum Want {
     Admit,
 }
 
-/// What this member knows, as it answers a leader.
+/// What a member knows, as it answers a leader.
 #[derive(Clone, Debug)]
 struct Answer {
     accepted: Option<(Ballot, View)>,
@@ -251,21 +255,21 @@ pub struct Agreement {
     wants: Option<Want>,
     /// When it began to want that.
     asked: Time,
-    /// As a voter on the next view.
+    /// As a voter on the next view: the newest ballot promised.
     promised: Ballot,
     accepted: Option<(Ballot, View)>,
     /// A leader that is answered once this member is at a step boundary.
     deferred: Option<Ballot>,
     attempt: Option<Attempt>,
-    /// The highest round that was heard of.
+    /// The highest round that this member has heard of.
     round: u32,
-    /// Attempts in vain.
+    /// Attempts and waits that came to nothing.
     tries: u32,
     /// How often it was asked what came of a round.
     questions: u32,
-    /// What others were heard to accept last, for the view that it names.
+    /// What each other member was last heard to accept.
     heard: BTreeMap<Peer, (Ballot, View)>,
-    /// For ever.
+    /// Kept for ever.
     dead: BTreeMap<Peer, Proof>,
     suspects: BTreeSet<Peer>,
     /// Those that wait to join and have a link to this member.
@@ -289,11 +293,11 @@ macro_rules! flawed {
 }
 
 impl Agreement {
-    /// The part of member `me` of a view.
+    /// The part of member `me` in a view.
     ///
     /// # Panics
     ///
-    /// If it is not a member.
+    /// If `me` is not a member.
     pub fn new(me: Peer, view: View, settings: Settings) -> Self {
         assert!(view.contains(me), "who agrees is a member");
         Self {
@@ -322,7 +326,7 @@ impl Agreement {
         }
     }
 
-    /// Breaks it.
+    /// Breaks the protocol.
     #[cfg(feature = "flaws")]
     pub fn set_flaw(&mut self, flaw: Flaw) {
         self.flaw = Some(flaw);
@@ -343,13 +347,14 @@ impl Agreement {
         self.view.peers().filter(|peer| self.is_lost(*peer))
     }
 
-    /// Asks for the next view, of all who can be reached. An event will say what came of it.
+    /// Asks for the next view, of all members that can be reached. An event will say what came of
+    /// it.
     pub fn shrink(&mut self, now: Time) {
         self.ask(now, Want::Shrink);
     }
 
-    /// Says that this member is at a step boundary, and asks for a view with one that waits to
-    /// join. All members must ask. If somebody is lost meanwhile, the next view is without them,
+    /// Says that this member is at a step boundary, and asks for a view with a process that waits
+    /// to join. All members must ask. If somebody is lost meanwhile, the next view is without them,
     /// and perhaps without the joiner.
     pub fn admit(&mut self, now: Time) {
         self.ask(now, Want::Admit);
@@ -374,13 +379,13 @@ impl Agreement {
         self.call_for_leader(now);
     }
 
-    /// Whether another member that lives was promised something.
+    /// Whether this member's promise is to another member that lives.
     fn is_led(&self) -> bool {
         let leader = self.promised.leader;
         self.promised != Ballot::NONE && leader != self.me && !self.is_lost(leader)
     }
 
-    /// Leads, if this is the lowest that lives; else asks that one to.
+    /// Leads, if this is the lowest member that lives; otherwise asks the lowest to.
     fn call_for_leader(&mut self, now: Time) {
         let lowest = self.view.members().iter().copied().find(|member| !self.is_lost(member.peer));
         match lowest {
@@ -410,8 +415,8 @@ impl Agreement {
             }
             return;
         }
-        // Heard for its own sake, whichever view it is about: should the sender be dead, it tells
-        // what the sender cannot.
+        // Remembered whichever view it is about: if the sender dies, this tells what the sender
+        // cannot.
         if let Message::Accept { ballot, view } | Message::Accepted { ballot, view } = &message {
             let newest = self.heard.get(&from).map(|(ballot, view)| (view.epoch(), *ballot));
             if newest.is_none_or(|newest| newest < (view.epoch(), *ballot)) {
@@ -476,8 +481,8 @@ impl Agreement {
         }
     }
 
-    /// The fence: whether a message is about the view that comes next, from one who has a say in
-    /// it. Who asks about an older one is told what came of it.
+    /// The fence: whether a message is about the view that comes next, from a member that has a say
+    /// in it. A sender that asks about an older view is told what came of it.
     fn is_current(&mut self, from: Peer, epoch: Epoch, asks: bool) -> bool {
         if flawed!(self, SkipFence) {
             return self.view.contains(from);
@@ -520,7 +525,7 @@ impl Agreement {
         self.ready.remove(&process);
     }
 
-    /// It is as late as [`poll_timeout`](Self::poll_timeout) said, or later.
+    /// The time that [`poll_timeout`](Self::poll_timeout) named has come.
     pub fn handle_timeout(&mut self, now: Time) {
         if self.timer.is_none_or(|due| due > now) {
             return;
@@ -535,7 +540,7 @@ impl Agreement {
             }
             return;
         };
-        // Rounds that interrupt each other do not make the wait longer for ever.
+        // Rounds that interrupt each other must not prolong the wait for ever.
         let since = self.wants.map_or(attempt.began, |_| self.asked);
         let patience = self.settings.patience;
         let late = now >= since + patience && now >= attempt.began + patience / 8;
@@ -590,7 +595,7 @@ impl Agreement {
         self.transmits.pop_front()
     }
 
-    /// What came of it, once all messages have been handed out.
+    /// The next event, once all messages have been handed out.
     pub fn poll_event(&mut self) -> Option<Event> {
         if self.transmits.is_empty() { self.events.pop_front() } else { None }
     }
@@ -711,7 +716,7 @@ impl Agreement {
             return self.refuse(from, ballot);
         }
         self.follow(now, ballot);
-        // One that has lost somebody will not come to a step boundary.
+        // A member that has lost somebody will not come to a step boundary.
         if admitting && self.wants.is_none() && self.lost().next().is_none() {
             self.deferred = Some(ballot);
         } else {
@@ -736,8 +741,8 @@ impl Agreement {
             return;
         }
         answers.insert(from, answer);
-        // That they are dead is true for all. What they sent last is known to who has the proof,
-        // and only for this view.
+        // That they are dead is true for all. Whether all they sent was read is known only to the
+        // member that has the proof, and only for this view.
         for (peer, _) in dead.iter().filter(|(peer, _)| *peer != self.me) {
             self.dead.entry(*peer).or_insert(Proof::Ended);
         }
@@ -765,7 +770,7 @@ impl Agreement {
         }
     }
 
-    /// Something has become known that may be all that was waited for.
+    /// Something has become known that may be the last thing waited for.
     fn go_on(&mut self, now: Time) {
         if self.is_evicted() {
             return;
@@ -781,7 +786,7 @@ impl Agreement {
         }
     }
 
-    /// Those that have not answered will not, or are too slow.
+    /// The members that have not answered will not, or are too slow.
     fn give_up_waiting(&mut self, now: Time) {
         match self.attempt.as_ref().map(|attempt| &attempt.phase) {
             Some(Phase::Gathering { .. }) => self.propose_if_gathered(now, true),
@@ -790,8 +795,8 @@ impl Agreement {
         }
     }
 
-    /// Proposes a view once all have answered that can be expected to; or all that are there, if
-    /// nobody else will be waited for.
+    /// Proposes a view once all that can be expected to answer have answered; with `now_or_never`,
+    /// without waiting for the rest.
     fn propose_if_gathered(&mut self, now: Time, now_or_never: bool) {
         let Some(Attempt { ballot, phase: Phase::Gathering { answers, .. }, .. }) = &self.attempt
         else {
@@ -833,14 +838,15 @@ impl Agreement {
         self.decide_if_chosen(now);
     }
 
-    /// Those who answered and can reach each other, and one that all of them can let in.
+    /// The members that answered and can reach each other, and one joiner that all of them can let
+    /// in.
     fn next_view(&self, answers: &BTreeMap<Peer, Answer>) -> Option<View> {
         let mut stay: BTreeSet<Peer> =
             answers.keys().copied().filter(|peer| !self.dead.contains_key(peer)).collect();
         let apart = |one: Peer, other: Peer| {
             answers[&one].suspects.contains(&other) || answers[&other].suspects.contains(&one)
         };
-        // Whoever is out of reach of the most goes first; of several, the highest.
+        // The member that is out of reach of the most others goes first; of several, the highest.
         loop {
             let cut_off = |peer: &Peer| {
                 stay.iter().filter(|other| *other != peer && apart(*peer, **other)).count()
@@ -867,8 +873,8 @@ impl Agreement {
         self.view.next(|peer| stay.contains(&peer), joiner)
     }
 
-    /// Whether the others can have decided nothing, given those who have promised or are dead and
-    /// were heard to the end.
+    /// Whether the others cannot have decided anything. `known` have promised, or are dead and were
+    /// heard to the end.
     fn may_propose(&self, known: &BTreeSet<Peer>) -> bool {
         let unknown: Vec<_> = self
             .view
@@ -951,7 +957,7 @@ impl Agreement {
         }
         for member in view.members() {
             self.ready.remove(&member.process);
-            // Whoever is new is told by all: it waits, and the leader may not live to tell it.
+            // A new member is told by all: it waits, and the leader may not live to tell it.
             if !self.view.contains(member.peer) {
                 self.send(*member, Message::Decided { view: view.clone() });
             }

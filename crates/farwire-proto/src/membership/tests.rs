@@ -41,7 +41,7 @@ fn three_go_on_without_the_first() {
         assert_eq!((view.epoch(), peers(&view)), (Epoch(1), vec![1, 2, 3]));
         assert_eq!((view.rank_of(Peer(1)), view.next_peer()), (Some(crate::Rank(0)), 4));
     }
-    // What the lost one asks for is answered with what came of it.
+    // The lost member's request is answered with what came of it.
     parts[1].handle_message(NOW, Peer(0), Message::Nudge { epoch: Epoch(1), admitting: false });
     let view = parts[1].view().clone();
     assert_eq!(sent(&mut parts[1]), [(0, Message::Decided { view: view.clone() })]);
@@ -51,7 +51,8 @@ fn three_go_on_without_the_first() {
     assert_eq!(sent(&mut parts[0]), [], "it has no more say");
 }
 
-/// The newest leader may be one that the others went on without, and that cannot know more.
+/// The newest leader may be one that the others went on without, and that cannot know what they
+/// decided.
 #[test]
 fn a_member_that_missed_a_decision_asks_others_than_the_newest_leader() {
     let mut parts: Vec<_> = (0..4).map(|me| part(me, 4)).collect();
@@ -59,7 +60,7 @@ fn a_member_that_missed_a_decision_asks_others_than_the_newest_leader() {
         part.handle_lost(NOW, Peer(2));
         part.shrink(NOW);
     }
-    // Ranks 0, 1 and 3 decide on a view without rank 2, and rank 3 does not hear the end of it.
+    // Ranks 0, 1 and 3 decide on a view without rank 2, and rank 3 does not hear the decision.
     while let Some(from) = [0, 1, 3].into_iter().find(|who| !parts[*who].transmits.is_empty()) {
         for (to, message) in sent(&mut parts[from]) {
             if to != 2 && (to != 3 || !matches!(message, Message::Decided { .. })) {
@@ -68,7 +69,7 @@ fn a_member_that_missed_a_decision_asks_others_than_the_newest_leader() {
         }
     }
     assert_eq!((parts[0].view().epoch(), parts[3].view().epoch()), (Epoch(1), Epoch(0)));
-    // Then rank 2, which reaches nobody else, leads in vain.
+    // Then rank 2, which reaches only rank 3, leads in vain.
     parts[2].handle_lost(NOW, Peer(0));
     parts[2].handle_lost(NOW, Peer(1));
     for round in 0..3 {
@@ -101,7 +102,8 @@ fn one_of_two_needs_a_proof_that_tells_all() {
     assert!(goes_on(alone(1, 0, |part, peer| part.handle_dead(NOW, peer, Proof::Complete))));
 }
 
-/// The leader that dies may have been enough with another: what was accepted is proposed again.
+/// A leader that dies may have been enough together with another: what was accepted is proposed
+/// again.
 #[test]
 fn what_was_accepted_outlives_its_leader() {
     let mut parts: Vec<_> = (0..3).map(|me| part(me, 3)).collect();
@@ -116,7 +118,7 @@ fn what_was_accepted_outlives_its_leader() {
     parts[1].handle_message(NOW, Peer(0), accept);
     let told = sent(&mut parts[1]);
     assert_eq!(told.iter().map(|(to, _)| *to).collect::<Vec<_>>(), [2, 0], "the leader last");
-    // Rank 2 was slow, and no more. With rank 1 it is enough, and has to go by what was accepted.
+    // Rank 2 was only slow. Together with rank 1 it is enough, and has to go by what was accepted.
     parts[2].handle_message(NOW, Peer(1), told[0].1.clone());
     parts[2].handle_dead(NOW, Peer(0), Proof::Ended);
     parts[2].shrink(NOW);

@@ -2,7 +2,7 @@
 
 use crate::ids::{CommId, Epoch, Peer, Rank};
 
-/// The most members that a group which changes may have: a message must fit one frame.
+/// The most members of a group that can change: a message must fit in one frame.
 pub const MAX_MEMBERS: usize = 256;
 
 /// One process of the group.
@@ -11,7 +11,7 @@ pub struct Member {
     /// Its number, which no other process of the job ever gets. A process that is restarted is a
     /// new one: it has forgotten what it promised.
     pub peer: Peer,
-    /// What it called itself when it came, before it had a number.
+    /// The name it gave itself when it came, before it had a number.
     pub process: u64,
 }
 
@@ -32,7 +32,7 @@ impl View {
         Self::new(epoch, (0..world.min(MAX_MEMBERS as u32 + 1)).map(member).collect(), world)
     }
 
-    /// A list of members in the order of their numbers; `None` if it cannot be one.
+    /// A list of members in the order of their numbers; `None` if it cannot be a view.
     pub fn new(epoch: Epoch, members: Vec<Member>, next_peer: u32) -> Option<Self> {
         let ascending = members.windows(2).all(|pair| pair[0].peer < pair[1].peer);
         let last = members.last()?.peer.0;
@@ -65,7 +65,7 @@ impl View {
         self.members.binary_search_by_key(&peer, |member| member.peer).is_ok()
     }
 
-    /// The member that called itself this.
+    /// The member that gave itself this name.
     pub fn find(&self, process: u64) -> Option<Member> {
         self.members.iter().copied().find(|member| member.process == process)
     }

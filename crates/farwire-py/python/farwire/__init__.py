@@ -4,7 +4,7 @@
 
     comm = farwire.init()                    # torchrun, farwire launch, mpirun, srun, or explicit
     comm.all_reduce(array, op="mean")        # in place; async_=True gives an Operation
-    top = farwire.Compressor("topk:0.01")    # 1 % of the elements, and what is left out is owed
+    top = farwire.Compressor("topk:0.01")    # sends 1 % of the elements; the rest is owed
     comm.all_reduce(gradient, op="mean", codec=top, name="layer1")
 
 `farwire.torch` has a hook for DistributedDataParallel, a backend for torch.distributed, and a hook
@@ -43,5 +43,5 @@ __all__ = [
     "init",
 ]
 
-# Before the interpreter ends, nothing may call back into it any more, and the other ranks are told.
+# Before the interpreter ends: stop all callbacks into it, and tell the other ranks.
 _atexit.register(_native.exit)

@@ -4,7 +4,7 @@ import asyncio
 
 
 def wait_in_loop(operation):
-    """What `await operation` goes through."""
+    """The generator behind `await operation`."""
     loop = asyncio.get_running_loop()
     ended = loop.create_future()
 

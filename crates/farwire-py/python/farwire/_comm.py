@@ -23,13 +23,13 @@ def init(
     join_timeout: float | None = None,
     deadline: float | None = None,
 ) -> Communicator:
-    """Joins the job that this process was started in, and waits until all ranks have come.
+    """Joins the job that this process was started in, and waits until all ranks have joined.
 
-    Without arguments the launcher's environment says who this is: torchrun, `farwire launch`,
-    mpirun, srun, a Kubernetes indexed job, or RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set by
-    hand. Or give `rank`, `size`, and the `address` at which rank 0 listens ("10.0.0.1:29500").
-    What is not given comes from the environment (FARWIRE_TOKEN, FARWIRE_LINK, …). Times are in
-    seconds.
+    Without arguments, the rank and the rest come from the launcher's environment: torchrun,
+    `farwire launch`, mpirun, srun, a Kubernetes indexed job, or RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT set by hand. Or give `rank`, `size`, and the `address` at which rank 0 listens
+    ("10.0.0.1:29500"). Arguments that are not given come from the environment (FARWIRE_TOKEN,
+    FARWIRE_LINK, …). Times are in seconds.
 
     >>> comm = farwire.init()
     >>> comm.all_reduce(array, op="mean")
@@ -50,14 +50,14 @@ def init(
 class Communicator:
     """A group of ranks, and this process's place in it.
 
-    All ranks make the same calls in the same order; ranks that do not get a `Desync` that shows
-    what each side called. Arrays are anything with the buffer protocol, PyTorch tensors on the CPU,
-    or anything with DLPack: writable and contiguous. Calls work in place, without a copy, where
-    they say so.
+    All ranks must make the same calls in the same order. If they do not, they get a `Desync` error
+    that shows what each side called. An array is anything with the buffer protocol, a PyTorch
+    tensor on the CPU, or anything with DLPack; it must be writable and contiguous. Calls work in
+    place, without a copy, where they say so.
 
     Every call blocks, and returns the array with the result. With `async_=True` it returns an
-    `Operation` at once, to `wait()` for or to `await`; until then leave the array alone. Ctrl-C
-    ends a wait, and the operation goes on.
+    `Operation` at once: call `wait()` on it or `await` it, and leave the array alone until then.
+    Ctrl-C ends a wait, but the operation goes on.
     """
 
     __slots__ = ("_comm", "__weakref__")
@@ -72,19 +72,19 @@ class Communicator:
 
     @property
     def size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks in the group."""
         return self._comm.size
 
     def all_reduce(
         self, array: Any, op: str = "sum", *, codec: Any = None, name: str | None = None,
         async_: bool = False,
     ) -> Any:  # fmt: skip
-        """Everyone gets the combination of everyone's array, in its place.
+        """Combines the arrays of all ranks, in place: every rank gets the result.
 
-        `op` is sum, mean, prod, min or max. Floats are combined in one order, that of ranks or,
-        where several hosts have several, host by host: so the result has the same bits on every
-        rank. Through a `codec`, a `Compressor`, it is a sum or a mean;
-        `name` is then the tensor's, by which is remembered what the codec left out.
+        `op` is sum, mean, prod, min or max. Floats are combined in a fixed order: by rank, or host
+        by host if several hosts have several ranks. So the result has the same bits on every rank.
+        With a `codec`, a `Compressor`, `op` is sum or mean, and `name` is the tensor's name, under
+        which the compressor remembers what the codec left out.
 
         >>> comm.all_reduce(gradient, op="mean")
         >>> comm.all_reduce(gradient, op="mean", codec=compressor, name="layer1")
@@ -101,19 +101,19 @@ class Communicator:
         return _end(self._comm.all_reduce_compressed(place, op, codec, name, array), async_)
 
     def reduce(self, array: Any, op: str = "sum", root: int = 0, *, async_: bool = False) -> Any:
-        """The root gets the combination of everyone's array, in its place. What is in the others'
-        afterwards is unspecified."""
+        """Combines the arrays of all ranks: the root gets the result, in place. The content of the
+        other ranks' arrays is unspecified afterwards."""
         return _end(self._comm.reduce(view(array, adds=op), op, root, array), async_)
 
     def broadcast(self, array: Any, root: int = 0, *, async_: bool = False) -> Any:
-        """Everyone gets the root's array, in place."""
+        """Copies the root's array to all ranks, in place."""
         return _end(self._comm.broadcast(view(array), root, array), async_)
 
     def all_gather(self, array: Any, output: Any = None, *, async_: bool = False) -> Any:
-        """Everyone gets everyone's block, in rank order.
+        """Every rank gets the blocks of all ranks, in rank order.
 
-        With `output`, which has room for all, `array` is this rank's block. Without it, `array` is
-        the whole, cut into equal blocks, and this rank's is in its place.
+        With `output`, which has room for all blocks, `array` is this rank's block. Without it,
+        `array` is the whole, cut into equal blocks, with this rank's block in its place.
 
         >>> everyone = numpy.empty((comm.size, 3))
         >>> comm.all_gather(numpy.full(3, comm.rank, float), everyone)
@@ -126,11 +126,11 @@ class Communicator:
     def reduce_scatter(
         self, array: Any, output: Any = None, op: str = "sum", *, async_: bool = False
     ) -> Any:
-        """Each rank gets its block of the combination of everyone's array. Blocks are as even as
-        possible; the first ones are longer.
+        """Combines the arrays of all ranks, and gives each rank its block of the result. Blocks are
+        as even as possible; the first ones are longer.
 
-        With `output`, the block goes there. Without it, it takes its place in `array`, and the rest
-        of that is as it was.
+        With `output`, the block goes there. Without it, the block takes its place in `array`, and
+        the rest of `array` is unchanged.
         """
         place = view(array, adds=op)
         if output is None:
@@ -142,7 +142,8 @@ class Communicator:
     def gather(
         self, array: Any, output: Any = None, root: int = 0, *, async_: bool = False
     ) -> Any:
-        """The root gets everyone's array in its `output`, in rank order; the others give none."""
+        """The root gets the arrays of all ranks in its `output`, in rank order; the other ranks
+        pass no `output`."""
         place, whole = view(array), None
         if root == self.rank:
             if output is None:
@@ -154,7 +155,8 @@ class Communicator:
     def scatter(
         self, output: Any, array: Any = None, root: int = 0, *, async_: bool = False
     ) -> Any:
-        """Each rank gets its block of the root's `array` in its `output`; the others give none."""
+        """Each rank gets its block of the root's `array` in its `output`; the other ranks pass no
+        `array`."""
         block, whole = view(output), None
         if root == self.rank:
             if array is None:
@@ -167,8 +169,8 @@ class Communicator:
         self, array: Any, output: Any, *, send: Sequence[int] | None = None,
         recv: Sequence[int] | None = None, async_: bool = False,
     ) -> Any:  # fmt: skip
-        """Rank i's block j becomes rank j's block i, in `output`. Blocks are equal, or `send[r]`
-        elements to rank r and `recv[r]` from it."""
+        """Rank i's block j becomes rank j's block i, in `output`. Blocks have equal lengths, or
+        `send[r]` elements to rank r and `recv[r]` elements from it."""
         given, wanted = _alike(view(array), view(output))
         wide = _bytes_per_element(array, given)
         operation = self._comm.apart(
@@ -180,42 +182,43 @@ class Communicator:
     def scan(
         self, array: Any, op: str = "sum", *, exclusive: bool = False, async_: bool = False
     ) -> Any:
-        """Rank r gets the combination of the arrays of ranks 0 to r, in its array's place; if
-        `exclusive`, of those before it."""
+        """Rank r gets the combination of the arrays of ranks 0 to r, in place; if `exclusive`, of
+        the ranks before r."""
         place = view(array, adds=op)
         kind = "exclusive_scan" if exclusive else "scan"
         return _end(self._comm.apart(kind, place[2], place, place, array, op=op), async_)
 
     def send(self, array: Any, to: int, tag: int = 0, *, async_: bool = False) -> Any:
         """Sends a message. Messages to one rank with one tag arrive in the order they were sent.
-        It has ended when the data has left the array, not when it has arrived."""
+        The call ends when the data has left the array, not when it has arrived."""
         return _end(self._comm.send(view(array), to, tag, array), async_)
 
     def recv(self, array: Any, source: int, tag: int = 0, *, async_: bool = False) -> Any:
-        """Receives the next message from one rank with one tag into the array, which has its
-        length."""
+        """Receives the next message from one rank with one tag into the array, which must have the
+        message's length."""
         return _end(self._comm.recv(view(array), source, tag, array), async_)
 
     def barrier(self, *, async_: bool = False) -> Any:
-        """Nobody leaves before everybody has come."""
+        """Waits until all ranks have called it."""
         return _end(self._comm.barrier(), async_)
 
     def split(self, color: int, key: int = 0) -> Communicator:
-        """Splits the group: ranks that give the same color form a new one, ordered by key and then
-        by rank. All ranks call it."""
+        """Splits the group: ranks that give the same color form a new group, ordered by key and
+        then by rank. All ranks must call it."""
         return Communicator(self._comm.split(color, key))
 
     def subgroup(self, ranks: Sequence[int], name: str = "") -> Communicator:
-        """A group of some of this group's ranks, which alone call this, with the same ranks in the
-        same order and the same name."""
+        """A group of some of this group's ranks. Only these ranks call it, with the same ranks in
+        the same order and the same name."""
         return Communicator(self._comm.subgroup(list(ranks), name))
 
     def with_options(
         self, *, deadline: float | None = None, algorithm: str | None = None,
         segment: int | None = None,
     ) -> Communicator:  # fmt: skip
-        """The same group, with other settings for calls through it: seconds that an operation may
-        take, its algorithm, and elements per frame. The last two are the same on all ranks."""
+        """The same group, with other settings for calls through it: the seconds that an operation
+        may take, its algorithm, and the elements per frame. The last two must be the same on all
+        ranks."""
         return Communicator(
             self._comm.with_options(deadline=deadline, algorithm=algorithm, segment=segment)
         )
@@ -226,16 +229,16 @@ class Communicator:
 
     @property
     def bytes_sent(self) -> int:
-        """What this process has sent since it joined, on all its communicators, in bytes."""
+        """Bytes that this process has sent since it joined, on all its communicators."""
         return self._comm.traffic()[1]
 
     def shutdown(self) -> None:
-        """Leaves in good order: once every rank has come to this point."""
+        """Leaves in good order: waits until every rank has called it, then closes."""
         self.barrier()
         self.close()
 
     def close(self) -> None:
-        """Leaves at once. Others that still need this rank find it lost."""
+        """Leaves at once. To ranks that still need this one, it is lost."""
         self._comm.close()
 
     def __enter__(self) -> Communicator:
@@ -257,10 +260,10 @@ class Communicator:
 class Compressor(_native.Compressor):
     """A codec with error feedback: the state of compression on one rank.
 
-    Every rank makes one of its own, with the same settings, and keeps it for the whole run: what
-    the codec leaves out of a step is remembered by the tensor's name and sent with the next.
-    `farwire.codec_help()` lists the codecs. "auto" measures which is fastest, with `comm=`, on all
-    ranks. Arrays of fewer than `dense_below` elements travel as they are.
+    Every rank makes its own, with the same settings, and keeps it for the whole run: what the codec
+    leaves out of a step is remembered under the tensor's name and sent with the next step.
+    `farwire.codec_help()` lists the codecs. "auto" measures which is fastest; it needs `comm=`, and
+    all ranks take part. Arrays of fewer than `dense_below` elements travel uncompressed.
 
     >>> top = farwire.Compressor("topk:0.01")
     >>> comm.all_reduce(gradient, op="mean", codec=top, name="layer1.weight")
@@ -282,7 +285,7 @@ def _end(operation: _native.Operation, async_: bool) -> Any:
 
 
 def _alike(given: tuple, wanted: tuple) -> tuple:
-    """Both views, whose elements have one type."""
+    """Both views, after a check that their elements have the same type."""
     if given[2] != wanted[2]:
         raise TypeError(
             f"the input has elements of type {given[2]} and the output of type {wanted[2]}; "
@@ -292,7 +295,7 @@ def _alike(given: tuple, wanted: tuple) -> tuple:
 
 
 def _bytes_per_element(array: Any, place: tuple) -> int:
-    """By how much counts of elements grow where these move as bytes."""
+    """The factor by which counts of elements grow if the elements move as bytes."""
     if place[2] != "u8":
         return 1
     count = array.numel() if hasattr(array, "numel") else math.prod(memoryview(array).shape)

@@ -6,8 +6,9 @@ from __future__ import annotations
 class Error(RuntimeError):
     """Something that farwire could not do. The text says what failed, where, and what to do.
 
-    `rank` is the rank at fault in the communicator that was called on, and `world_rank` the same
-    among all processes; None where nobody is, or nobody knows. `advice` is what to do.
+    `rank` is the rank at fault, numbered in the communicator of the call; `world_rank` is its
+    number among all processes. Each is None if no rank is at fault, or if it is not known.
+    `advice` is what to do.
     """
 
     rank: int | None
@@ -32,7 +33,7 @@ class LostRank(Error):
 
 
 class Desync(Error):
-    """Ranks called different things as the same operation."""
+    """Ranks made different calls for the same operation."""
 
 
 class Timeout(Error, TimeoutError):

@@ -1,4 +1,4 @@
-"""The extension module. `farwire` is what people use."""
+"""The extension module. Programs use `farwire` instead."""
 
 from typing import Any, Callable, Generator, Sequence
 
@@ -65,14 +65,14 @@ class Compressor:
     ) -> Compressor: ...
     @property
     def name(self) -> str:
-        """The codec's name; where it depends on the length, a list of them."""
+        """The codec's name; a list of names if the codec depends on the length."""
     def owed(self, name: str) -> tuple[float, float] | None:
         """How much is owed for a tensor: the Euclidean norms of what this rank's messages left
-        out, and of what it left out of sums. None, if nothing was compressed by that name."""
+        out, and of what it left out of sums. None if nothing was compressed under that name."""
     def state_dict(self) -> dict[str, Any]:
-        """All that is owed. Each rank has its own."""
+        """Everything that is owed. Each rank has its own."""
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on with what `state_dict` returned."""
+        """Goes on from what `state_dict` returned."""
 
 class Parts:
     def __new__(cls, parts: Sequence[tuple[str, int, int, Sequence[int]]]) -> Parts: ...
@@ -133,6 +133,6 @@ def join(
 ) -> Comm: ...
 def free_port(host: str) -> int: ...
 def codec_help() -> str:
-    """Codecs by name, and what they do: a text."""
+    """A text that lists the codecs by name and says what they do."""
 
 def exit() -> None: ...

@@ -1,8 +1,9 @@
 """Where an array's memory is.
 
-A view is a tuple of address, bytes, element type and the object to hold meanwhile. It is made from
-anything with the buffer protocol (NumPy arrays, `bytearray`, `array.array`, `memoryview`), from
-PyTorch tensors on the CPU, and, by way of NumPy, from anything else with DLPack.
+A view is a tuple of address, number of bytes, element type, and the object to hold while the memory
+is in use. It is made from anything with the buffer protocol (NumPy arrays, `bytearray`,
+`array.array`, `memoryview`), from PyTorch tensors on the CPU, and, by way of NumPy, from anything
+else with DLPack.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
-#: Element types by the letter of the buffer protocol, for the size that they have here.
+#: Element types by their letter in the buffer protocol, for the sizes on this machine.
 _FORMATS = {"e": "f16", "f": "f32", "d": "f64", "b": "i8", "B": "u8"}
 for _letters, _kind in (("hilq", "i"), ("HILQ", "u")):
     for _letter in _letters:
@@ -19,13 +20,13 @@ for _letters, _kind in (("hilq", "i"), ("HILQ", "u")):
 #: Element types that farwire can add.
 _ADDABLE = frozenset(("f16", "bf16", "f32", "f64", "i8", "i32", "i64", "u8", "u32", "u64"))
 
-#: Those of PyTorch, by the end of their name.
+#: Element types of PyTorch, by the last part of their name.
 _TORCH = {
     "float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16", "int8": "i8",
     "int32": "i32", "int64": "i64", "uint8": "u8", "uint32": "u32", "uint64": "u64",
 }  # fmt: skip
 
-#: Numbers of two parts: their sums are those of the parts.
+#: Complex numbers: their sums are the sums of the parts.
 _PAIRS = {"complex64": "f32", "complex128": "f64", "Zf": "f32", "Zd": "f64"}
 
 _torch_dtypes: dict = {}
@@ -34,8 +35,8 @@ _torch_dtypes: dict = {}
 def view(array, *, adds: str | None = None) -> tuple:
     """The view of an array that is read and written in place.
 
-    With `adds`, the operator by which elements are combined, the type has to be one that farwire
-    can add; otherwise elements of any type move, as bytes if need be.
+    With `adds`, the operator that combines elements, the type must be one that farwire can add.
+    Without it, elements of any type can move, as bytes if need be.
     """
     if hasattr(array, "data_ptr"):
         return _of_tensor(array, adds)
@@ -55,7 +56,7 @@ def view(array, *, adds: str | None = None) -> tuple:
         )
     if memory.nbytes == 0:
         return (0, 0, dtype, memory)
-    # It exports the buffer for as long as it is held.
+    # This object exports the buffer for as long as it is held.
     start = ctypes.c_char.from_buffer(memory)
     return (ctypes.addressof(start), memory.nbytes, dtype, start)
 
@@ -92,12 +93,12 @@ def _of_tensor(tensor, adds: str | None) -> tuple:
             "the tensor is a view of values that are yet to be conjugated or negated; "
             "give `tensor.resolve_conj().resolve_neg()`"
         )
-    # Its memory is held, even if the tensor is given other memory meanwhile.
+    # This holds the memory, even if the tensor is given other memory meanwhile.
     return (tensor.data_ptr(), tensor.nbytes, tensor_dtype(tensor, adds), tensor.detach())
 
 
 def tensor_dtype(tensor, adds: str | None = "sum") -> str:
-    """The element type of a PyTorch tensor, wherever it is."""
+    """The element type of a PyTorch tensor on any device."""
     found = _torch_dtypes.get((tensor.dtype, adds))
     if found is None:
         found = _dtype(str(tensor.dtype).removeprefix("torch."), adds, tensor)

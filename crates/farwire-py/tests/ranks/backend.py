@@ -1,7 +1,7 @@
-"""The backend: collectives of torch.distributed, against what Gloo makes of the same calls.
+"""The backend: collectives of torch.distributed, compared with Gloo's results for the same calls.
 
-The arguments are a folder and the backends, one after the other; farwire's comes without an import.
-What every call gives is hashed.
+The arguments are a folder and the backends, one after the other; the farwire backend needs no
+import. The result of every call is hashed.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ results = {}
 
 
 def note(name, *tensors):
-    """Keeps what a call gave: the bits, and the shape."""
+    """Records the result of a call: the bits and the shape."""
     flat = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors]
     data = b"".join(tensor.numpy().tobytes() for tensor in flat)
     shapes = str([tuple(t.shape) for t in tensors])
@@ -56,7 +56,7 @@ def train(model, steps=20):
 
 
 def every_call(backend, folder):
-    """Makes every call, and keeps what it gave."""
+    """Makes every call, and records its result."""
     dist.init_process_group(backend, f"file://{folder}/store-{backend}", rank=rank, world_size=size)
     for dtype in ALL:
         tensor = of(rank, 3, 4, dtype=dtype)
@@ -75,7 +75,7 @@ def every_call(backend, folder):
         dist.all_reduce(tensor, getattr(dist.ReduceOp, op))
         note(f"all_reduce {op}", tensor)
 
-    if backend == "farwire":  # Gloo adds what lies between, and not what it should
+    if backend == "farwire":  # Gloo adds the elements in between instead of the tensor's own
         strided = of(rank, 6, 4)[::2].t()
         dist.all_reduce(strided)
         assert torch.equal(strided, sum(of(k, 6, 4)[::2].t() for k in range(size)))
@@ -191,10 +191,10 @@ def every_call(backend, folder):
 
 
 def again_and_again(folder):
-    """Groups that are made and destroyed through one store, as torchrun's agent keeps it."""
+    """Groups that are made and destroyed through one store, as with torchrun's agent."""
     store = dist.FileStore(f"{folder}/store", size)
     for turn in range(3):
-        # Rank 0 comes last, so that the others find what it said the time before.
+        # Rank 0 comes last, so that the others find what it published the time before.
         if rank == 0:
             store.get(f"turn {turn}")
         else:

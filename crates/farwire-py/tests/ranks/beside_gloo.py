@@ -1,4 +1,4 @@
-"""farwire first, and then torch with its own store, which wants rank 0's TCP port."""
+"""farwire first, and then torch with its own store, which needs rank 0's TCP port."""
 
 import numpy
 import torch

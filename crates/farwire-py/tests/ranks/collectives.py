@@ -1,4 +1,4 @@
-"""Every collective, against what NumPy says."""
+"""Every collective, compared with NumPy."""
 
 import array
 import asyncio

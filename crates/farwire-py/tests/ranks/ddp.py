@@ -1,7 +1,7 @@
 """Trains a small model with DistributedDataParallel.
 
 Each argument is a scenario, as JSON: its name, its codec, and options of the hook. Starting PyTorch
-takes longer than any of them, so one process goes through many, and prints a line for each.
+takes longer than any scenario, so one process runs many, and prints a line for each.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ class Model(torch.nn.Module):
 
 
 def make(codec, *, unused=False, **options):
-    """A model with the hook, from the same seed on all ranks; many small buckets."""
+    """A model with the hook, from the same seed on all ranks, with many small buckets."""
     torch.manual_seed(1)
     model = DDP(Model(), bucket_cap_mb=0.03, find_unused_parameters=unused)
     options = {"steps": 0, **options}
@@ -98,7 +98,7 @@ def owed(state):
 
 
 class Ledger:
-    """What ranks had, what was delivered, and what is owed: the books must balance."""
+    """The gradients of all ranks, what was delivered, and what is owed: the books must balance."""
 
     def __init__(self):
         self.had, self.delivered = {}, {}
@@ -136,7 +136,7 @@ def add(books, name, gradient):
 
 
 def trained(codec, **options):
-    """Twenty steps: the bits of all weights, the loss, what was sent, and the weights."""
+    """Twenty steps: a hash of all weights, the loss, the bytes sent, and some of the weights."""
     model, _, optimizer = make(codec, **options)
     before = comm.bytes_sent
     loss = train(model, optimizer, range(20))
@@ -145,7 +145,7 @@ def trained(codec, **options):
 
 
 def books(codec):
-    """Buckets are rebuilt after the first step; some steps accumulate; one is a new start."""
+    """Buckets are rebuilt after the first step; some steps accumulate; one restarts the run."""
     model, state, optimizer = make(codec)
     ledger, step = Ledger(), 0
     for round in range(12):
@@ -173,7 +173,7 @@ def books(codec):
 
 
 def resume(codec):
-    """A run, and the same with a new start in the middle."""
+    """A run, and the same with a restart in the middle."""
     model, state, optimizer = make(codec, phase_in=(2, 6))
     train(model, optimizer, range(10))
     whole = digest(model)
@@ -188,7 +188,7 @@ def resume(codec):
 
 
 def bad_state(codec):
-    """States that cannot be loaded: the one that is there stays."""
+    """States that cannot be loaded: the present one stays."""
     model, state, optimizer = make(codec)
     train(model, optimizer, range(3))
     other = state.state_dict()
@@ -208,7 +208,7 @@ def bad_state(codec):
 
 
 def unused(codec):
-    """A branch is used by all, by nobody, or by rank 0 alone."""
+    """A branch is used by all ranks, by none, or by rank 0 alone."""
     model, state, optimizer = make(codec, unused=True)
     ledger = Ledger()
     for step in range(12):
@@ -248,7 +248,7 @@ def infinity(codec, on_nan):
 
 
 def killed(codec):
-    """Rank 1 is gone in the middle of backward."""
+    """Rank 1 dies in the middle of backward."""
     model, state, optimizer = make(codec)
     train(model, optimizer, range(3))
     if rank == 1:
@@ -260,7 +260,7 @@ def killed(codec):
     except farwire.LostRank as error:
         print(json.dumps([type(error).__name__, error.rank, error.advice, str(error)]))
         print(f"after {time.monotonic() - began:.2f} s", file=sys.stderr)
-    os._exit(0)  # Gloo would wait for the one that is gone
+    os._exit(0)  # Gloo would wait for the rank that died
 
 
 def loader(codec):
@@ -281,7 +281,8 @@ def loader(codec):
 
 
 def pairs(codec):
-    """Complex parameters, which are pairs of numbers in a bucket: how far from Gloo's gradient."""
+    """Complex parameters, which are pairs of numbers in a bucket: the difference to Gloo's
+    gradient."""
 
     def gradient(codec):
         torch.manual_seed(1)
@@ -297,7 +298,7 @@ def pairs(codec):
 
 
 def refused(codec):
-    """What the hook says to sparse gradients, and to a second model."""
+    """The hook's errors for sparse gradients and for a second model."""
     said = []
     state = farwire.torch.State(comm, codec, phase_in=(0, 0))
     for inner in (

@@ -1,4 +1,4 @@
-"""What goes wrong, and what may not."""
+"""Things that go wrong, and things that must not."""
 
 import os
 import sys
@@ -16,7 +16,7 @@ if what == "alone":
         farwire.init()
     except KeyboardInterrupt:
         print("interrupted")
-        os._exit(0)  # the thread that joins ends by itself, after its time
+        os._exit(0)  # the thread that joins ends by itself, when its time is up
 
 comm = farwire.init()
 one = np.ones(1)

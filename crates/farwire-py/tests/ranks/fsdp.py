@@ -1,6 +1,6 @@
 """FSDP2 inside two sites of two ranks, farwire between them.
 
-The arguments are codecs. Dense, the model must go where FSDP2 over all four ranks goes.
+The arguments are codecs. With `none`, the model must end as with FSDP2 over all four ranks.
 """
 
 import json

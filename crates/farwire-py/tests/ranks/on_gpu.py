@@ -1,7 +1,7 @@
 """The hook with a model on a GPU, and the same on the CPU. Ranks may share a card.
 
 `mixed` has rank 0 on the card and the others on the CPU. A card that cannot be used is an error
-here: elsewhere, gradients would be staged.
+here; outside of this test, gradients would be staged.
 """
 
 import json
@@ -48,7 +48,7 @@ def train(device, codec):
 
 
 def spoil(device):
-    """One rank's gradient has a NaN in one step: what all ranks then have, and owe."""
+    """One rank's gradient has a NaN in one step: what all ranks then have and owe."""
     torch.manual_seed(1)
     inner = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)).to(device)
     model = DDP(inner, find_unused_parameters=True)

@@ -1,17 +1,17 @@
-//! What will happen, by its time.
+//! Future events, by their time.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use farwire_proto::Time;
 
-/// Things that will happen, earliest first, and of those with one time the first that was put in.
+/// Future events, earliest first; among events at the same time, the first that was put in.
 ///
-/// Large worlds have millions of them waiting. A heap moves its entries about, so it has only what
-/// they are compared by and where each is; they themselves lie still.
+/// Large worlds have millions of them waiting. A heap moves its entries around, so it holds only
+/// what they are compared by and where each one is; the events themselves stay put.
 #[derive(Debug)]
 pub(super) struct Queue<T> {
-    /// When, how many were put in before, and where it is.
+    /// The time, how many were put in before, and the place in `things`.
     order: BinaryHeap<Reverse<(Time, u64, usize)>>,
     things: Vec<Option<T>>,
     free: Vec<usize>,
@@ -56,7 +56,7 @@ mod tests {
         queue.push(at(1), "a");
         queue.push(at(2), "d");
         assert_eq!(queue.pop(), Some((at(1), "a")));
-        queue.push(at(2), "e"); // in the place of the one that is gone
+        queue.push(at(2), "e"); // in the place that was freed
         queue.push(at(1), "b");
         let rest: Vec<_> = std::iter::from_fn(|| queue.pop()).map(|(_, thing)| thing).collect();
         assert_eq!(rest, ["b", "c", "d", "e"]);

@@ -1,4 +1,5 @@
-//! A frame's way: from a machine through its window, its interface and a link, to another machine.
+//! A frame's journey: from a machine through its window, its interface and a link, to another
+//! machine.
 
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use super::{Happening, Sim};
 use crate::network::{Interface, transfer_time};
 use crate::node::FlightId;
 
-/// How long before its interface is free a process works on a frame.
+/// How long before the interface is free a process starts to work on a frame.
 const AHEAD: Duration = Duration::from_millis(1);
 
 /// A frame on its way.
@@ -17,12 +18,12 @@ pub(super) struct Flight {
     from: Peer,
     to: Peer,
     pub(super) header: Header,
-    /// Until it has departed.
+    /// Set until it has departed.
     transmit: Option<Transmit>,
     departed: bool,
-    /// When its last byte leaves, packets sent again included.
+    /// When its last byte leaves, resent packets included.
     leaves: Time,
-    /// Once it has departed, unless only lengths are carried.
+    /// Set once it has departed, unless only lengths are carried.
     pub(super) body: Option<Vec<u8>>,
     pub(super) depth: u32,
 }
@@ -38,7 +39,7 @@ impl Flight {
 }
 
 impl Sim {
-    /// A frame is handed to the network, or held until its lane's window has room; `true` if held.
+    /// Hands a frame to the network, or holds it until its lane's window has room; `true` if held.
     pub(super) fn send(&mut self, from: Peer, transmit: Transmit) -> bool {
         let node = &mut self.nodes[from.index()];
         let depth = match &transmit.payload {
@@ -199,7 +200,7 @@ impl Sim {
         self.relay_free
     }
 
-    /// A frame is there; its process works on it.
+    /// A frame has arrived; its process works on it.
     pub(super) fn delivered(&mut self, peer: Peer, id: FlightId) {
         let flight = &self.flights[id.0];
         let (_, work) = self.network.work(flight.from, flight.to, flight.wire_bytes());

@@ -1,4 +1,4 @@
-//! One operation with its inputs, on every rank: what the tests are made of.
+//! One operation with its inputs, on every rank: the building block of the tests.
 
 #![allow(dead_code, reason = "each test file uses its own share of this")]
 
@@ -26,7 +26,7 @@ pub(crate) fn every_collective() -> Vec<(Kind, Algorithm)> {
         .collect()
 }
 
-/// Those that can leave their result where their input was.
+/// The collectives that can leave their result where their input was.
 pub(crate) fn every_in_place() -> Vec<(Kind, Algorithm)> {
     use Kind as K;
     let can = |(kind, _): &(Kind, Algorithm)| {
@@ -46,8 +46,8 @@ pub(crate) struct Case {
 }
 
 impl Case {
-    /// `kind` over `n` ranks, on vectors of about `len` elements of random values; differing
-    /// lengths per rank where the kind allows.
+    /// `kind` over `n` ranks, on vectors of about `len` elements of random values. Lengths may
+    /// differ between ranks where the kind allows.
     pub(crate) fn new(
         (kind, algorithm): (Kind, Algorithm),
         n: u32,
@@ -107,7 +107,8 @@ impl Case {
         Self { calls, ..self }
     }
 
-    /// A network with the hosts of this case, if it has any; links on a host are as those between.
+    /// A network with the hosts of this case, if it has any; links on a host are like those between
+    /// hosts.
     pub(crate) fn on(&self, network: Network) -> Network {
         let hosts = Some(self.shape.hosts.clone()).filter(|hosts| !hosts.is_empty());
         Network { local: network.link, hosts, ..network }

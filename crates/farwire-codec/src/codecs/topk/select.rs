@@ -74,7 +74,7 @@ pub(super) fn select(
     Ok(())
 }
 
-/// Collects what reaches the floor within a range of values that are already fused.
+/// Collects the elements of a range that reach the floor. The values are already fused.
 fn collect(
     level: Level,
     values: &[f32],
@@ -95,8 +95,8 @@ fn magnitude(value: f32) -> u32 {
     value.to_bits() & 0x7fff_ffff
 }
 
-/// Bits of a magnitude that probably a few more than `keep` elements reach. At least 1: zeros are
-/// never candidates.
+/// Bits of a magnitude that slightly more than `keep` elements probably reach. At least 1: zeros
+/// are never candidates.
 fn guess_floor(level: Level, job: &Job<'_>, keep: usize) -> u32 {
     const LINE: usize = 16;
     let len = job.values.len();
@@ -109,11 +109,11 @@ fn guess_floor(level: Level, job: &Job<'_>, keep: usize) -> u32 {
     let mut fused = Fused::new(level, job);
     let mut sample = Vec::with_capacity(lines * LINE);
     for line in 0..lines {
-        // Not at equal distances, which might be the period of something in the data.
+        // Not evenly spaced: the data might be periodic with the same spacing.
         let stride = len / lines;
         let start = line * stride + mix32(0, line as u32) as usize % (stride - LINE + 1);
         let mut values = [0.0; LINE];
-        // What is not finite is found, and named, by the pass over everything.
+        // Values that are not finite are reported by the pass over everything.
         let _ = fused.read(start, &mut values);
         sample.extend(values.map(magnitude));
     }
@@ -121,7 +121,8 @@ fn guess_floor(level: Level, job: &Job<'_>, keep: usize) -> u32 {
     (*floor).max(1)
 }
 
-/// Bits of a magnitude that at least `keep` elements reach, or 1 if fewer than that are not zero.
+/// Bits of a magnitude that at least `keep` elements reach, or 1 if fewer elements than that are
+/// not zero.
 fn histogram_floor(values: &[f32], keep: usize) -> u32 {
     let mut bins = [0usize; 2048];
     for value in values {
@@ -138,8 +139,8 @@ fn histogram_floor(values: &[f32], keep: usize) -> u32 {
 /// The magnitude of the `keep`-th largest candidate (1 is the largest), and how many of exactly
 /// that magnitude are kept.
 ///
-/// Eleven, ten and ten bits of the magnitude are settled in turn, each by a count of how many
-/// candidates have which.
+/// Settles eleven, ten and ten bits of the magnitude in turn, each by counting the candidates for
+/// every value of those bits.
 fn threshold(candidates: &[Sparse], keep: usize) -> (u32, usize) {
     let (mut prefix, mut left) = (0u32, keep);
     for (shift, bits) in [(20, 11), (10, 10), (0, 10)] {
@@ -181,7 +182,7 @@ fn take_largest(candidates: &[Sparse], keep: usize, selected: &mut Sparse) {
 }
 
 /// Appends the candidates above the threshold, and the first `ties` of those at it. Returns how
-/// many more of them may come.
+/// many more ties may be taken.
 fn take_above(
     candidates: &Sparse,
     threshold: u32,
@@ -191,7 +192,8 @@ fn take_above(
     let start = selected.len();
     selected.indices.resize(start + candidates.len(), 0);
     selected.values.resize(start + candidates.len(), 0.0);
-    // Whether one is taken cannot be predicted, so each is written and the next may replace it.
+    // A branch here would be unpredictable, so each candidate is written and the next may overwrite
+    // it.
     let mut end = start;
     for (index, value) in candidates.iter() {
         let m = magnitude(value);
@@ -222,8 +224,8 @@ fn fill_with_zeros(values: &[f32], keep: usize, selected: &mut Sparse) {
     *selected = filled;
 }
 
-/// Selects `keep` of every `chunk` elements of the whole vector, and in proportion of what the job
-/// has of a chunk.
+/// Selects `keep` of every `chunk` elements of the whole vector, and proportionally fewer where the
+/// job has only part of a chunk.
 pub(super) fn select_per_chunk(
     level: Level,
     job: &Job<'_>,
@@ -271,7 +273,7 @@ struct ChunkSelector<'a> {
     fused: Fused<'a>,
     found: Found,
     candidates: Sparse,
-    /// What probably enough elements of the next chunk reach.
+    /// A floor that enough elements of the next chunk probably reach.
     floor: u32,
 }
 
@@ -304,7 +306,7 @@ impl<'a> ChunkSelector<'a> {
         take_largest_of_few(&self.candidates, keep, kept);
         kept.indices[before..].iter_mut().for_each(|index| *index += start as u32);
         let least = kept.values[before..].iter().map(|value| magnitude(*value)).min().unwrap_or(1);
-        // An eighth of an octave lower: chunks of one tensor differ by less than that, mostly.
+        // An eighth of an octave lower: chunks of one tensor mostly differ by less than that.
         self.floor = least.saturating_sub(1 << 20).max(1);
         Ok(())
     }
@@ -314,7 +316,7 @@ impl<'a> ChunkSelector<'a> {
     }
 }
 
-/// Candidates up to this many are rather sorted than counted.
+/// Up to this many candidates are partially sorted rather than counted.
 const FEW: usize = 1024;
 
 /// [`take_largest`] for a few candidates.

@@ -10,7 +10,7 @@ Three levels, each useful alone:
 
 3. Between sites, for FSDP2: `farwire.torch.fsdp_hook(model, comm, "topk:0.01")`.
 
-Gradients on a GPU are compressed there; those that travel as they are, are staged through pinned
+Gradients on a GPU are compressed there; those that travel uncompressed are staged through pinned
 host memory.
 """
 

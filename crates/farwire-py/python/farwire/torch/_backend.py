@@ -1,7 +1,7 @@
 """The backend for torch.distributed: `init_process_group("farwire")`, on torch 2.14 or later.
 
-Ranks find each other through the store that torch has opened already: rank 0 tells there where it
-listens. Groups are communicators of farwire's, made by their members alone.
+Ranks find each other through the store that torch has already opened: rank 0 publishes there where
+it listens. Groups are farwire communicators, made by their members alone.
 """
 
 import math
@@ -30,8 +30,9 @@ CAN_DERIVE = _Base is not None
 
 
 def register():
-    """Makes the backend known to torch.distributed, which calls this by itself from 2.14 on. Before,
-    importing farwire.torch does, so that whoever asks for the backend is told of the hook."""
+    """Makes the backend known to torch.distributed, which calls this by itself from 2.14 on. With
+    older versions, importing farwire.torch calls it, so that the error for using the backend can
+    point to the hook."""
     if NAME.upper() in dist.Backend._plugins:
         return
     dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
@@ -47,7 +48,7 @@ def _create(options, _):
     return _make_backend(options)
 
 
-#: The backend of all ranks, from which groups are made.
+#: The backend of all ranks; groups are made from it.
 _world = None
 
 
@@ -65,10 +66,10 @@ def _make_backend(options):
 
 
 def _join(store, rank, size, deadline):
-    """Joins through a store: rank 0 says there where it listens."""
+    """Joins through a store: rank 0 publishes there where it listens."""
     if size == 1:
         return init(rank=0, size=1, address=("127.0.0.1", 1))
-    # A store can outlive its groups, torchrun's does: what was said for an earlier one is there.
+    # A store can outlive its groups, as torchrun's does: it still has the entries of earlier ones.
     key = f"farwire/{store.add(f'farwire/joins/{rank}', 1)}"
     if rank == 0:
         host = _host(store)
@@ -79,7 +80,7 @@ def _join(store, rank, size, deadline):
 
 
 def _host(store):
-    """Where rank 0 is: for torch's own store as for farwire."""
+    """The host of rank 0: the one that torch's own store uses."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     host = getattr(store, "host", None) or "127.0.0.1"
@@ -87,7 +88,7 @@ def _host(store):
 
 
 def _seconds(timeout):
-    """A timeout of torch's; less than none means that there is none."""
+    """A timeout from torch in seconds, or None if it is not positive."""
     seconds = timeout.total_seconds() if timeout is not None else -1
     return seconds if seconds > 0 else None
 
@@ -107,7 +108,7 @@ _BITWISE = {
 
 
 def _operator(op):
-    """farwire's name of an operator, and the factor that comes first."""
+    """farwire's name for an operator, and the factor to multiply by first."""
     if op == dist.ReduceOp.PREMUL_SUM:
         return "sum", op.__getstate__()[1]
     for known, name in _OPERATORS.items():
@@ -117,7 +118,7 @@ def _operator(op):
 
 
 class FarwireWork(dist._Work):
-    """A call in flight, of one or more operations; `finish` puts results in place, once."""
+    """A call in flight, made of one or more operations; `finish` puts results in place, once."""
 
     def __init__(self, operations, result, finish=None):
         super().__init__()
@@ -135,7 +136,7 @@ class FarwireWork(dist._Work):
         return True
 
     def is_completed(self):
-        # Through torch, `_is_completed` below.
+        # Callers that have torch's wrapper get `_is_completed` below instead.
         return all(operation.done() for operation in self._operations)
 
     def result(self):
@@ -143,8 +144,8 @@ class FarwireWork(dist._Work):
         return self._result
 
     def get_future(self):
-        """DDP waits for this alone. An error has to come from a callback: as a value of the future
-        it would be taken for a tensor."""
+        """DDP waits for this future alone. An error has to be raised in a callback: as a value of
+        the future it would be taken for a tensor."""
         if self._future is None:
             ended = torch.futures.Future()
             left = [len(self._operations)]
@@ -176,20 +177,20 @@ _torchs_is_completed = dist.Work.is_completed
 def _is_completed(work):
     """Whether a call has ended.
 
-    torch wraps what a backend in Python returns, and the wrapper hands on `wait` and `get_future`
-    alone: to everything else it gives the answer of a call that has just begun. A loop that asks
-    until a call has ended would never end. Whether the future has come says the same.
+    torch wraps what a backend in Python returns, and the wrapper forwards only `wait` and
+    `get_future`: to everything else it answers as for a call that has just begun. A loop that polls
+    until a call has ended would never end. Whether the future is done gives the same answer.
     """
     if _torchs_is_completed(work):
         return True
     try:
         return work.get_future().done()
     except RuntimeError:
-        return False  # it has none
+        return False  # there is no future
 
 
 class FarwireBackend(_Base or object):
-    """A group of ranks, as torch.distributed calls it."""
+    """A group of ranks, with the interface that torch.distributed calls."""
 
     def __init__(self, comm, deadline):
         super().__init__(comm.rank, comm.size)
@@ -198,7 +199,7 @@ class FarwireBackend(_Base or object):
         self._deadline = deadline
         self._number = 0
 
-    # What torch asks of a backend.
+    # What torch expects of a backend.
 
     def getBackendName(self):
         return NAME
@@ -267,7 +268,8 @@ class FarwireBackend(_Base or object):
         return FarwireWork(operations, tensors, _back(tensors, flat))
 
     def _bitwise(self, tensors, opts, results):
-        """farwire has no bitwise operators; they are rare, and everyone can do it alone."""
+        """farwire has no bitwise operators. They are rare: every rank gathers all tensors and
+        combines them itself."""
         comm, operations, finish = self._comm(opts), [], []
         for tensor, result in zip(tensors, results):
             flat = _flat(tensor)
@@ -308,7 +310,7 @@ class FarwireBackend(_Base or object):
         return _together(works, outputs)
 
     def allgather_coalesced(self, outputs, inputs, opts):
-        # One list for each rank, of a tensor for each input.
+        # One list for each rank, with a tensor for each input.
         works = [
             self._all_gather([one[k] for one in outputs], given, opts)
             for k, given in enumerate(inputs)
@@ -422,7 +424,7 @@ class FarwireBackend(_Base or object):
         return FarwireWork([operation], outputs, _back(outputs, [flat]))
 
     def barrier(self, opts):
-        # A future of DDP's or FSDP's has to hold a tensor.
+        # DDP and FSDP expect a tensor in the future.
         return FarwireWork([self._comm(opts).barrier(async_=True)], [torch.zeros(1)])
 
     def send(self, tensors, to, tag):
@@ -452,7 +454,7 @@ class FarwireBackend(_Base or object):
 
 
 def _flat(tensor):
-    """A tensor's elements in one piece: the tensor's own, or a copy."""
+    """A tensor's elements as a flat tensor: the same memory if possible, or a copy."""
     if tensor.layout != torch.strided:
         raise CallError(f"farwire moves dense tensors, not {tensor.layout}; use to_dense()")
     tensor = tensor.detach()
@@ -460,7 +462,7 @@ def _flat(tensor):
 
 
 def _check_equal(call, mine, others):
-    """What a rank has for itself and for each of the others has the same number of elements."""
+    """Raises an error unless a rank's own tensor and those for others have the same size."""
     for other in others:
         if other.numel() != mine.numel():
             raise CallError(
@@ -470,7 +472,7 @@ def _check_equal(call, mine, others):
 
 
 def _back(tensors, flat):
-    """Puts results where they belong, if they are elsewhere."""
+    """A function that copies results to where they belong, or None if they are there already."""
     elsewhere = [
         (tensor.detach(), one) for tensor, one in zip(tensors, flat)
         if one.data_ptr() != tensor.data_ptr()

@@ -1,8 +1,8 @@
 """The hook between sites, for FSDP2.
 
-Inside a site, `fully_shard` shards the model over NCCL or Gloo, and reduce-scatters gradients.
+Inside a site, `fully_shard` shards the model and reduce-scatters gradients over NCCL or Gloo.
 Between sites, each rank then exchanges its shard, through a codec, with the ranks that hold the
-same shard elsewhere. FSDP2 calls the hook for each module that was sharded, with its flat shard.
+same shard at other sites. FSDP2 calls the hook for each sharded module, with its flat shard.
 """
 
 from typing import Any
@@ -24,11 +24,11 @@ def fsdp_hook(
     on_nan: str = "skip",
     seed: int = 0,
 ) -> "Between":
-    """Has the gradients of an FSDP2 model averaged between sites, and returns the state.
+    """Sets up averaging of an FSDP2 model's gradients between sites, and returns the state.
 
-    `comm` has the ranks that hold the same shard, one at each site: of a communicator of all
-    ranks, `world.split(color=rank_in_site)`. Call this after `fully_shard`; the hook is set on
-    every module that was sharded. What is owed is owed by module name. Everything else is as for
+    `comm` has the ranks that hold the same shard, one at each site: if `world` has all ranks, it is
+    `world.split(color=rank_in_site)`. Call this after `fully_shard`; the hook is set on every
+    module that was sharded. What is owed is kept by module name. Everything else is as for
     `State`.
 
     >>> world = farwire.init()
@@ -65,7 +65,7 @@ class Between(Gradients):
             flat = gradient.view(-1)
             layout = self._layouts.get((name, flat.numel()))
             if layout is None:
-                # As a matrix of one row, so that it is not taken for a bias.
+                # A matrix of one row, so that it is not taken for a bias.
                 parts = [(name, 0, flat.numel(), (1, flat.numel()))]
                 layout = self._layouts[name, flat.numel()] = layout_of(parts)
             self._start(flat, layout, name)
@@ -75,7 +75,7 @@ class Between(Gradients):
 
     def end_step(self) -> None:
         """Ends a step: what its gradients left out is now owed. The next step's first gradient
-        does this, too; call it before `state_dict()`."""
+        and `state_dict()` do this, too."""
         if self._seen:
             self._seen.clear()
             self._native.end_step()

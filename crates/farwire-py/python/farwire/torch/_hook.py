@@ -1,10 +1,9 @@
 """The hook for DistributedDataParallel.
 
 DDP cuts gradients into buckets, and calls the hook for each as soon as backward has filled it. The
-hook starts a bucket and returns; farwire's own threads move and code the data while backward goes
-on, without the interpreter. Only the last bucket, after which there is nothing left to compute, is
-waited for: then all have ended, and what went wrong with any of them is raised from
-`loss.backward()` as it is.
+hook starts a bucket and returns; farwire's own threads encode and move the data while backward goes
+on, without the interpreter. At the last bucket there is nothing left to compute: only then does the
+hook wait, for all buckets. An error of any of them is raised unchanged from `loss.backward()`.
 """
 
 import gc
@@ -21,14 +20,14 @@ from .._errors import CallError
 from .._views import tensor_dtype, view
 from ._nvrtc import load_nvrtc
 
-#: Codecs by a pattern of parameter names, asked in order.
+#: Codecs by pattern of parameter names; the first match decides.
 Rules = Union[Mapping[str, str], Iterable[tuple[str, str]], None]
 
 
 class Gradients:
-    """Gradients by name, and what is owed for them: what all hooks have in common.
+    """Gradients by name, and what is owed for them: the common part of all hooks.
 
-    A step begins with its first bucket, and counts as a whole or not at all.
+    A step begins with its first bucket. It counts as a whole or not at all.
     """
 
     def __init__(self, comm, codec, rules, steps, phase_in, on_nan, seed):
@@ -60,23 +59,23 @@ class Gradients:
 
     @property
     def step(self) -> int:
-        """Steps that have ended."""
+        """The number of steps that have ended."""
         return self._native.step
 
     def codec(self, name: str, shape: Iterable[int]) -> tuple[str, float]:
-        """What a parameter of this name and shape goes through in the next step, and the share of
-        its elements that is sent."""
+        """The codec for a parameter of this name and shape in the next step, and the share of its
+        elements that is sent."""
         shape = tuple(shape)
         return self._native.codec(name, torch.Size(shape).numel(), shape)
 
     def state_dict(self) -> dict[str, Any]:
         """What is owed, and how far the phase-in is. Each rank has its own: save it on every rank,
-        and load it on the same."""
+        and load it on the same rank."""
         residuals = bytearray(self._native.residuals())
         return {"step": self.step, "residuals": torch.frombuffer(residuals, dtype=torch.uint8)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on with what `state_dict` returned. If that is not what this is, nothing changes."""
+        """Goes on from what `state_dict` returned. If `state` is not valid, nothing changes."""
         residuals = bytes(state["residuals"].cpu().contiguous().numpy())
         try:
             step = int(state["step"])
@@ -87,17 +86,17 @@ class Gradients:
         self._native.load(residuals, step)
 
     def _begin(self):
-        """Begins a step. One before it that was broken off is taken back."""
+        """Begins a step. If the step before it was aborted, it is undone."""
         for operation, _ in self._running:
             try:
                 operation.wait()
             except RuntimeError:
-                pass  # it was reported when it happened, or nobody wants to know
+                pass  # it was reported when it happened, or is of no interest
         self._running.clear()
         self._native.begin_step()
 
     def _start(self, buffer, layout, key, unused=False):
-        """Starts to replace a flat tensor by its mean over all ranks."""
+        """Starts replacing a flat tensor by its mean over all ranks."""
         if buffer.device.type == "cuda" and self._codes_on_card:
             started = self._start_on_card(buffer, layout, key, unused)
             if started is not None:
@@ -114,10 +113,10 @@ class Gradients:
         self._running.append((operation, finish))
 
     def _start_on_card(self, buffer, layout, key, unused):
-        """The same where the tensor is, on a GPU; or None, if it has to be staged.
+        """The same on the tensor's own GPU; returns None if the tensor has to be staged.
 
-        What goes through a codec is coded on the card, after the work that its stream has now, and
-        only messages leave the card. What travels as it is is staged.
+        Parameters with a codec are encoded on the card, after the work that its stream has now, and
+        only messages leave the card. Parameters that travel uncompressed are staged.
         """
         layout, places = layout
         dtype = tensor_dtype(buffer)
@@ -158,14 +157,14 @@ class Gradients:
                 buffer[start : start + elements].fill_(float("nan"))
             for start, elements in outcome.unused():
                 buffer[start : start + elements].zero_()
-            # A sum that is owed and sent in one step may be too large for this type alone.
+            # A sum of residual and gradient may be too large for float16, even if each is not.
             if buffer.dtype == torch.float16 and not buffer.isfinite().all():
                 self._native.spoil()
 
         return operation, finish
 
     def _staged(self, tensor, key):
-        """Pinned host memory, which serves every step, to which a tensor is being copied."""
+        """Starts a copy of a tensor to pinned host memory, which is reused in every step."""
         host = self._staging.get(key)
         if host is None or host.numel() != tensor.numel() or host.dtype != tensor.dtype:
             host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -174,7 +173,7 @@ class Gradients:
         return host.copy_(tensor, non_blocking=True)
 
     def _wait(self):
-        """Waits for all that was started, and raises the first thing that went wrong."""
+        """Waits for everything that was started, and raises the first error."""
         failed = None
         for operation, finish in self._running:
             try:
@@ -199,23 +198,23 @@ class Gradients:
 
 
 class State(Gradients):
-    """How DistributedDataParallel's gradients are exchanged, and what is owed for them.
+    """How to exchange the gradients of DistributedDataParallel, and what is owed for them.
 
     >>> comm = farwire.init()
     >>> state = farwire.torch.State(comm, "topk:0.01", steps=10_000)
     >>> model.register_comm_hook(state, farwire.torch.hook)
 
-    `codec` is what gradients go through; `farwire.codec_help()` lists them. Biases, norms, vectors
-    and small parameters travel as they are. `rules` give other codecs by name, the first pattern
-    that matches decides: `{"*.embedding.*": "int8", "head.*": "none"}`. `steps` is how long the
-    run is: a codec that leaves much out starts dense for an eighth of it, and its density falls
-    over the next three quarters; `phase_in=(dense, falling)` says it in steps. All ranks give the
-    same.
+    `codec` compresses the gradients; `farwire.codec_help()` lists the codecs. Biases, norms,
+    vectors and small parameters travel uncompressed. `rules` set other codecs by parameter name;
+    the first pattern that matches decides: `{"*.embedding.*": "int8", "head.*": "none"}`. `steps`
+    is the length of the run: a codec that leaves much out starts dense for an eighth of it, and its
+    density falls over the next three quarters; `phase_in=(dense, falling)` sets this in steps. All
+    ranks must pass the same arguments.
 
-    A NaN or an infinity in a bucket makes the result not finite on all ranks, and what is owed
-    stays as it was, so that a GradScaler skips the step; with `on_nan="raise"`, all ranks get a
-    `NotFinite`. `seed` is for codecs that choose at random. `model`, the DDP module, is found
-    without being given, unless `gc.freeze()` hides it.
+    If a bucket has a NaN or an infinity, the result is not finite on all ranks, so a GradScaler
+    skips the step, and what is owed is unchanged; with `on_nan="raise"`, all ranks get a
+    `NotFinite` error. `seed` is for codecs that choose at random. `model`, the DDP module, is found
+    automatically, unless `gc.freeze()` hides it.
     """
 
     def __init__(
@@ -237,7 +236,7 @@ class State(Gradients):
         self._futures = []
 
     def reduce(self, bucket):
-        """Starts a bucket; the last of a step waits for all."""
+        """Starts a bucket; the last bucket of a step waits for all."""
         if bucket.index() == 0:
             self._futures.clear()
             self._begin()
@@ -261,7 +260,7 @@ class State(Gradients):
         return future
 
     def _layout(self, bucket):
-        """Where each parameter is in a bucket. DDP cuts its buckets anew after the first step."""
+        """Where each parameter is in a bucket. DDP rebuilds its buckets after the first step."""
         parameters = bucket.parameters()
         key = (bucket.index(), tuple(map(id, parameters)))
         layout = self._layouts.get(key)
@@ -285,7 +284,7 @@ class State(Gradients):
         return layout
 
     def _learn_names(self, parameters):
-        """DDP gives its hook parameters without names; the module itself has them."""
+        """Finds the parameters' names in the module: DDP does not pass them to its hook."""
         wanted = set(map(id, parameters))
         for module in [self._model] if self._model is not None else gc.get_objects():
             if not issubclass(type(module), DistributedDataParallel):
@@ -305,11 +304,11 @@ class State(Gradients):
 
 
 def layout_of(parts):
-    """A bucket's layout, of (name, first element, elements, shape) for each parameter; and the
-    places alone."""
+    """A bucket's layout, made from (name, first element, elements, shape) for each parameter, and
+    the places alone."""
     return _native.Parts(parts), [(start, elements) for _, start, elements, _ in parts]
 
 
 def hook(state, bucket):
-    """For `model.register_comm_hook(farwire.torch.State(...), farwire.torch.hook)`."""
+    """The hook for `model.register_comm_hook(farwire.torch.State(...), farwire.torch.hook)`."""
     return state.reduce(bucket)

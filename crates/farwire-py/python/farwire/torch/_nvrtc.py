@@ -1,7 +1,7 @@
-"""NVRTC, CUDA's compiler, as PyTorch's wheels bring it.
+"""NVRTC, CUDA's compiler, from the packages that come with PyTorch's wheels.
 
-farwire compiles its kernels with it, and finds it if it is where libraries are. Where PyTorch came
-from PyPI, it is in a package beside PyTorch's instead; once loaded from there, it is found by name.
+farwire compiles its kernels with NVRTC, and finds it in the library path. If PyTorch came from
+PyPI, NVRTC is instead in a package next to PyTorch's; once loaded from there, it is found by name.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ import torch
 
 @functools.cache
 def load_nvrtc() -> None:
-    """Loads the library, if it is in such a package."""
+    """Loads the library if it is in such a package."""
     packages = Path(torch.__file__).parent.parent / "nvidia"
     for library in sorted(packages.glob("*/lib/libnvrtc.so.*")):
         if "builtins" in library.name or ".alt." in library.name:
@@ -21,4 +21,4 @@ def load_nvrtc() -> None:
         try:
             ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
         except OSError:
-            pass  # then there may be another, and else farwire says what is missing
+            pass  # there may be another; if not, farwire says what is missing
