@@ -1,5 +1,5 @@
-//! A plain candle model on ranks that come and go: a killed rank costs at most one step, and another
-//! joins while the rest goes on.
+//! A plain candle model on ranks that come and go: a killed rank costs at most one step, and
+//! another joins while the rest go on.
 //!
 //! ```sh
 //! cargo build -p farwire-candle --example elastic_model
@@ -13,7 +13,7 @@ use farwire::{Communicator, Elastic, ElasticState};
 use farwire_candle::DataParallel;
 use farwire_train::TrainError;
 
-/// Two layers, to learn sin(x); and all that one that joins must get.
+/// Two layers, to learn sin(x), and everything that a joining rank must get.
 struct Learner {
     up: Linear,
     down: Linear,
@@ -52,7 +52,7 @@ impl Learner {
         let loss = loss().map_err(library)?;
         let mut gradients = loss.backward().map_err(library)?;
         self.replicas.as_mut().expect("regroup comes first").average(&mut gradients)?;
-        // Only after the last call on the communicator does anything change.
+        // Nothing changes before the last call on the communicator.
         let vars = self.named().into_iter().map(|(_, var)| var).collect();
         SGD::new(vars, 0.05).and_then(|mut sgd| sgd.step(&gradients)).map_err(library)?;
         self.steps += 1;
@@ -91,7 +91,7 @@ impl ElasticState for Learner {
         Ok(())
     }
 
-    /// Gradients are averaged over whoever is there.
+    /// From now on, averages gradients over the ranks that are there.
     fn regroup(&mut self, comm: &Communicator) -> Result<(), TrainError> {
         let codec = "none".parse().expect("it is a codec");
         self.replicas = Some(DataParallel::new(comm, self.named(), codec)?);

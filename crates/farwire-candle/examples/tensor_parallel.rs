@@ -1,5 +1,4 @@
-//! A block whose layers are shared by all ranks, trained as if it were on one: no call that is not
-//! on one rank, too.
+//! A block whose layers are shared by all ranks, trained with the same calls as on a single rank.
 //!
 //! `farwire launch -n 4 -- cargo run -p farwire-candle --example tensor_parallel`
 
@@ -43,7 +42,7 @@ fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
     }
     let mut optimizer = SGD::new(params.into_iter().map(|param| param.var).collect(), 0.3)?;
 
-    // The same input on every rank; the block is to learn to turn it round.
+    // The same input on every rank. The block learns to reverse its columns.
     let x: Vec<f32> = (0..32 * 16).map(|i| (i as f32 * 0.37).sin()).collect();
     let x = Tensor::from_vec(x, (32, 16), &Device::Cpu)?;
     let order = Tensor::from_vec((0..16u32).rev().collect(), 16, &Device::Cpu)?;

@@ -7,7 +7,7 @@
 //! |---|---|---|
 //! | [`sum_backward`] | identity | sum over the group |
 //! | [`sum_forward`] | sum over the group | identity |
-//! | [`gather_forward`] | everyone's columns, side by side | one's own columns |
+//! | [`gather_forward`] | all ranks' columns, side by side | this rank's columns |
 //!
 //! Sums are taken in rank order, so all ranks get the same bits. Tensors on a card go through host
 //! memory.
@@ -25,12 +25,12 @@ pub(crate) fn sum_backward(x: &Tensor, group: &Group) -> Result<Tensor> {
     apply(x, group, SumBackward)
 }
 
-/// The sum of everyone's `x`; the gradient, which is the same on all ranks, passes as it is.
+/// The sum of all ranks' `x`; the gradient, which is the same on all ranks, passes unchanged.
 pub(crate) fn sum_forward(x: &Tensor, group: &Group) -> Result<Tensor> {
     apply(x, group, SumForward)
 }
 
-/// Everyone's `x`, side by side along the last dimension; each takes its own columns of the
+/// All ranks' `x`, side by side along the last dimension; each rank takes its own columns of the
 /// gradient, which is the same on all ranks.
 pub(crate) fn gather_forward(x: &Tensor, group: &Group) -> Result<Tensor> {
     apply(x, group, GatherForward)
@@ -124,7 +124,7 @@ impl CustomOp1 for GatherForward {
     }
 }
 
-/// What an operation does in host memory, to a tensor on a card.
+/// Applies an operation to a tensor on a card, in host memory.
 #[cfg(feature = "cuda")]
 fn through_the_host(
     op: &impl CustomOp1,

@@ -8,14 +8,14 @@
 //!
 //! Rules:
 //! 1. Candle puts all its work with a card on one stream, and farwire all of its own on another.
-//!    That candle's slices note who uses them is therefore turned off.
+//!    Candle's tracking of who uses its slices is therefore turned off.
 //! 2. Gradients are handed over when candle is done with them, while the next segment runs, so that
-//!    farwire's stream never waits for candle's: if it did, what has to happen for buckets under
-//!    way would wait for a backward that has nothing to do with them.
-//! 3. Their memory goes back to candle's stream only after that has been told to wait for what
-//!    farwire's was given.
-//! 4. Weights are changed in place by work that comes after what candle's stream has now, and
-//!    before what it gets next.
+//!    farwire's stream never waits for candle's. If it did, the work on buckets under way would
+//!    wait for a backward that has nothing to do with them.
+//! 3. Their memory goes back to candle's stream only after that stream has been told to wait for
+//!    what farwire's stream was given.
+//! 4. Weights are changed in place by work that comes after what candle's stream has been given so
+//!    far, and before what it is given next.
 
 #![allow(unsafe_code)]
 
@@ -32,15 +32,15 @@ use crate::params::Params;
 
 /// Candle, on a card.
 ///
-/// Gradients, what codecs owe, moments and weights stay there. Sums within layers that ranks share,
-/// and what passes between stages, go through host memory.
+/// Gradients, residuals, moments and weights stay there. Sums within layers that ranks share, and
+/// data that pass between stages, go through host memory.
 #[derive(Clone, Debug)]
 pub struct CandleCuda(Card);
 
 impl CandleCuda {
-    /// On that card. Ranks may share one.
+    /// Candle on the card of this number. Ranks may share a card.
     pub fn new(ordinal: usize) -> LibraryResult<Self> {
-        // Says what is missing, where candle would give a number.
+        // First, since its error says what is missing, where candle's would be a number.
         let training = Training::new(&farwire_cuda::Device::new(ordinal)?)?;
         let device = Device::new_cuda_with_stream(ordinal)?;
         // SAFETY: rule 1.
@@ -49,7 +49,7 @@ impl CandleCuda {
     }
 
     /// The card as farwire knows it: how much of its memory is free, and what has crossed its bus,
-    /// but for candle's own copies.
+    /// except for candle's own copies.
     pub fn device(&self) -> &Arc<farwire_cuda::Device> {
         self.0.training.device()
     }
@@ -67,7 +67,7 @@ impl Library for CandleCuda {
     }
 }
 
-/// A card as both know it.
+/// A card, as farwire and candle know it.
 #[derive(Clone, Debug)]
 pub(crate) struct Card {
     training: Arc<Training>,
@@ -108,12 +108,12 @@ pub(crate) struct Launched<'a> {
 }
 
 impl Launched<'_> {
-    /// Waits until they are computed, and gives them away.
+    /// Waits until they are computed, and hands them to `sink`.
     pub(crate) fn hand_over(self, sink: &mut Sink<'_>) -> LibraryResult<()> {
         self.done.synchronize().map_err(Error::wrap)?;
         for (name, gradient) in &self.gradients {
             let stream = self.card.training.device().stream();
-            // SAFETY: rule 2: nobody writes to it any more, and what reads it is put on farwire's
+            // SAFETY: rule 2: nothing writes to it any more, and what reads it is put on farwire's
             // stream; rule 3, in `drop`.
             let tensor = unsafe { device_tensor(gradient, &self.stream, stream)? };
             sink(name, Values::Card(tensor))?;
@@ -138,7 +138,7 @@ impl Drop for Launched<'_> {
 ///
 /// # Safety
 ///
-/// As for [`DeviceTensor::from_raw`], but that the memory is there.
+/// As for [`DeviceTensor::from_raw`], except that the memory is there: the tensor owns it.
 unsafe fn device_tensor(tensor: &Tensor, own: &CudaStream, stream: u64) -> Result<DeviceTensor> {
     let (storage, layout) = tensor.storage_and_layout();
     let (Storage::Cuda(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets())
@@ -146,7 +146,7 @@ unsafe fn device_tensor(tensor: &Tensor, own: &CudaStream, stream: u64) -> Resul
         return Err(Error::msg("a contiguous tensor on a card is needed here"));
     };
     let slice = storage.as_cuda_slice::<f32>()?.slice(start..end);
-    // Nothing is noted when the guard is dropped: rule 1.
+    // Dropping the guard records nothing: rule 1.
     let pointer = slice.device_ptr(own).0;
     // SAFETY: promised by the caller; the tensor owns the memory.
     Ok(unsafe {

@@ -1,4 +1,4 @@
-//! Data parallelism for a model of one's own.
+//! Data parallelism for your own model.
 
 use candle_core::backprop::GradStore;
 use candle_core::{Tensor, Var};
@@ -20,8 +20,8 @@ pub struct DataParallel {
 
 impl DataParallel {
     /// Checks that all ranks have the same variables, and gives them rank 0's values. Gradients of
-    /// biases and norms travel as they are, the others through the codec, with error feedback. The
-    /// codec `auto` is chosen by measuring, for about a second.
+    /// biases and norms are sent uncompressed, all others through the codec, with error feedback.
+    /// For the codec `auto`, about a second of measuring decides.
     pub fn new(
         comm: &Communicator,
         vars: impl IntoIterator<Item = (String, Var)>,
@@ -43,7 +43,7 @@ impl DataParallel {
         Ok(Self { vars, replicas })
     }
 
-    /// Lets the codec begin gently: recommended for sparse ones ([`PhaseIn::over`]). Their
+    /// Phases the codec in, which is recommended for sparse codecs ([`PhaseIn::over`]). Their
     /// gradients are sums over many steps already, so choose little momentum for them (for Adam, a
     /// β₁ near 0).
     #[must_use]
@@ -56,10 +56,10 @@ impl DataParallel {
     ///
     /// If a gradient of any rank holds a NaN or an infinity, or their sum overflows, all ranks get
     /// the same [`TrainError::NotFinite`], which says where it came from. Gradients are then as
-    /// they were, and so is what error feedback owes: all ranks can leave this step out and go on
-    /// with the next.
+    /// they were, and so are the residuals of error feedback: all ranks can skip this step and go
+    /// on with the next.
     pub fn average(&mut self, gradients: &mut GradStore) -> Result<Summary, TrainError> {
-        // Before anything is sent: what one rank lacks must not leave a step half done.
+        // Before anything is sent: a gradient that one rank lacks must not leave a step half done.
         if let Some((name, _)) = self.vars.iter().find(|(_, var)| gradients.get(var).is_none()) {
             return Err(no_gradient(name));
         }

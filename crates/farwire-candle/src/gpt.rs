@@ -5,7 +5,7 @@
 //!  ids ─▶ token + position ─▶ [ x + attention(norm(x)) ─▶ x + mlp(norm(x)) ] × layers ─▶ norm ─▶ logits
 //! ```
 //!
-//! Everything is built of operations that have a backward. Attention is cut by heads, the MLP by
+//! Everything is built from operations that have a backward. Attention is cut by heads, the MLP by
 //! columns, the token table and the head by tokens; norms and positions are whole on every rank.
 
 use candle_core::{D, Result, Tensor};
@@ -73,7 +73,7 @@ struct Block {
 impl Block {
     fn new(params: &mut Params, name: &str, config: Config) -> Result<Self> {
         let width = config.width;
-        // Each block adds twice to what passes through; so that the sum keeps its size.
+        // Each block adds twice to what passes through it. This deviation keeps the sum's size.
         let deviation = 0.02 / (2.0 * config.layers as f64).sqrt();
         Ok(Self {
             attention_norm: Norm::new(params, &format!("{name}.attention_norm"), width)?,
@@ -184,14 +184,14 @@ impl Head {
 }
 
 fn softmax(x: &Tensor) -> Result<Tensor> {
-    // The result does not depend on what is subtracted, so it has no gradient.
+    // The result does not depend on what is subtracted, so that needs no gradient.
     let largest = x.max_keepdim(D::Minus1)?.detach();
     let exponentials = x.broadcast_sub(&largest)?.exp()?;
     exponentials.broadcast_div(&exponentials.sum_keepdim(D::Minus1)?)
 }
 
 /// The mean of −ln p(target), over all predictions. Logits are `[…, vocabulary]`, targets u32, one
-/// for each of the rest.
+/// per prediction.
 fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
     let logits = logits.reshape(((), logits.dim(D::Minus1)?))?;
     let shifted = logits.broadcast_sub(&logits.max_keepdim(1)?.detach())?;

@@ -1,6 +1,6 @@
-//! [Candle](candle_core) as a library to train with, and candle models in parallel.
+//! [Candle](candle_core) as a tensor library to train with, and parallelism for candle models.
 //!
-//! - Data parallel: [`DataParallel`] for a model of one's own.
+//! - Data parallel: [`DataParallel`], for your own model.
 //! - Tensor parallel: [`ColumnParallelLinear`], [`RowParallelLinear`], [`ParallelEmbedding`]. Their
 //!   collectives are part of forward and backward.
 //! - All at once, pipelines included: [`Candle`], with which a [`Trainer`](farwire_train::Trainer)
@@ -25,7 +25,7 @@ mod stage;
 
 use farwire_train::{Library, LibraryResult, StageSpec};
 
-// What signatures here name.
+// Signatures here name their types.
 pub use {candle_core, farwire, farwire_train};
 
 #[cfg(feature = "cuda")]

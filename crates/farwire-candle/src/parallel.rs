@@ -58,7 +58,8 @@ impl ColumnParallelLinear {
         Self::with_blocks(params, name, input, output, 1)
     }
 
-    /// The same, with outputs that are several fused blocks: each rank gets its share of each.
+    /// The same, with outputs that are several fused blocks: each rank gets its share of each
+    /// block.
     pub fn with_blocks(
         params: &mut Params,
         name: &str,
@@ -78,7 +79,7 @@ impl ColumnParallelLinear {
         Self { gather: true, ..self }
     }
 
-    /// y.
+    /// Computes y.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let x = sum_backward(x, &self.group)?;
         let y = times(&x, &self.weight)?.broadcast_add(&self.bias)?;
@@ -88,7 +89,7 @@ impl ColumnParallelLinear {
 
 /// `y = x·Wᵀ + b` with the inputs cut: each rank has its columns of x, and all get all of y.
 ///
-/// x is `[…, in / ranks]`, as a [`ColumnParallelLinear`] gives it; y is `[…, out]`.
+/// x is `[…, in / ranks]`, as a [`ColumnParallelLinear`] returns it; y is `[…, out]`.
 #[derive(Clone, Debug)]
 pub struct RowParallelLinear {
     weight: Tensor,
@@ -117,19 +118,19 @@ impl RowParallelLinear {
             Init::Normal(deviation),
             cut,
         )?;
-        // Added after the sum, by every rank, so all need all of it and all get the same gradient.
+        // Every rank adds it after the sum, so all need the whole bias, and get the same gradient.
         let bias = params.get(&format!("{name}.bias"), &[output], Init::Zeros, None)?;
         Ok(Self { weight, bias, group: params.group().clone() })
     }
 
-    /// y.
+    /// Computes y.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         sum_forward(&times(x, &self.weight)?, &self.group)?.broadcast_add(&self.bias)
     }
 }
 
 /// Rows of a table by index, with the table's rows cut: each rank looks up the indices it has, and
-/// the sum has all.
+/// the sum over ranks has all.
 #[derive(Clone, Debug)]
 pub struct ParallelEmbedding {
     weight: Tensor,
@@ -154,7 +155,7 @@ impl ParallelEmbedding {
         let rows = if self.group.size() == 1 {
             self.weight.index_select(&ids, 0)?
         } else {
-            // Indices of other ranks look up row 0 here, times nothing.
+            // Indices of other ranks look up row 0 here, multiplied by 0.
             let first = (self.group.rank() * rows) as u32;
             let local: Vec<Option<u32>> = ids
                 .to_vec1::<u32>()?
@@ -174,7 +175,7 @@ impl ParallelEmbedding {
     }
 }
 
-/// `x·Wᵀ` for x of any rank, as one product of matrices.
+/// `x·Wᵀ` for x of any number of dimensions, as one product of matrices.
 fn times(x: &Tensor, weight: &Tensor) -> Result<Tensor> {
     let mut dims = x.dims().to_vec();
     let (output, input) = weight.dims2()?;

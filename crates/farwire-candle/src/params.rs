@@ -12,7 +12,7 @@ pub struct Param {
     pub name: String,
     /// This rank's share of it.
     pub var: Var,
-    /// How it is cut over the group; none if every rank has all of it.
+    /// How it is cut over the group; `None` if every rank has all of it.
     pub cut: Option<Cut>,
 }
 
@@ -26,12 +26,12 @@ pub struct Params {
 }
 
 impl Params {
-    /// Parameters that start as `start` says.
+    /// Parameters whose first values come from `start`.
     pub fn new(start: Start, group: &Group) -> Self {
         Self { start, group: group.clone(), device: Device::Cpu, list: Vec::new() }
     }
 
-    /// The same, made on that device. Without this they are on the CPU.
+    /// The same, made on `device`. Without this they are on the CPU.
     #[must_use]
     pub fn on(self, device: &Device) -> Self {
         Self { device: device.clone(), ..self }
@@ -65,12 +65,12 @@ impl Params {
         &self.group
     }
 
-    /// Where they are made.
+    /// The device that they are made on.
     pub fn device(&self) -> &Device {
         &self.device
     }
 
-    /// A parameter whose whole has this shape.
+    /// This rank's share of a new parameter, whose whole has the shape `whole`.
     pub fn get(
         &mut self,
         name: &str,
@@ -86,7 +86,7 @@ impl Params {
         Ok(tensor)
     }
 
-    /// The parameters made since this was last called.
+    /// The parameters made since the last call.
     pub fn take(&mut self) -> Vec<Param> {
         std::mem::take(&mut self.list)
     }

@@ -17,7 +17,7 @@ use farwire_train::{Input, LibraryResult, Sink, TrainError};
 use crate::cuda::Card;
 use crate::params::{Param, set, values};
 
-/// From a model's output and the targets, one per token, to the loss, a scalar.
+/// Computes the loss, a scalar, from a model's output and the targets, one per token.
 pub type Loss = fn(&Tensor, &Tensor) -> Result<Tensor>;
 
 /// A piece of a model: a function of one tensor, and its parameters.
@@ -44,7 +44,7 @@ impl Segment {
         &self.params
     }
 
-    /// Its output.
+    /// Its output for `x`.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         (self.forward)(x)
     }
@@ -56,29 +56,29 @@ impl fmt::Debug for Segment {
     }
 }
 
-/// Consecutive segments, and what backward still needs of each micro-batch.
+/// Consecutive segments, and what their backward still needs of each micro-batch.
 #[derive(Debug)]
 pub struct Stage {
     segments: Vec<Segment>,
-    /// Of what passes between stages, without the first dimension, which is that of sequences.
+    /// The shape of what passes between stages, without the first dimension, that of sequences.
     hidden: Vec<usize>,
     loss: Loss,
     held: HashMap<usize, Vec<Held>>,
     trace: Vec<(String, Instant, Instant)>,
-    /// Where gradients are given away on a card, rather than in host memory.
+    /// The card on which gradients are handed over, if not in host memory.
     #[cfg(feature = "cuda")]
     card: Option<Card>,
 }
 
 #[derive(Debug)]
 struct Held {
-    /// None for indices, which have no gradient.
+    /// `None` for indices, which have no gradient.
     input: Option<Var>,
     output: Tensor,
 }
 
 impl Stage {
-    /// A stage. What comes from the stage before is `[sequences, hidden…]`; the last stage of a
+    /// A stage. Its input from the stage before is `[sequences, hidden…]`; the last stage of a
     /// model ends with the loss.
     pub fn new(segments: Vec<Segment>, hidden: &[usize], loss: Loss) -> Self {
         Self {
@@ -92,7 +92,7 @@ impl Stage {
         }
     }
 
-    /// The same, of parameters on that card, where their gradients stay.
+    /// The same, for parameters on `card`, where their gradients stay.
     #[cfg(feature = "cuda")]
     pub(crate) fn on(self, card: Card) -> Self {
         Self { card: Some(card), ..self }
@@ -103,7 +103,7 @@ impl Stage {
         self.vars().next().map_or(Device::Cpu, |param| param.var.device().clone())
     }
 
-    /// Its parameters, in the order in which backward brings their gradients.
+    /// Its parameters, in the order in which backward computes their gradients.
     pub fn vars(&self) -> impl Iterator<Item = &Param> {
         self.segments.iter().rev().flat_map(|segment| segment.params.iter().rev())
     }

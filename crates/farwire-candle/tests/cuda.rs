@@ -45,7 +45,7 @@ fn on_threads(ranks: usize, rank: impl Fn(Communicator) + Sync) {
     });
 }
 
-/// The losses of so many steps. Each rank makes a library of its own.
+/// The losses of `steps` steps. Each rank makes its own library.
 fn losses(make: fn() -> Box<dyn Library>, settings: &Settings, steps: usize) -> Vec<f64> {
     let (text, first) = (text(), Mutex::new(Vec::new()));
     on_threads(settings.ranks(), |comm| {

@@ -5,12 +5,12 @@
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
-/// Runs an example on `ranks` ranks; what each printed.
+/// Runs an example on `ranks` ranks, and returns what each printed.
 fn run(name: &str, ranks: usize) -> Vec<String> {
     let tests = std::env::current_exe().unwrap();
     let program: PathBuf = tests.parent().unwrap().parent().unwrap().join("examples").join(name);
     if !program.exists() {
-        // Tests chosen one by one come without the examples.
+        // A test run on its own comes without the examples.
         let arguments = ["build", "-p", "farwire-candle", "--example", name];
         assert!(Command::new(env!("CARGO")).args(arguments).status().unwrap().success());
     }
@@ -67,7 +67,7 @@ fn a_block_is_shared_by_ranks_and_learns_as_on_one() {
     }
 }
 
-/// Whoever copies the loop out of the guide copies what the test above has run.
+/// The loop that the guide shows is the one that the test above has run.
 #[test]
 fn the_guide_quotes_the_example() {
     let (guide, example) =

@@ -11,7 +11,7 @@ use farwire_train::{Group, Init};
 const WORLDS: [usize; 3] = [2, 3, 4];
 const TOLERANCE: f32 = 1e-5;
 
-/// What a layer gives and takes back, with whole tensors.
+/// What a layer computes forward and backward, as whole tensors.
 struct Outcome {
     y: Vec<f32>,
     dx: Vec<f32>,
@@ -87,7 +87,7 @@ fn on_threads(ranks: usize, rank: impl Fn(Group) + Sync) {
     });
 }
 
-/// `x·Wᵀ + b` with nothing of ours.
+/// `x·Wᵀ + b` in plain candle.
 fn dense(x: &Tensor, weight: &Tensor, bias: &Tensor) -> Result<Tensor> {
     x.matmul(&weight.t()?)?.broadcast_add(bias)
 }
@@ -119,7 +119,7 @@ fn column_parallel_is_dense() {
             let mut params = Params::from_tensors(whole.clone(), &group).unwrap();
             let layer = ColumnParallelLinear::new(&mut params, "up", 10, 24).unwrap();
             let input = Var::from_tensor(&x).unwrap();
-            // Each rank its columns of y, and of the gradient.
+            // Each rank has its columns of y, and of the gradient.
             let y = layer.forward(&input).unwrap();
             assert_eq!(y.dims(), [7, 24 / ranks]);
             let width = 24 / ranks;
@@ -177,7 +177,7 @@ fn row_parallel_is_dense() {
             let expected =
                 Outcome { y: expected.y.clone(), dx, gradients: expected.gradients.clone() };
             assert_same(&format!("{ranks} ranks"), &got, &expected);
-            // The bias is the same on every rank, so its gradient must be, too: to the bit.
+            // The bias is the same on every rank, so its gradient must be too, to the bit.
             let comm = group.communicator().unwrap();
             assert!(
                 comm.is_in_sync(&got.gradients["down.bias"]).unwrap()
@@ -187,7 +187,7 @@ fn row_parallel_is_dense() {
     }
 }
 
-/// The pair with something between, on input of three dimensions.
+/// The pair with a function in between, on input of three dimensions.
 #[test]
 fn a_column_and_row_pair_is_a_dense_mlp() {
     let (x, dy) = (random(5, &[2, 5, 10]), random(6, &[2, 5, 10]));
@@ -215,7 +215,7 @@ fn a_parallel_embedding_is_a_table() {
         let mut params = Params::from_tensors(whole.clone(), group).unwrap();
         let table = ParallelEmbedding::new(&mut params, "table", 12, 5).unwrap();
         let y = table.forward(&ids).unwrap();
-        // A table has no dx; the test's shape wants one.
+        // A table has no dx, but an outcome needs one.
         let input = Var::from_tensor(&y.zeros_like().unwrap()).unwrap();
         let y = (&y + input.as_tensor()).unwrap();
         outcome(&params.take(), &input, &y, &dy, group)

@@ -1,4 +1,4 @@
-//! Every layout trains the same model: as processes, against one process with the same batch.
+//! Every layout trains the same model: processes are compared with one process on the same batch.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -11,7 +11,7 @@ use farwire_train::{Arrays, Settings, Trainer, gpt};
 
 const STEPS: usize = 20;
 
-/// 8 layers, so that 4 stages with 2 chunks each have one; 4 heads for 4 ranks.
+/// 8 layers, so that 4 stages with 2 chunks have one per chunk; 4 heads for 4 ranks.
 fn settings() -> Settings {
     Settings {
         model: gpt::Config { layers: 8, heads: 4, width: 16, context: 8 },
@@ -26,7 +26,7 @@ fn settings() -> Settings {
 struct Run {
     gradients: Option<Arrays>,
     losses: Vec<f64>,
-    /// The gradient's length in each step, over the whole mesh.
+    /// The gradient's norm in each step, over the whole mesh.
     norms: Vec<f64>,
 }
 
@@ -45,7 +45,7 @@ fn train(comm: &Communicator, settings: Settings) -> Run {
     run
 }
 
-/// Trains in a layout, and in rank 0 compares with a run alone.
+/// Trains in a layout; rank 0 compares that with a run on one rank.
 fn same_as_alone(test: &str, layout: Settings) {
     let ranks = layout.ranks();
     let Settings { dp, tp, pp, schedule, micro_batches, .. } = layout;

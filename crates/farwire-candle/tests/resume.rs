@@ -1,4 +1,4 @@
-//! A run that was killed and goes on is the run that was not.
+//! A run that was killed and resumed is the same as one that was not.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -53,7 +53,7 @@ fn write_losses(comm: &Communicator, path: &Path, losses: &[f64]) {
     }
 }
 
-/// After a file of a checkpoint was changed on purpose.
+/// Updates the hash of a file that was changed on purpose.
 fn hash_again(folder: &Path, name: &str) {
     let bytes = std::fs::read(folder.join(name)).unwrap();
     let hash = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, &bytes);
@@ -112,8 +112,8 @@ fn a_killed_run_goes_on_bit_for_bit() {
     }
 }
 
-/// What was measured at the start is kept: a run does not depend on how fast the network is when it
-/// goes on, and pays what it owes.
+/// The codec that was measured at the start is kept: a resumed run does not depend on how fast the
+/// network is by then, and sends what it owes.
 #[test]
 fn a_run_with_a_measured_codec_goes_on_with_the_same() {
     let dir = directory("auto");
@@ -135,7 +135,7 @@ fn a_run_with_a_measured_codec_goes_on_with_the_same() {
                 };
                 let given =
                     losses(&mut Trainer::new(&Candle, &comm, settings("int8"), &text).unwrap(), 6);
-                // Whatever was chosen here, the checkpoint shall say that it was int8.
+                // Whatever was chosen here, make the checkpoint say that it was int8.
                 let mut start = Trainer::new(&Candle, &comm, settings("auto"), &text).unwrap();
                 start.save(dir, serde_json::Value::Null).unwrap();
                 if comm.rank() == 0 {
@@ -156,7 +156,7 @@ fn a_run_with_a_measured_codec_goes_on_with_the_same() {
                 let mut trainer = Trainer::new(&Candle, &comm, settings("auto"), &text).unwrap();
                 trainer.resume(dir).unwrap();
                 assert_eq!(losses(&mut trainer, 3), given[3..]);
-                // One codec or another is not the same run.
+                // A run with another codec setting is another run.
                 let mut other = Trainer::new(&Candle, &comm, settings("auto:int8"), &text).unwrap();
                 assert!(other.resume(dir).is_err());
             });
@@ -205,10 +205,10 @@ fn a_run_goes_on_in_another_layout() {
     std::fs::remove_dir_all(dir).unwrap();
 }
 
-/// In one process, for what needs no more.
+/// In one process, which is enough for this.
 #[test]
 fn checkpoints_are_refused_where_they_do_not_fit_and_old_ones_removed() {
-    // As a 64-bit float it is the same as the next.
+    // As a 64-bit float it equals the next number.
     const SEED: u64 = 1 << 53;
     let dir = directory("refused");
     let comm = farwire::local(1).unwrap().remove(0);
@@ -340,8 +340,8 @@ fn a_damaged_checkpoint_is_passed_over_for_the_one_before() {
                 }
                 let mut resumed = Trainer::new(&Candle, &comm, settings.clone(), text).unwrap();
                 assert_eq!(resumed.resume(&seen).unwrap().damaged, [""; 0], "all is well again");
-                // A run that went back writes the step again, and what was damaged is not kept for
-                // good.
+                // A run that went back writes the step again, and the damaged checkpoint is not
+                // kept for good.
                 comm.barrier().wait().unwrap();
                 if rank == 0 {
                     std::fs::write(newest.join("job.json"), "").unwrap();
@@ -370,7 +370,8 @@ fn a_damaged_checkpoint_is_passed_over_for_the_one_before() {
     std::fs::remove_dir_all(dir).unwrap();
 }
 
-/// What is in the way of a checkpoint, or was left by a run that was killed while it wrote one.
+/// With things in the way of a checkpoint, some of them left by a run that was killed while it
+/// wrote one.
 #[test]
 fn a_checkpoint_that_cannot_be_written_is_an_error_and_the_older_ones_stay() {
     let dir = directory("obstacles");
@@ -419,14 +420,14 @@ fn a_checkpoint_that_cannot_be_written_is_an_error_and_the_older_ones_stay() {
                 assert!(error.contains("precious"), "{error}");
                 let error = fresh.resume(&file).unwrap_err().to_string();
                 assert!(error.contains("precious"), "{error}");
-                // Another job that writes here.
+                // Another job is writing here.
                 let lock = std::fs::File::open(dir).unwrap();
                 only_first(&|| lock.lock().unwrap());
                 trainer.step(false).unwrap();
                 let error = trainer.save(dir, serde_json::Value::Null).unwrap_err().to_string();
                 assert!(error.contains("another job"), "{error}");
                 only_first(&|| lock.unlock().unwrap());
-                // Weights that cannot be trained further do not take the place of those that can.
+                // Weights that cannot be trained further do not replace those that can.
                 let name = trainer.params().next().unwrap().name.clone();
                 let broken: Vec<f32> =
                     trainer.weights(&name).unwrap().iter().map(|x| x * f32::INFINITY).collect();

@@ -1,5 +1,5 @@
-//! The trainer and its parts in one process: it learns, gradients travel during backward, and what
-//! gets no gradient is named.
+//! The trainer and its parts in one process: it learns, gradients travel during backward, and a
+//! parameter that gets no gradient is named.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -77,7 +77,7 @@ fn a_sharded_optimizer_takes_the_same_steps() {
             let mut trainer = Trainer::new(&Candle, &comm, settings, &text).unwrap();
             let reports: Vec<_> = (0..6).map(|_| trainer.step(false).unwrap()).collect();
             assert!(trainer.replicas_agree().unwrap());
-            // Updates count with the step after.
+            // Updates count with the next step.
             assert!(reports[1..].iter().all(|report| report.wire_bytes >= report.dense_bytes));
             let losses: Vec<u64> = reports.iter().map(|report| report.loss.to_bits()).collect();
             (losses, trainer.optimizer_elements())
@@ -166,7 +166,7 @@ fn a_parameter_without_a_gradient_is_named() {
     assert!(matches!(&error, TrainError::NoGradient(name) if name == "lost"), "{error}");
 }
 
-/// Every micro-batch's loss is told which one it is, under every schedule, and gradients add up to
+/// Under every schedule the loss gets the targets of its own micro-batch, and gradients add up to
 /// those of the mean.
 #[test]
 fn the_loss_gets_the_index_of_its_micro_batch() {
@@ -227,7 +227,7 @@ fn replicas_of_a_plain_model_start_and_stay_the_same() {
         let mut gradients = loss.sum_all().unwrap().backward().unwrap();
         replicas.average(&mut gradients).unwrap();
         assert_eq!(gradients.get(&vars[0].1).unwrap().to_vec1::<f32>().unwrap(), [2.0, 2.0]);
-        // A loss that leaves one out.
+        // A loss that leaves one variable out.
         let mut gradients = vars[1].1.sum_all().unwrap().backward().unwrap();
         let error = replicas.average(&mut gradients).unwrap_err();
         assert!(matches!(&error, TrainError::NoGradient(name) if name == "b"), "{error}");
@@ -285,7 +285,7 @@ fn weights(trainer: &Trainer) -> Vec<Vec<u32>> {
     trainer.params().map(|param| bits(trainer.weights(&param.name).unwrap())).collect()
 }
 
-/// Puts a value into some parameter of this rank; its name, and what it held before.
+/// Fills some parameter of this rank with a value. Returns its name, and what it held before.
 fn spoil(trainer: &mut Trainer, value: f32) -> (String, Vec<f32>) {
     let name = trainer.params().find(|param| param.name.ends_with("weight")).unwrap().name.clone();
     let before = trainer.weights(&name).unwrap();
@@ -362,7 +362,7 @@ fn a_skipped_step_moves_nothing_on_any_rank() {
     }
 }
 
-/// A skipped step is not one of the optimizer's, and a run that goes on knows.
+/// A skipped step does not count for the optimizer, and a resumed run knows that.
 #[test]
 fn a_run_with_a_skipped_step_goes_on_bit_for_bit() {
     let text = text();
@@ -375,7 +375,7 @@ fn a_run_with_a_skipped_step_goes_on_bit_for_bit() {
     let report = trainer.step(false).unwrap();
     trainer.set_weights(&name, &before).unwrap();
     trainer.step(false).unwrap();
-    // NaNs in what is kept beside the tensors come back as such.
+    // NaNs in the notes come back as such.
     assert!(report.norm.is_nan());
     trainer.save(&dir, serde_json::to_value(vec![report]).unwrap()).unwrap();
     let mut resumed = Trainer::new(&Candle, &comm, settings, &text).unwrap();
@@ -409,8 +409,7 @@ fn a_run_that_only_skips_ends_with_an_error() {
     });
 }
 
-/// For models of one's own: all replicas get the error, nothing has changed, and the next step
-/// works.
+/// For your own models: all replicas get the error, nothing has changed, and the next step works.
 #[test]
 fn replicas_of_a_plain_model_are_told_of_a_nan_and_go_on() {
     for codec in ["none", "topk:0.1"] {
@@ -436,7 +435,7 @@ fn replicas_of_a_plain_model_are_told_of_a_nan_and_go_on() {
             assert!(error.contains("step 2: the gradient of `b` on rank 0 is NaN"), "{error}");
             assert_eq!(gradient, [1.0; 2048], "as it was");
             average(1.0).0.unwrap();
-            // Finite, all of them; but not their sum.
+            // All are finite, but their sum is not.
             let error = average(f32::MAX).0.unwrap_err().to_string();
             assert!(error.contains("`b`"), "{error}");
             average(1.0).0.unwrap();

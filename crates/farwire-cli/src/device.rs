@@ -25,7 +25,7 @@ impl std::str::FromStr for Device {
     }
 }
 
-/// A name that is no device's.
+/// Not the name of a device.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("`{0}` is not a device; accepted: cpu, cuda")]
 pub(crate) struct UnknownDevice(String);

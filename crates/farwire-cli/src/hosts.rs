@@ -1,4 +1,4 @@
-//! How ranks are dealt out to hosts, as flags say it.
+//! How ranks are dealt out to hosts, as flags say.
 
 use std::str::FromStr;
 
@@ -7,20 +7,20 @@ use std::str::FromStr;
 pub(crate) enum HostsArg {
     /// As evenly as possible, in blocks.
     Count(u32),
-    /// So many ranks on each.
+    /// The number of ranks on each.
     Sizes(Vec<u32>),
 }
 
-/// What `--hosts` takes.
+/// Not a value of `--hosts`.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error(
-    "`{0}` does not say hosts; write their number (4), or the ranks of each with + between (3+1)"
+    "`{0}` does not name hosts; write how many there are (4), or the ranks on each, joined by + (3+1)"
 )]
 pub(crate) struct NotHosts(String);
 
 /// Ranks and hosts that do not fit.
 #[derive(Clone, Debug, thiserror::Error)]
-#[error("--hosts {hosts} does not fit {ranks} ranks; every host has one, and all ranks are on one")]
+#[error("--hosts {hosts} does not fit {ranks} ranks; each host needs a rank, and each rank a host")]
 pub(crate) struct WrongHosts {
     hosts: String,
     ranks: u32,

@@ -25,23 +25,23 @@ use tokio::time::Instant;
 pub(crate) use errors::say_error;
 use errors::{Errors, TELL_PARENT, lost_rank};
 
-/// How long the others have to find out by themselves that one has failed, and to say what they
+/// How long the other ranks have to notice by themselves that one has failed, and to say what they
 /// were doing: as long as heartbeats take.
 const FIND_OUT: Duration = Duration::from_millis(2500);
-/// How a rank ends that was told to stop, and has.
+/// Exit codes of a rank that has stopped as it was told.
 const TOLD_BY_INT: i32 = 128 + 2;
 const TOLD_BY_TERM: i32 = 128 + 15;
-/// How one ends that was told to leave, and has, while the others go on.
+/// Exit code of a rank that has left as it was told, while the others go on.
 pub(crate) const LEFT: u8 = 128 + 10;
-/// How one ends that found nobody to join, or was not let in.
+/// Exit code of a rank that found no job to join, or was not let in.
 pub(crate) const NOT_LET_IN: u8 = 69;
-/// How one ends whose job cannot go on, whoever joins: too much of it is lost.
+/// Exit code of a rank whose job cannot go on, whichever ranks join: too much of it is lost.
 pub(crate) const GIVEN_UP: u8 = 75;
-/// That of a rank whose flags or files are wrong: nobody is started in its place.
+/// Exit code of a rank whose flags or files are wrong: no other is started in its place.
 pub(crate) const MISTAKE: u8 = 2;
-/// What shells say of a program that cannot be run, or is not there.
+/// Exit codes that shells give a program that cannot be run, or is not there.
 const NO_PROGRAM: [u8; 2] = [126, 127];
-/// How long they have to end once they were asked to.
+/// How long ranks have to end once they are asked to.
 pub(crate) const GRACE: Duration = Duration::from_secs(5);
 /// How long a rank's output is read after its end.
 const LAST_WORDS: Duration = Duration::from_secs(1);
@@ -52,54 +52,59 @@ const LONGEST_LINE: u64 = 64 << 10;
 
 /// Start a command once per rank, and end all when one fails.
 ///
-/// Sets what torchrun sets (RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR,
-/// MASTER_PORT), RAYON_NUM_THREADS to this machine's cores over its ranks unless it is set, and, for
-/// jobs on this machine, a fresh FARWIRE_TOKEN and FARWIRE_JOB. Puts the rank
-/// before each line of output, passes signals on, and exits with the code of the first rank that
-/// failed. Ranks that were asked to end and have not within 5 s are killed.
+/// Sets what torchrun sets: RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and
+/// MASTER_PORT. Unless they are set already, it also sets RAYON_NUM_THREADS, to this machine's
+/// cores divided by its ranks, and, for jobs on one machine, a fresh FARWIRE_TOKEN and FARWIRE_JOB.
+///
+/// It puts the rank before each line of output, passes signals on, and exits with the code of the
+/// first rank that failed. Ranks that were asked to end and have not done so within 5 s are killed.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
-  farwire launch -n 4 -- ./my-training-program --epochs 3
-  on host 0: farwire launch -n 8 --nnodes 2 --node-rank 0 \\
-               --master 10.0.0.1:29500 -- ./my-training-program
-  on host 1: the same, with --node-rank 1 (and the same FARWIRE_TOKEN on both:
-             make one with `farwire token`; and the same --job, if more than
-             one job runs on them)")]
+  Four ranks on this machine:
+    farwire launch -n 4 -- ./my-training-program --epochs 3
+  Two machines with eight ranks each. Both need the same FARWIRE_TOKEN, which
+  `farwire token` makes, and the same --job if more than one job runs on them:
+    on host 0: farwire launch -n 8 --nnodes 2 --node-rank 0 \\
+                 --master 10.0.0.1:29500 -- ./my-training-program
+    on host 1: the same, with --node-rank 1
+  A job that goes on when ranks die:
+    farwire launch --elastic -n 4 -- farwire train --elastic")]
 pub(crate) struct Args {
-    /// Ranks on this machine.
+    /// Ranks to start on this machine.
     #[arg(short = 'n', long = "ranks", default_value = "4")]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=1024))]
     ranks: u32,
-    /// Machines, each of which runs this command.
+    /// Number of machines. Each of them runs this command.
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..))]
     nnodes: u32,
-    /// Which of them this is, from 0.
+    /// Which of the machines this is, from 0.
     #[arg(long, default_value = "0")]
     node_rank: u32,
-    /// Where rank 0 listens, as HOST:PORT; needed for more than one machine.
+    /// Where rank 0 listens, as HOST:PORT. Needed for more than one machine.
     #[arg(long, value_name = "HOST:PORT", value_parser = master)]
     master: Option<(String, u16)>,
-    /// The job's name, up to 255 bytes: ranks of another job that come to the same address are
-    /// refused. If not given: FARWIRE_JOB; else a random one on one machine, and none on several,
-    /// where jobs are then told apart by address and number of ranks alone. The same on all
-    /// machines.
+    /// The job's name, up to 255 bytes, the same on all machines. Ranks of another job that come to
+    /// the same address are refused. Default: FARWIRE_JOB; without that, a random name on one
+    /// machine, and none on several, where jobs are then told apart only by address and number of
+    /// ranks.
     #[arg(long, value_name = "NAME", value_parser = job_name)]
     job: Option<String>,
-    /// Go on when ranks die, and start others in their place (--restarts): they get FARWIRE_JOIN, the
-    /// addresses of those that live, and join there. The program must do that (`farwire train --elastic`
-    /// does, and what uses `farwire::Elastic` can). Until all ranks have come, there is nothing to join: one
-    /// that dies by then is started again as it was. When this launcher dies, only its own ranks end.
+    /// Go on when ranks die, and start others in their place (--restarts). These get FARWIRE_JOIN,
+    /// the addresses of the ranks that live, and must join there: `farwire train --elastic` does
+    /// that, and programs that use `farwire::Elastic` can. A rank that dies before all ranks have
+    /// come is started again as itself, since there is nothing to join yet. When this launcher
+    /// dies, only its own ranks end.
     #[arg(long)]
     elastic: bool,
-    /// With fewer ranks than this on this machine, and none left to start, the job ends.
+    /// End the job when fewer ranks than this are left on this machine and no other is started.
     #[arg(long, default_value = "1", requires = "elastic")]
     min: u32,
-    /// With so many ranks on all machines, nobody else is let in (FARWIRE_MAX_RANKS). If not given,
-    /// as many as want to.
+    /// Let no other rank join while there are this many on all machines (FARWIRE_MAX_RANKS).
+    /// Default: no limit.
     #[arg(long, value_name = "RANKS", requires = "elastic")]
     max: Option<u32>,
-    /// How many ranks are started in place of others, in all, on this machine.
+    /// How many ranks to start in place of others on this machine, in total.
     #[arg(long, default_value = "16", requires = "elastic")]
     restarts: u32,
     /// The command and its arguments.
@@ -144,7 +149,7 @@ fn master(text: &str) -> Result<(String, u16), String> {
 fn job_name(text: &str) -> Result<String, String> {
     match text.len() {
         1..=255 => Ok(text.to_owned()),
-        length => Err(format!("a name of {length} bytes; write 1 to 255")),
+        length => Err(format!("a name of {length} bytes is not possible; write 1 to 255")),
     }
 }
 
@@ -164,15 +169,15 @@ pub(crate) struct Job {
     pub(crate) first_rank: u32,
     pub(crate) world: u32,
     pub(crate) master: Master,
-    /// For FARWIRE_JOB; if there is none, what the environment says.
+    /// For FARWIRE_JOB; without it, the environment decides.
     pub(crate) name: Option<String>,
     pub(crate) token: Option<Token>,
     pub(crate) variables: Vec<(&'static str, String)>,
-    /// What becomes of what ranks print.
+    /// Where the output of ranks goes.
     pub(crate) output: JobOutput,
     /// How long ranks have to end by themselves.
     pub(crate) grace: Duration,
-    /// The host of each rank, if they are to take themselves for ranks on several.
+    /// The host of each rank, if ranks are to act as if on several hosts.
     pub(crate) hosts: Vec<RankHost>,
     /// Whether the job goes on when ranks die.
     pub(crate) elastic: Option<ElasticJob>,
@@ -181,30 +186,30 @@ pub(crate) struct Job {
 /// How a job goes on when ranks die.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct ElasticJob {
-    /// With fewer ranks than this on this machine, it does not.
+    /// With fewer ranks than this on this machine, the job ends.
     pub(crate) min: u32,
-    /// Ranks that are started in place of others, in all.
+    /// Ranks that are started in place of others, in total.
     pub(crate) restarts: u32,
 }
 
-/// Where a rank is, or takes itself to be.
+/// The host that a rank is on, or acts as if on.
 #[derive(Debug)]
 pub(crate) struct RankHost {
     pub(crate) number: u64,
-    /// What the rank calls it, if not by the machine's name.
+    /// The host's name, if not the machine's.
     pub(crate) name: Option<String>,
-    /// If the host has a network of its own.
+    /// The network namespace, if the host has one of its own.
     pub(crate) namespace: Option<PathBuf>,
 }
 
-/// What becomes of what ranks print.
+/// Where the output of ranks goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum JobOutput {
     /// Line by line, with the rank before each.
     Marked,
     /// Line by line.
     Plain,
-    /// It is theirs: a rank may draw on the terminal.
+    /// Straight to this process's output: a rank may draw on the terminal.
     Theirs,
 }
 
@@ -250,7 +255,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, LaunchError> {
     .run()
 }
 
-/// Where this job's ranks leave their flight records, unless the user has said; empty for nowhere.
+/// Where this job's ranks leave their flight records, unless the user has chosen a folder; empty
+/// for nowhere.
 fn flight_folder() -> Option<PathBuf> {
     if std::env::var_os("FARWIRE_FLIGHT_DIR").is_some() {
         return None;
@@ -265,14 +271,14 @@ fn flight_folder() -> Option<PathBuf> {
     }
 }
 
-/// A port of loopback for rank 0, which nobody else gets while the job runs.
+/// A port of loopback for rank 0, which no other process gets while the job runs.
 pub(crate) fn hold_port() -> Result<Master, LaunchError> {
     let held = HeldPort::any();
     held.map(Master::Held)
         .map_err(|source| LaunchError::System { what: "could not find a free port", source })
 }
 
-/// A name for a job that no other has.
+/// A name that no other job has.
 pub(crate) fn random_name() -> String {
     Token::generate().reveal()[3..19].to_owned()
 }
@@ -291,7 +297,7 @@ impl Wishes {
             interrupted: signal(SignalKind::interrupt())?,
             terminated: signal(SignalKind::terminate())?,
             quit: signal(SignalKind::quit())?,
-            // Under nohup it stays ignored.
+            // Under nohup this signal stays ignored.
             hung_up: if is_hangup_ignored() { None } else { Some(signal(SignalKind::hangup())?) },
         })
     }
@@ -306,7 +312,7 @@ impl Wishes {
         tokio::select! {
             _ = self.interrupted.recv() => Signal::INT,
             _ = self.terminated.recv() => Signal::TERM,
-            // Ctrl-\, which would leave what ranks have started behind.
+            // Ctrl-\, which would leave behind what ranks have started.
             _ = self.quit.recv() => Signal::TERM,
             _ = hung_up => Signal::HUP,
         }
@@ -324,20 +330,20 @@ fn is_hangup_ignored() -> bool {
 /// What a launcher has started.
 struct Crew<'a> {
     job: &'a Job,
-    /// How far they are with finding each other.
+    /// How far the ranks are with finding each other.
     beginning: Beginning,
-    /// In the order in which they were started; a rank that is started again keeps its place. A rank
-    /// that has ended is reaped when all have, or when the job goes on without it: until then its
-    /// process id is not used again, and signals go where they should.
+    /// In the order in which ranks were started; a rank that is started again keeps its place. A
+    /// rank that has ended is reaped when all have, or when the job goes on without it. Until then
+    /// its process id is not used again, so signals reach the right processes.
     pids: Vec<Option<Pid>>,
     children: Vec<Child>,
     ports: Vec<OwnPort>,
-    /// The numbers of those that have not ended.
+    /// The numbers of ranks that have not ended.
     alive: BTreeSet<u32>,
-    /// Their ends.
+    /// The ends of ranks.
     running: JoinSet<(u32, io::Result<WaitIdStatus>, LastLines)>,
     said: Errors,
-    /// Where they leave their flight records.
+    /// Where ranks leave their flight records.
     records: Option<PathBuf>,
     output: Arc<tokio::sync::Mutex<tokio::io::Stdout>>,
     errors: Arc<tokio::sync::Mutex<tokio::io::Stderr>>,
@@ -369,8 +375,8 @@ impl<'a> Crew<'a> {
         Ok(())
     }
 
-    /// Starts one that joins those that live. Some of these may be dead as well, which is not known
-    /// yet.
+    /// Starts a rank that joins those that live. Some of these may be dead as well, which is not
+    /// known yet.
     fn start_another(&mut self) -> Result<(), LaunchError> {
         let new = self.job.number_at(self.pids.len());
         let there = self.alive.iter().filter_map(|rank| self.job.index_of(*rank));
@@ -378,7 +384,7 @@ impl<'a> Crew<'a> {
         self.start(new, OwnPort::held()?, Some(there))
     }
 
-    /// Starts a rank, which may join those at these ports.
+    /// Starts a rank, which joins those at these ports, if there are any.
     fn start(
         &mut self,
         rank: u32,
@@ -403,7 +409,7 @@ impl<'a> Crew<'a> {
         let complained = tokio::spawn(pass_on(stderr, errors, prefix, last.clone()));
         self.running.spawn(async move {
             let status = ended(pid).await;
-            // Its output is read to the end; but something that it started may hold that open for
+            // Its output is read to the end, but a process that it started may hold it open for
             // ever.
             let all = async { (printed.await, complained.await) };
             let _ = tokio::time::timeout(LAST_WORDS, all).await;
@@ -421,7 +427,7 @@ impl<'a> Crew<'a> {
         Ok(())
     }
 
-    /// Reaps one that has ended: a job may lose many in its time, and should keep nothing of them.
+    /// Reaps a rank that has ended: a job may lose many over time, and should keep nothing of them.
     async fn part_with(&mut self, rank: u32) {
         self.said.show(self.job.ranks);
         self.said.sockets.retain(|(other, _)| *other != rank);
@@ -464,7 +470,7 @@ impl Job {
                 wish = wishes.next() => {
                     crew.tell(wish);
                     asked_to_end = true;
-                    // A second wish does not postpone what follows from the first.
+                    // A second signal does not postpone what follows from the first.
                     let kill = Instant::now() + self.grace;
                     let planned = next.filter(|(_, signal)| *signal == Signal::KILL);
                     next = Some((planned.map_or(kill, |(due, _)| due.min(kill)), Signal::KILL));
@@ -500,13 +506,14 @@ impl Job {
                 continue;
             }
             let is_first = |rank: &u32| self.index_of(*rank) < Some(self.ranks as usize);
-            // They get to know each other, and each waits for all: none has done anything yet. (On
-            // several hosts others may be further than is known here.)
+            // The ranks are meeting: each waits for all, and none has done anything yet. (With
+            // several hosts, others may be further than is known here.)
             let is_meeting = !self.is_on_several()
                 && crew.beginning.has_met()
                 && crew.alive.iter().any(|rank| is_first(rank) && !crew.beginning.has_seen(*rank));
             let has_begun = crew.beginning.has_come() && !is_meeting;
-            // With nobody left who is part of the group, or is about to be, nobody is let in any more.
+            // With no rank left that is part of the group, or about to be, none can be let in any
+            // more.
             let is_in = |rank: &u32| is_first(rank) || crew.beginning.has_seen(*rank);
             let is_job = !has_begun || self.is_on_several() || crew.alive.iter().any(is_in);
             if !is_job && !crew.alive.is_empty() {
@@ -525,11 +532,11 @@ impl Job {
             let told = matches!(status.exit_status(), Some(TOLD_BY_INT | TOLD_BY_TERM));
             let is_lost = status.exit_status() == Some(GIVEN_UP.into());
             if !died || told || is_lost {
-                restarts = 0; // the job comes to its end, and lets nobody in any more
+                restarts = 0; // the job is ending, and lets no more ranks in
                 is_ending = true;
             }
             let goes_on = died && !told && !is_lost && !asked_to_end && failed.is_empty();
-            // Where none of this machine's ranks lives, others may, and rank 0 knows them.
+            // If no rank of this machine is alive, those of others may be, and rank 0 knows them.
             if let Some(ElasticJob { min, .. }) = self.elastic.filter(|_| goes_on)
                 && (!has_begun || !crew.alive.is_empty() || self.is_on_several())
             {
@@ -537,7 +544,7 @@ impl Job {
                     || format!("exit status {}", status.exit_status().unwrap_or(-1)),
                     |signal| format!("signal {signal}"),
                 );
-                // What was wrong with how it was started is wrong for any other, too.
+                // A mistake in how it was started would be one for any other, too.
                 let is_mistake = status.exit_status().is_some_and(|status| {
                     [MISTAKE].iter().chain(&NO_PROGRAM).any(|mistake| status == i32::from(*mistake))
                 });
@@ -571,14 +578,15 @@ impl Job {
                     };
                     match started {
                         Ok(()) => continue,
-                        Err(error) => eprintln!("farwire: started no other in its place: {error}"),
+                        Err(error) => eprintln!("farwire: could not start another: {error}"),
                     }
                 }
                 if has_begun && is_job && crew.alive.len() >= min as usize {
                     continue;
                 }
             }
-            // One that was to take the place of another may come too late, and say so, or be told.
+            // A rank that was to take the place of another may come too late, and say so, or be
+            // told.
             let came_late = is_ending
                 && (!told || !crew.beginning.has_seen(rank))
                 && self.index_of(rank) >= Some(self.ranks as usize);
@@ -611,7 +619,7 @@ impl Job {
             eprintln!("farwire: a rank was told to stop, and told the others; all have ended");
             return Ok(ExitCode::from(code(status)));
         }
-        // Where all that failed say the same, it does not matter who was first.
+        // If all that failed say the same, it does not matter which was first.
         let is_explained =
             said.shown.len() == 1 && said.said.iter().any(|(other, _)| other == rank);
         // Its peers may have failed because of a rank that has not failed itself.
@@ -637,7 +645,7 @@ impl Job {
         }
         if let Some(lost) = lost.filter(|_| !asked_to_end) {
             let what = match status_of(&lost) {
-                None => "it does not run on this machine; look at its own launcher".to_owned(),
+                None => "it does not run on this machine; see its launcher's output".to_owned(),
                 Some(status) if stopped.contains(&lost) => {
                     format!("it was stopped, by SIGSTOP or a debugger, and then ended ({status})")
                 }
@@ -648,7 +656,7 @@ impl Job {
         Ok(ExitCode::from(code(status)))
     }
 
-    /// Ranks share the cores: more threads of candle than that would only wait for each other. What
+    /// Ranks share the cores: more threads of candle would only wait for each other. A value that
     /// the user has set stays.
     fn threads(&self) -> Option<(&'static str, String)> {
         const THREADS: &str = "RAYON_NUM_THREADS";
@@ -657,7 +665,7 @@ impl Job {
         std::env::var_os(THREADS).is_none().then(|| (THREADS, share.to_string()))
     }
 
-    /// Where a rank listens. In an elastic job this launcher has to know, to tell others.
+    /// Where a rank listens. In an elastic job this launcher has to know, to tell other ranks.
     fn port_of(&self, rank: u32) -> Result<OwnPort, LaunchError> {
         match self.elastic {
             _ if rank == 0 => Ok(OwnPort::Master),
@@ -685,8 +693,8 @@ impl Job {
         self.world > self.ranks
     }
 
-    /// The number by which a rank of this machine is known, of all that were ever started here: no
-    /// other launcher of the job gives it to one of its own.
+    /// The number of the rank that was started on this machine as its `index`-th. No other launcher
+    /// of the job gives that number to a rank of its own.
     fn number_at(&self, index: usize) -> u32 {
         let (index, nodes) = (index as u32, self.world / self.ranks);
         match index.checked_sub(self.ranks) {
@@ -695,7 +703,7 @@ impl Job {
         }
     }
 
-    /// Which of all that were ever started here has a number; none if another launcher's has.
+    /// Which of all ranks ever started here has a number; `None` if it is another launcher's.
     fn index_of(&self, number: u32) -> Option<usize> {
         let index = match number.checked_sub(self.world) {
             None => number.checked_sub(self.first_rank)?,
@@ -704,8 +712,8 @@ impl Job {
         (self.number_at(index as usize) == number).then_some(index as usize)
     }
 
-    /// By which addresses a rank that is started later finds the job: those of this machine's ranks,
-    /// and that of rank 0.
+    /// The addresses by which a rank that is started later finds the job: those of this machine's
+    /// ranks, and that of rank 0.
     fn addresses(&self, ports: &[u16]) -> Vec<String> {
         let (host, master) = match &self.master {
             Master::Held(_) => (Ipv4Addr::LOCALHOST.to_string(), None),
@@ -731,7 +739,7 @@ impl Job {
         ranks.filter(|(_, pid)| pid.is_some_and(is_stopped)).map(|(rank, _)| rank).collect()
     }
 
-    /// Starts a rank; and where its output is its own, what its error comes by.
+    /// Starts a rank. If its output is its own, also returns the socket on which its error comes.
     fn start(
         &self,
         place: &RankPlace<'_>,
@@ -746,7 +754,7 @@ impl Job {
             Master::Given(host, port) => (&host[..], *port, None),
             Master::Held(held) => ("127.0.0.1", held.port(), Some(held.variable())),
         };
-        // By way of this program, which ties it to the launcher's life: see `become_rank`.
+        // Through this program, which ties it to the launcher's life: see `become_rank`.
         let stdio =
             || if self.output == JobOutput::Theirs { Stdio::inherit() } else { Stdio::piped() };
         let mut command = Command::new("/proc/self/exe");
@@ -784,7 +792,7 @@ impl Job {
             .envs(join.as_ref().map(|ports| ("FARWIRE_JOIN", self.addresses(ports).join(","))))
             .stdout(stdio())
             .stderr(stdio())
-            // A group of its own, so that signals reach what it starts, too.
+            // A process group of its own, so that signals reach what it starts, too.
             .process_group(0)
             .kill_on_drop(true);
         if let Some(token) = &self.token {
@@ -803,18 +811,18 @@ impl Job {
     }
 }
 
-/// What one process of a job is told apart from the others.
+/// What one process of a job is told, unlike the others.
 struct RankPlace<'a> {
     rank: u32,
     local_rank: u32,
     port: &'a OwnPort,
-    /// The ports of those that it is to join; none if it is there from the start.
+    /// The ports of the ranks that it is to join; `None` if it is there from the start.
     join: Option<Vec<u16>>,
     beginning: &'a Beginning,
 }
 
-/// The address by which others reach this machine: that of its way to `host`, to which nothing is
-/// sent.
+/// The address by which others reach this machine: the one from which it would reach `host`.
+/// Nothing is sent there.
 fn own_address(host: &str, port: u16) -> String {
     let way = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0))
         .and_then(|socket| socket.connect((host, port)).map(|()| socket))
@@ -826,7 +834,7 @@ fn own_address(host: &str, port: u16) -> String {
     way.map_or_else(|_| Ipv4Addr::LOCALHOST.to_string(), |way| way.ip().to_string())
 }
 
-/// A host and a port as one reads them.
+/// A host and a port as text.
 fn address(host: &str, port: u16) -> String {
     if host.contains(':') && !host.starts_with('[') {
         format!("[{host}]:{port}")
@@ -840,7 +848,7 @@ fn address(host: &str, port: u16) -> String {
 enum OwnPort {
     /// At any port that it gets.
     Any,
-    /// Where all look for rank 0.
+    /// Where all ranks look for rank 0.
     Master,
     /// At a port that is kept free for it.
     Held(HeldPort),
@@ -854,12 +862,12 @@ impl OwnPort {
     }
 }
 
-/// How many go.
+/// `1 goes`, or `2 go`.
 fn go(ranks: usize) -> String {
     if ranks == 1 { "1 goes".to_owned() } else { format!("{ranks} go") }
 }
 
-/// The code to exit with: the rank's own, or 128 and the signal that ended it, as shells do.
+/// The code to exit with: the rank's own, or 128 plus the signal that ended it, as shells do.
 fn code(status: ExitStatus) -> u8 {
     use std::os::unix::process::ExitStatusExt;
     let code = status.code().or_else(|| status.signal().map(|signal| 128 + signal));
@@ -879,7 +887,7 @@ fn tell(pids: &[Option<Pid>], signal: Signal) {
     }
 }
 
-/// Waits until a process has ended, and leaves it to be reaped.
+/// Waits until a process has ended, without reaping it.
 async fn ended(pid: Pid) -> io::Result<WaitIdStatus> {
     let mut some_child_ended = signal(SignalKind::child())?;
     loop {
@@ -907,8 +915,8 @@ async fn pass_on(
         }
         let text = [prefix.as_bytes(), &line].concat();
         {
-            // To the end before another may write, so that lines of several ranks do not mix. If
-            // nobody reads any more, the rank still runs to its end.
+            // Written to the end before another may write, so that lines of several ranks do not
+            // mix. If nobody reads any more, the rank still runs to its end.
             let mut to = to.lock().await;
             let _ = to.write_all(&text).await;
             let _ = to.flush().await;
@@ -925,7 +933,7 @@ async fn pass_on(
 /// Become a rank's command: what `farwire launch` starts.
 #[derive(Debug, clap::Args)]
 pub(crate) struct BecomeArgs {
-    /// The process that this one belongs to.
+    /// The process id of the launcher that this process belongs to.
     launcher: i32,
     /// The network namespace to move to first.
     #[arg(long)]
@@ -934,8 +942,8 @@ pub(crate) struct BecomeArgs {
     command: Vec<OsString>,
 }
 
-/// Has the system kill this process when the launcher dies, however it dies, and becomes the
-/// command, for which that stays so. (Not for processes that the command starts.)
+/// Makes the system kill this process when the launcher dies, however it dies, and becomes the
+/// command, to which that still applies. (It does not apply to processes that the command starts.)
 pub(crate) fn become_rank(args: &BecomeArgs) -> Result<ExitCode, LaunchError> {
     let system = |source: rustix::io::Errno| LaunchError::System {
         what: "could not tie a rank to its launcher",

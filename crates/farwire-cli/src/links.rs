@@ -50,7 +50,7 @@ impl fmt::Display for LinkArg {
 pub(crate) struct Links(Vec<(&'static str, u64)>);
 
 impl Links {
-    /// Of all ranks, which all ask.
+    /// The pairs of all ranks. All ranks must call this.
     pub(crate) fn of(comm: &Communicator) -> Result<Self, Error> {
         let mine = comm.flight().links;
         let count = |name| mine.iter().flatten().filter(|link| *link == name).count() as u64;

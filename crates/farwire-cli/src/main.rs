@@ -37,7 +37,8 @@ enum Command {
     Netlab(Box<netlab::Args>),
     Sim(sim::Args),
     Train(Box<train::Args>),
-    /// Print a new cluster token: the only secret of a cluster, for FARWIRE_TOKEN.
+    /// Print a new cluster token, for FARWIRE_TOKEN: the one secret that all machines of a cluster
+    /// share.
     Token,
 }
 
@@ -47,7 +48,7 @@ fn main() -> ExitCode {
         .with_env_filter(log.unwrap_or_else(|_| "warn".into()))
         .with_writer(std::io::stderr)
         .without_time()
-        // A log that nobody reads any more is no reason to panic.
+        // Do not panic when nobody reads the log any more.
         .log_internal_errors(false)
         .init();
     let result: Result<ExitCode, Box<dyn Error>> = match Cli::parse().command {

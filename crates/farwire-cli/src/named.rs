@@ -18,8 +18,8 @@ where
 pub(crate) fn codec_help(more: &str) -> String {
     format!(
         "How gradients are compressed on the wire, with error feedback. {more}\n\n\
-         `auto` measures first, for a second, and takes bf16 or int8 for vectors for which that is \
-         faster than none; `auto:topk:0.01` does so with that codec.\n\n{}",
+         `auto` first measures, for about a second, and then takes bf16 or int8 for those vectors for \
+         which that is faster than none. `auto:topk:0.01` does so with that codec.\n\n{}",
         farwire::CodecSpec::help()
     )
 }

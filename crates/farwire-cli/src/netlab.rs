@@ -19,11 +19,14 @@ use crate::units::{rate, share, size, time};
 
 /// Run a command on several hosts joined by a slow, long or lossy network, all on this machine.
 ///
-/// Each host is a network namespace with one device (far0, addresses 10.77.0.1, 10.77.0.2, …); a
-/// relay in this process carries packets between them and makes the network as bad as asked for.
-/// The command runs once on each, or as often as --ranks-per-host says, with what `farwire launch`
-/// would set: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and FARWIRE_TOKEN, so farwire programs just
-/// work; and FARWIRE_HOST, so that they share memory with those of their host alone. GLOO_SOCKET_IFNAME is set for torch. Needs root on Linux. Nothing stays behind, however it ends.
+/// Each host is a network namespace with one device (far0, with addresses 10.77.0.1, 10.77.0.2, …).
+/// A relay in this process carries packets between them, and makes the network as bad as asked for.
+/// Needs root on Linux. Nothing stays behind, however it ends.
+///
+/// The command runs once on each host, or as often as --ranks-per-host says. It gets the variables
+/// that `farwire launch` sets: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT and FARWIRE_TOKEN, so
+/// farwire programs just work. It also gets FARWIRE_HOST, so that ranks share memory only within
+/// their host, and GLOO_SOCKET_IFNAME, for torch.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -34,7 +37,7 @@ Examples:
     farwire netlab --rate 40mbit --down-rate 250mbit --delay 10ms --jitter 5ms \\
       -- farwire bench all_reduce --size 8MiB --codec topk:0.01
   Four hosts with two ranks each:
-    farwire netlab --hosts 4 --ranks-per-host 2 --rate 1gbit \
+    farwire netlab --hosts 4 --ranks-per-host 2 --rate 1gbit \\
       -- farwire bench all_reduce --size 100MB
   A mobile link that loses packets in bursts of ten:
     farwire netlab --rate 50mbit --delay 30ms --loss 1% --burst 10 -- COMMAND
@@ -51,67 +54,66 @@ Examples:
 
 --delay is one way: a round trip takes twice as long.")]
 pub(crate) struct Args {
-    /// How many hosts.
+    /// Number of hosts.
     #[arg(long, default_value = "2", value_parser = clap::value_parser!(u32).range(1..=254))]
     hosts: u32,
-    /// Ranks on each. They share the host's network, and memory.
+    /// Ranks on each host. They share its network and memory.
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..=64))]
     ranks_per_host: u32,
-    /// Rate at which a host can send: 200mbit, 25MB/s. Default: no limit.
+    /// Rate at which a host can send, such as 200mbit or 25MB/s. Default: no limit.
     #[arg(long, value_parser = rate)]
     rate: Option<f64>,
     /// Rate at which a host can receive. Default: the same as --rate.
     #[arg(long, value_parser = rate)]
     down_rate: Option<f64>,
-    /// How long a packet travels, one way: 50ms.
+    /// How long a packet travels, one way, such as 50ms.
     #[arg(long, default_value = "0", value_parser = time)]
     delay: Duration,
-    /// Up to this much is added to each packet's delay, without changing the order.
+    /// Random extra delay of each packet, up to this much. The order does not change.
     #[arg(long, default_value = "0", value_parser = time)]
     jitter: Duration,
     /// Size of the queue in front of the bottleneck, as a time (100ms) or in bytes (256KiB).
     #[arg(long, default_value = "100ms", value_parser = queue)]
     queue: Queue,
-    /// Share of packets lost: 0.1%. Each is lost by itself unless --burst is given.
+    /// Share of packets lost, such as 0.1%. Each is lost independently, unless --burst is given.
     #[arg(long, default_value = "0", value_parser = share)]
     loss: f64,
-    /// Packets that --loss takes in a row, on average.
+    /// How many packets --loss drops in a row, on average.
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..))]
     burst: u32,
-    /// Share of packets that arrive out of order: 1%.
+    /// Share of packets that arrive out of order, such as 1%.
     #[arg(long, default_value = "0", value_parser = share)]
     reorder: f64,
-    /// Share of packets that arrive twice: 1%.
+    /// Share of packets that arrive twice, such as 1%.
     #[arg(long, default_value = "0", value_parser = share)]
     duplicate: f64,
     /// Packets with more bytes than this vanish, without the ICMP message that would say so.
     #[arg(long, value_parser = clap::value_parser!(u32).range(68..=1500))]
     mtu: Option<u32>,
     /// A time, counted from the start, in which nothing arrives: 5s..8s, or 5s.. without end. May
-    /// be given several times.
+    /// be repeated.
     #[arg(long, value_parser = outage)]
     outage: Vec<Outage>,
-    /// A time in which some hosts are cut off from the others: 0,1@5s..20s. May be given several
-    /// times.
+    /// A time in which some hosts are cut off from the others: 0,1@5s..20s. May be repeated.
     #[arg(long, value_parser = partition)]
     partition: Vec<Partition>,
-    /// A time in which nothing arrives that some hosts send, while they still hear the others:
-    /// 2@5s..20s. May be given several times.
+    /// A time in which nothing that some hosts send arrives, while they still hear the others:
+    /// 2@5s..20s. May be repeated.
     #[arg(long, value_name = "HOSTS@TIME", value_parser = partition)]
     mute: Vec<Partition>,
-    /// A FIFO or file from which lines are read that cut the network at once: `cut 3,4 5s`, or `mute 2
-    /// 5s`.
+    /// A FIFO or file with commands, one per line, that take effect at once: `cut 3,4 5s` cuts
+    /// hosts 3 and 4 off for 5 s, `mute 2 5s` drops what host 2 sends for 5 s.
     #[arg(long, value_name = "FILE")]
     control: Option<PathBuf>,
-    /// A host that can call others but not be called, as behind NAT or a firewall: its number. May
-    /// be given several times.
+    /// Number of a host that can call others but not be called, as behind NAT or a firewall. May be
+    /// repeated.
     #[arg(long, value_name = "HOST")]
     hidden: Vec<usize>,
     /// Random seed for loss, jitter and the rest.
     #[arg(long, default_value = "1")]
     seed: u64,
-    /// Write what became of the packets here, as one JSON object, and what the relay used of a
-    /// core.
+    /// Write one JSON object to this file: what became of the packets, and the CPU time of the
+    /// relay.
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
     /// The command and its arguments.
@@ -155,7 +157,7 @@ impl Json {
     }
 }
 
-/// Hosts of one rank that share a core before they are told that they do.
+/// How many hosts with one rank each may share a core before their ranks are told that they do.
 const CROWD: usize = 4;
 /// In a namespace of its own, any port is free.
 const PORT: u16 = 29500;
@@ -184,7 +186,7 @@ fn partition(text: &str) -> Result<Partition, String> {
     Ok(Partition { side: side.map_err(|_| wrong())?, time, one_way: false })
 }
 
-/// Cuts the network as the lines of a file say.
+/// Cuts the network as the lines of a file say, when they come.
 fn follow(path: &Path, hosts: usize, cuts: &Sender<Cut>) -> io::Result<()> {
     for line in BufReader::new(File::open(path)?).lines() {
         match cut(&line?).filter(|cut| cut.side.iter().all(|host| *host < hosts)) {
@@ -246,7 +248,7 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, NetlabError> {
     let lab = Lab::new(args.hosts as usize, &args.impairments(), args.seed)?;
     if let Some(path) = args.control.clone() {
         let (cuts, hosts) = (lab.cuts(), args.hosts as usize);
-        // It may wait for somebody to write for as long as this process lives.
+        // It may wait for a writer as long as this process lives.
         std::thread::spawn(move || {
             if let Err(error) = follow(&path, hosts, &cuts) {
                 eprintln!("farwire: --control {}: {error}", path.display());
@@ -261,8 +263,9 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, NetlabError> {
         variables.push(("FARWIRE_LINK", "quic".to_owned()));
     }
     let ranks = args.hosts * args.ranks_per_host;
-    // Hosts have names of their own, as on a real network. But many with one rank each have one name,
-    // so that all know that they share the machine's cores, and have more patience with each other.
+    // Hosts have names of their own, as on a real network. But if there are many with one rank
+    // each, all have the machine's name: then ranks know that they share its cores, and have more
+    // patience with each other.
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let is_crowded = args.hosts as usize > CROWD * cores;
     let is_named = args.ranks_per_host > 1 || !is_crowded;

@@ -33,9 +33,9 @@ use speeds::{Speeds, SpeedsError};
 /// Runs of more than this many bytes, all ranks together, carry lengths only, and the result is
 /// checked on a short vector.
 const CARRY_AT_MOST: usize = 256 << 20;
-/// Elements of that short vector, per rank and besides.
+/// Elements of that short vector: for each rank, and in addition.
 const SHORT_VECTOR: (usize, usize) = (3, 1007);
-/// Elements per frame of that run, so that it takes several per lane like the long one.
+/// Elements per frame of that run, so that it takes several frames per lane, like the long run.
 const SHORT_SEGMENT: NonZeroUsize = NonZeroUsize::new(5).expect("five is not zero");
 /// Ranks whose activity is drawn, and how wide.
 const DRAWN_RANKS: usize = 16;
@@ -43,9 +43,10 @@ const DRAWN_WIDTH: u32 = 60;
 
 /// Run one operation on a simulated network, in virtual time.
 ///
-/// Shows how long it would take, what each rank sends, and how near that is to the least possible.
-/// The protocol is the real one; the network is a model in which every rank, or with --hosts every
-/// host, has one full-duplex interface. The same flags and seed give the same run on any machine.
+/// Shows how long the operation would take, how near that is to the least possible time, and what
+/// each rank sends. The protocol is the real one. The network is a model in which every rank, or
+/// with --hosts every host, has one full-duplex interface. The same flags and seed give the same
+/// run on any machine.
 #[derive(Debug, clap::Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
 #[command(after_help = "\
@@ -59,53 +60,55 @@ Examples:
   farwire sim all_reduce --ranks 64 --json      one object, for scripts
   farwire sim all_reduce --codec topk:0.01 --speeds speeds.json --cores 2
                                                 on machines like this one
-  farwire sim chaos --schedules 100000          who is in a group, under faults")]
+  farwire sim chaos --schedules 100000          group membership under faults")]
 pub(crate) struct Args {
-    /// What to run.
+    /// The operation to run.
     #[arg(value_name = "OP", required = true, value_parser = named::<Kind, _>(Kind::ALL.map(Kind::name)))]
     op: Option<Kind>,
     #[command(subcommand)]
     other: Option<Other>,
-    /// How many ranks.
+    /// Number of ranks.
     #[arg(short = 'n', long, default_value = "8", value_parser = clap::value_parser!(u32).range(1..=1024))]
     ranks: u32,
-    /// Bytes of the vector, as 64MiB, 100MB or 512: each rank's own for reductions, scans,
-    /// broadcast and messages; all blocks together for gathers, scatters and all_to_all.
+    /// Bytes of the vector, such as 64MiB, 100MB or 512. For reductions, scans, broadcast and
+    /// messages: of each rank's own vector. For gathers, scatters and all_to_all: of all blocks
+    /// together.
     #[arg(short, long, default_value = "100MB", value_parser = units::size)]
     size: usize,
-    /// On how many hosts they are: 4, or 3+1 for the ranks of each. Ranks of a host share its
-    /// interface, and have fast links to each other.
+    /// Hosts of the ranks: 4 for four hosts, or 3+1 for three ranks on one host and one on another.
+    /// Ranks of a host share its interface, and have fast links to each other.
     #[arg(long)]
     hosts: Option<HostsArg>,
-    /// What each rank (with --hosts, each host) can send, and receive, as 1gbit, 100mbit or 125MB/s.
+    /// What each rank (with --hosts, each host) can send, and also receive, such as 1gbit, 100mbit
+    /// or 125MB/s.
     #[arg(short, long, default_value = "1gbit", value_parser = units::rate)]
     bandwidth: f64,
-    /// From one rank to another, one way, as 20ms or 50us.
+    /// Time from one rank to another, one way, such as 20ms or 50us.
     #[arg(short, long, default_value = "20ms", value_parser = units::time)]
     latency: Duration,
-    /// Up to this much is added to each frame's latency, at random.
+    /// Random extra latency of each frame, up to this much.
     #[arg(long, default_value = "0", value_parser = units::time)]
     jitter: Duration,
-    /// The share of packets lost and sent again, as 0.1% or 0.001, up to 90%.
+    /// Share of packets that are lost and sent again, such as 0.1% or 0.001; up to 90%.
     #[arg(long, default_value = "0", value_parser = units::share)]
     loss: f64,
     /// How to move the data; chosen from size, ranks and network if not given.
     #[arg(short, long, value_parser = named::<Algorithm, _>(Algorithm::ALL.map(Algorithm::name)))]
     algorithm: Option<Algorithm>,
-    /// How gradients are compressed on the wire, for all_reduce of f32: their lengths travel. Codecs
-    /// that send shards, as int8, topk:0.01 or randk:0.01.
+    /// How gradients are compressed on the wire, for all_reduce of f32. Only the lengths of
+    /// messages are simulated. Takes codecs that send shards, such as int8, topk:0.01 or
+    /// randk:0.01.
     #[arg(long, default_value = "none")]
     codec: CodecSpec,
-    /// What work costs, so that the time is one that real machines would take: lines that `farwire
-    /// bench codec --json` has printed, `bench all_reduce --json` over a network, and `bench barrier
-    /// --json`, and that `netlab --json` has written. Without it, work takes no time.
+    /// A file that says what work costs on real machines: lines that `farwire bench codec --json`,
+    /// `bench all_reduce --json` over a network and `bench barrier --json` have printed, and that
+    /// `netlab --json` has written. Without it, work takes no time.
     #[arg(long, value_name = "FILE")]
     speeds: Option<PathBuf>,
-    /// Cores that all ranks share, as the hosts of `farwire netlab` do. Without it, there are always
-    /// enough.
+    /// Cores that all ranks share, as the hosts of `farwire netlab` do. Default: always enough.
     #[arg(long, requires = "speeds", conflicts_with = "host_cores")]
     cores: Option<NonZeroUsize>,
-    /// Cores that each host has for its ranks; without --hosts, each rank.
+    /// Cores of each host, for its ranks; without --hosts, of each rank.
     #[arg(long, requires = "speeds")]
     host_cores: Option<NonZeroUsize>,
     /// Element type.
@@ -120,24 +123,25 @@ pub(crate) struct Args {
     /// Bytes per frame.
     #[arg(long, default_value = "64KiB", value_parser = units::size)]
     segment: usize,
-    /// Bytes of one stream that may be on their way or unread.
+    /// Bytes of one stream that may be under way or unread.
     #[arg(long, default_value = "8MiB", value_parser = units::size)]
     window: usize,
-    /// Kill a rank as it is about to take a step (submit, send a frame, take a frame), counted from
+    /// Kill a rank just before one of its steps (submit, send a frame, take a frame), counted from
+    /// 0. May be repeated.
     /// 0. May be repeated.
     #[arg(long, value_name = "RANK@STEP", value_parser = crash)]
     crash: Vec<(u32, u64)>,
-    /// How long after it falls silent a rank is taken for lost.
+    /// How long a rank must be silent before it is taken for lost.
     #[arg(long, default_value = "2s", value_parser = units::time)]
     detection: Duration,
-    /// Where all randomness comes from.
+    /// Random seed.
     #[arg(long, default_value = "0")]
     seed: u64,
-    /// Skip the second run, which checks the result where the vector is too long to carry. In a
-    /// world of many ranks it takes as long as the first.
+    /// Skip the second run, which checks the result on a short vector when the full one is too long
+    /// to carry. With many ranks it takes as long as the first.
     #[arg(long)]
     unchecked: bool,
-    /// Print one JSON object rather than words.
+    /// Print one JSON object instead of text.
     #[arg(long)]
     json: bool,
 }
@@ -153,7 +157,7 @@ impl Args {
         self.op.expect("it is required where there is no subcommand")
     }
 
-    /// What the codec does, and how fast; none if vectors travel as they are.
+    /// What the codec does, and how fast; `None` if vectors are not compressed.
     fn coding(
         &self,
         speeds: Option<&Speeds>,
@@ -200,7 +204,7 @@ pub(crate) enum SimError {
     #[error(transparent)]
     Call(#[from] CallError),
     #[error(
-        "the run came to no end; unless the network is slower than time can be counted, please report it: {0}"
+        "the run did not end; unless the network is slower than time can be counted, please report it: {0}"
     )]
     Hang(#[from] Hang),
     #[error(
@@ -270,7 +274,7 @@ pub(crate) fn run(args: &Args) -> Result<(), SimError> {
         task.describe(&run, checked, started.elapsed()).expect("strings take any text")
     };
     match std::io::stdout().write_all(text.as_bytes()) {
-        // Whoever reads has seen enough.
+        // The reader has seen enough.
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
         result => Ok(result?),
     }
@@ -324,9 +328,9 @@ struct Task<'a> {
     network: Network,
     config: Config,
     options: Options,
-    /// The one asked for, or chosen.
+    /// The algorithm that was asked for, or chosen.
     algorithm: Algorithm,
-    /// What travels through the codec, if one is given.
+    /// The codec, if one is given.
     coding: Option<Coding>,
 }
 
@@ -400,7 +404,8 @@ impl<'a> Task<'a> {
             algorithm: Algorithm::Direct,
             coding: None,
         };
-        // The short run that checks the result must take the way that was chosen for the long one.
+        // The short run that checks the result must use the algorithm that was chosen for the long
+        // one.
         task.algorithm = task
             .plan(Rank(0), &task.calls(Rank(0), size / dtype.size())[0])?
             .fingerprint()
@@ -596,7 +601,7 @@ impl<'a> Task<'a> {
         Ok(out)
     }
 
-    /// The least time of the dense vector on the whole line, headers not counted.
+    /// The least time for the dense vector at full bandwidth, headers not counted.
     fn bound(&self) -> Duration {
         let network = Network { bandwidth: self.args.bandwidth, ..self.network.clone() };
         lower_bound(self.args.op(), self.args.size, &network)
@@ -630,7 +635,7 @@ impl<'a> Task<'a> {
 }
 
 impl Run {
-    /// Ranks whose call failed, and why. (A rank that crashed has nothing to say.)
+    /// Ranks whose call failed, and why. (A rank that crashed has no error of its own.)
     fn failures(&self) -> impl Iterator<Item = (Rank, String)> {
         self.jobs.iter().zip((0..).map(Rank)).filter_map(|(jobs, rank)| {
             jobs.iter().find_map(|job| match &self.report.job(*job).end {

@@ -1,4 +1,5 @@
-//! Two hosts, as network namespaces, between which a firewall drops UDP, or TCP: the other serves.
+//! Two hosts, as network namespaces, between which a firewall drops UDP, or TCP: ranks use the
+//! other.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -35,8 +36,8 @@ impl Hosts {
         Ok(hosts)
     }
 
-    /// Drops what comes to either host by a protocol, and nothing else any more; what stays on a host
-    /// is not concerned.
+    /// Drops what comes to either host by one protocol, and nothing else any more. Traffic within a
+    /// host is not affected.
     fn block(&self, protocol: &str) -> Result<(), String> {
         for name in &self.names {
             let nft = |rule: &str| run("ip", &format!("netns exec {name} nft {rule}"));

@@ -1,5 +1,5 @@
-//! `farwire launch --elastic` and `farwire train --join` as their users meet them: ranks are killed,
-//! and others take their places.
+//! `farwire launch --elastic` and `farwire train --join` as their users meet them: ranks are
+//! killed, and others take their place.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -22,7 +22,7 @@ fn kill(pid: u32, signal: Signal) {
     kill_process(Pid::from_raw(pid as i32).unwrap(), signal).unwrap();
 }
 
-/// Kills a process after two minutes, unless what is returned is dropped before.
+/// Kills a process after two minutes, unless the returned value is dropped before.
 fn limit(child: &Child) -> Sender<()> {
     let (ended, end) = mpsc::channel();
     let pid = child.id();
@@ -38,7 +38,7 @@ fn limit(child: &Child) -> Sender<()> {
 struct Job {
     launcher: Child,
     lines: Lines<BufReader<ChildStdout>>,
-    /// The last change of the group that was told.
+    /// The last change of the group that was reported.
     epoch: u64,
     _limit: Sender<()>,
 }
@@ -101,8 +101,8 @@ impl Job {
         panic!("the job ended before its next {event}");
     }
 
-    /// Until the group has changed to so many ranks. A change is told again if who told it was lost
-    /// before the next in line had ended its step.
+    /// Waits until the group has changed to `ranks` ranks. A change is reported again if the rank
+    /// that reported it was lost before the next in line had ended its step.
     fn changed_to(&mut self, ranks: u64) -> Value {
         let change = loop {
             let change = self.next("change");
@@ -116,12 +116,12 @@ impl Job {
         change
     }
 
-    /// The process started as this rank is killed.
+    /// Kills the process that was started as this rank.
     fn kill(&self, rank: u32) {
         kill(self.rank(rank).0, Signal::KILL);
     }
 
-    /// Is told to stop, and ends with replicas that have the same bits.
+    /// Tells the job to stop, and checks that it ends with replicas that have the same bits.
     fn end_alike(mut self) {
         kill(self.launcher.id(), Signal::TERM);
         let summary = self.next("summary");
@@ -158,7 +158,8 @@ impl Job {
 }
 
 /// Rank 0, which speaks for the others, is killed: one that the launcher starts takes its place.
-/// Then the next is, and one that was started by hand does. All end with the same weights.
+/// Then the next one is killed, and a rank that was started by hand takes its place. All end with
+/// the same weights.
 #[test]
 fn a_run_goes_on_when_those_that_speak_for_it_are_killed_and_others_join() {
     let name = format!("farwire-elastic-{}", std::process::id());
@@ -272,9 +273,9 @@ fn with_folder(name: &str, test: impl FnOnce(&Path)) {
     std::fs::remove_dir_all(&folder).unwrap();
 }
 
-/// Rank 0 is killed, and then two others, and each time another joins: all steps are made, the loss is
-/// that of a run without any of it, the bits are the same after every step, and the report has all six
-/// changes.
+/// Rank 0 is killed, and then two others, and each time another joins: all steps are made, the loss
+/// is that of an undisturbed run, the bits are the same after every step, and the report has all
+/// six changes.
 #[test]
 fn three_kills_and_three_joins_end_with_the_loss_of_an_undisturbed_run() {
     let short = TRAIN.replace("--steps 1000000", "--steps 400 --audit");
@@ -317,7 +318,7 @@ fn three_kills_and_three_joins_end_with_the_loss_of_an_undisturbed_run() {
 /// Two replicas of two ranks each: with layers in common, and with stages.
 const LAYOUTS: [&[&str]; 2] = [&["--tp", "2"], &["--pp", "2", "--micro-batches", "2"]];
 
-/// A rank is killed, be it rank 0: the other replica finishes the run, and ends with the loss of a
+/// A rank is killed, even rank 0: the other replica finishes the run, and ends with the loss of a
 /// run that was not disturbed.
 #[test]
 fn the_other_replica_finishes_a_run_that_has_lost_a_rank() {
@@ -350,9 +351,9 @@ fn the_other_replica_finishes_a_run_that_has_lost_a_rank() {
     });
 }
 
-/// The launcher starts another in place of the rank that was killed: with the one that waits it
-/// makes a whole replica. Two ranks of different replicas are killed at once; what is left of them
-/// is a whole one.
+/// The launcher starts another in place of the rank that was killed: together with the one that
+/// waits, it makes a whole replica. Then two ranks of different replicas are killed at once, and
+/// the two that are left make a whole one.
 #[test]
 fn a_broken_replica_is_whole_again_when_another_joins() {
     let train: Vec<_> = TRAIN.split_whitespace().collect();
@@ -376,8 +377,8 @@ fn a_broken_replica_is_whole_again_when_another_joins() {
     });
 }
 
-/// A replica is broken, and the first rank of the other one is the first of all: it writes checkpoints,
-/// while the one that wrote them before lives on.
+/// A replica is broken, and the first rank of the other one becomes the first of all: it writes
+/// checkpoints, while the rank that wrote them before lives on.
 #[test]
 fn checkpoints_go_on_when_the_one_that_wrote_them_gets_another_place() {
     let train: Vec<_> = TRAIN.split_whitespace().collect();
@@ -396,8 +397,8 @@ fn checkpoints_go_on_when_the_one_that_wrote_them_gets_another_place() {
     });
 }
 
-/// One that nobody joins leaves when it has waited long enough, and says how to come back. Two that
-/// are started by hand do, as a whole replica.
+/// A rank that waits for others in vain leaves after a while, and says how to come back. Two ranks
+/// that are started by hand come back, as a whole replica.
 #[test]
 fn a_rank_without_a_replica_leaves_and_others_join_as_a_whole_one() {
     let train: Vec<_> = TRAIN.split_whitespace().collect();
@@ -441,7 +442,7 @@ fn a_rank_without_a_replica_leaves_and_others_join_as_a_whole_one() {
 }
 
 /// Both ranks that had a share of the model are killed: the others end, say where to go on from,
-/// and nobody is started in their place.
+/// and no other is started in their place.
 #[test]
 fn a_run_without_a_whole_replica_ends_and_names_its_checkpoint() {
     let train: Vec<_> = TRAIN.split_whitespace().collect();
@@ -472,7 +473,7 @@ fn a_run_without_a_whole_replica_ends_and_names_its_checkpoint() {
     });
 }
 
-/// All ranks are killed at once. Nobody is left to let others in: the job is over.
+/// All ranks are killed at once. None is left to let others in: the job is over.
 #[test]
 fn a_job_that_has_lost_all_its_ranks_ends() {
     let train: Vec<_> = TRAIN.split_whitespace().collect();
@@ -583,7 +584,7 @@ fn all_begin_again_when_one_dies_while_others_meet() {
     });
 }
 
-/// Whether it was part of the group by then, or others were, is left to chance.
+/// Whether that rank was part of the group by then, or others were, is left to chance.
 #[test]
 fn a_job_goes_on_when_a_rank_is_killed_as_soon_as_ranks_meet() {
     for (link, lost) in [("quic", 0), ("quic", 2), ("tcp", 1), ("shm", 2), ("shm", 0)] {
@@ -613,7 +614,7 @@ fn a_job_with_a_rank_that_never_comes_ends() {
     });
 }
 
-/// What is wrong with how ranks were started would be wrong for others, too.
+/// A mistake in how ranks were started would be one for others, too.
 #[test]
 fn nobody_is_started_in_place_of_a_rank_with_wrong_flags_or_files() {
     let farwire = env!("CARGO_BIN_EXE_farwire");
@@ -642,7 +643,7 @@ fn nobody_is_started_in_place_of_a_rank_with_wrong_flags_or_files() {
     });
 }
 
-/// A script must not take it for done.
+/// A script must not take such a run for done.
 #[test]
 fn a_run_whose_ranks_have_all_left_does_not_end_well() {
     with_folder("left", |folder| {
@@ -653,9 +654,9 @@ fn a_run_whose_ranks_have_all_left_does_not_end_well() {
     });
 }
 
-/// Two launchers, as on two hosts. One starts another rank in place of its own that was killed, and
-/// it joins; with as many ranks as may be, nobody else does. Then that launcher is killed, with its
-/// ranks; those of the other go on.
+/// Two launchers, as on two hosts. One starts another rank in place of one of its own that was
+/// killed, and the new rank joins. With the most ranks allowed there, no other is let in. Then that
+/// launcher is killed, with its ranks; those of the other go on.
 #[test]
 fn launchers_restart_their_own_ranks_and_the_death_of_one_ends_only_those() {
     let train: Vec<_> = TRAIN.split_whitespace().collect();

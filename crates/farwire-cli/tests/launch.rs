@@ -127,7 +127,7 @@ fn every_job_has_a_name_that_its_ranks_share() {
     assert_eq!(names(&["--job", "mine"], Some("theirs")), "mine");
 }
 
-/// Somebody else may have put a link, or a folder of theirs, where records would go.
+/// Another user may have put a link, or a folder of theirs, where records would go.
 #[test]
 fn flight_records_do_not_go_where_others_prepared_a_place() {
     let folder = std::env::temp_dir().join(format!("farwire-planted-{}", std::process::id()));
@@ -166,7 +166,7 @@ fn flight_records_do_not_go_where_others_prepared_a_place() {
     std::fs::remove_dir_all(folder).unwrap();
 }
 
-/// Otherwise one finds out when a job has failed, and its records are gone.
+/// Otherwise users find out when a job has failed, and its records are gone.
 #[test]
 fn a_folder_for_flight_records_that_cannot_be_used_is_noticed_at_joining() {
     let file = std::env::temp_dir().join(format!("farwire-not-a-folder-{}", std::process::id()));
@@ -182,7 +182,7 @@ fn a_folder_for_flight_records_that_cannot_be_used_is_noticed_at_joining() {
             "{said}"
         );
     }
-    // One that can be made is not, until there is something to write.
+    // A folder that can be made is not made until there is something to write.
     std::fs::remove_file(&file).unwrap();
     let mut command = Command::new(env!("CARGO_BIN_EXE_farwire"));
     command.args(["bench", "barrier", "--ranks", "2", "--size", "4", "--iters", "1"]);
@@ -211,7 +211,7 @@ fn a_rank_that_is_stopped_is_named_by_the_last_line() {
     assert!(last.contains("rank 2 was lost") && last.contains("stopped"), "{said}");
 }
 
-/// What a shell says of a job whose ranks may open few files.
+/// Runs a job whose ranks may open few files.
 fn with_open_files(limit: &str) -> Output {
     let script =
         format!("ulimit {limit}; exec \"$0\" bench barrier --ranks 12 --size 4 --iters 2 --json");
@@ -297,7 +297,7 @@ fn one_ranks_failure_ends_the_rest_with_its_code_and_last_lines() {
     assert!(said.contains("rank 1 failed first") && said.contains("about to fail"), "{said}");
 }
 
-/// Nothing that ranks say can make the launcher remember much, and what they say at once stays
+/// Nothing that ranks print can make the launcher remember much, and lines printed at once stay
 /// apart.
 #[test]
 fn long_lines_come_in_pieces_and_do_not_mix() {
@@ -327,7 +327,7 @@ fn ranks_do_not_outlive_a_killed_launcher() {
     launcher.kill().unwrap();
     launcher.wait().unwrap();
     for pid in pids {
-        // Gone, or dead and not yet reaped by whoever inherited it.
+        // Gone, or dead and not yet reaped by the process that inherited it.
         let state = || std::fs::read_to_string(format!("/proc/{pid}/stat"));
         while state().is_ok_and(|state| !state.contains(") Z ")) {
             std::thread::yield_now();
@@ -335,7 +335,7 @@ fn ranks_do_not_outlive_a_killed_launcher() {
     }
 }
 
-/// What a rank started and left behind neither hides its end nor outlives the job.
+/// A process that a rank started and left behind neither hides its end nor outlives the job.
 #[test]
 fn leftovers_of_a_failed_rank_hold_nothing_up() {
     let output = farwire(&[
@@ -494,8 +494,8 @@ fn examples_run_under_launch() {
     }
 }
 
-/// An example of the library, built from what it is now. All crates together, as the tests are: one
-/// crate alone has its dependencies built once more, with other features.
+/// Builds an example of the library as it is now. All crates are built together, as for the tests:
+/// one crate alone has its dependencies built once more, with other features.
 fn example(name: &str) -> PathBuf {
     let mut build = Command::new(env!("CARGO"));
     build.args(["build", "--workspace", "--example", name]);

@@ -22,7 +22,7 @@ const RANKS: usize = 4;
 const VICTIM: usize = 2;
 const MARK: &str = "FARWIRE_TEST_LOST";
 
-/// The same for all processes of a machine.
+/// A clock that is the same for all processes of a machine.
 fn now() -> Duration {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     Duration::new(now.tv_sec as u64, now.tv_nsec as u32)
@@ -87,7 +87,7 @@ impl Said {
         Said(receiver)
     }
 
-    /// What so many ranks say with this word, by rank.
+    /// Waits until `count` ranks have said `wanted`, and returns their numbers by rank.
     fn wait_for(&self, wanted: &str, mut count: usize) -> [u64; RANKS] {
         let mut numbers = [0; RANKS];
         while count > 0 {
@@ -116,7 +116,7 @@ fn table(case: &str, mut once: impl FnMut() -> Vec<Duration>) {
     );
 }
 
-/// From the blow to what each survivor said.
+/// The time from the blow to what each survivor said.
 fn delays(blow: Duration, lost: [u64; RANKS]) -> Vec<Duration> {
     let survivors = lost.iter().enumerate().filter(|(rank, _)| *rank != VICTIM);
     survivors
@@ -170,7 +170,7 @@ struct Hosts {
     prefix: String,
 }
 
-/// Runs `ip`; what it complained about, if it did.
+/// Runs `ip`; the error is what it complained about.
 fn ip(arguments: &str) -> Result<(), String> {
     let output = Command::new("ip").args(arguments.split(' ')).output();
     let output = output.map_err(|error| format!("ip: {error}"))?;

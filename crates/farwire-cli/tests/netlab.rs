@@ -6,7 +6,7 @@ use std::process::{Command, Output, Stdio};
 
 const FARWIRE: &str = env!("CARGO_BIN_EXE_farwire");
 
-/// What it printed, unless the machine does not allow it.
+/// The command's output; `None` if the machine does not allow hosts.
 fn netlab(arguments: &[&str]) -> Option<Output> {
     let output =
         Command::new("timeout").arg("120").arg(FARWIRE).arg("netlab").args(arguments).output();
@@ -105,7 +105,7 @@ fn a_rank_whose_address_changes_goes_on() {
     assert!(said[moved..].contains(" 600 "), "it ended before: {said}");
 }
 
-/// Nobody reaches rank 0: the error says who did not reach whom, and what to open.
+/// No rank reaches rank 0: the error says which rank did not reach which, and what to open.
 #[test]
 fn a_rank_0_that_cannot_be_called_is_named() {
     let bench = [FARWIRE, "bench", "all_reduce", "--size", "1KiB"];
@@ -117,7 +117,8 @@ fn a_rank_0_that_cannot_be_called_is_named() {
     assert!(said.contains("let UDP through"), "{said}");
 }
 
-/// Nothing stays behind, even if it cannot clean up: its ranks end, and with them their hosts.
+/// Nothing stays behind, even if the laboratory cannot clean up: its ranks end, and with them their
+/// hosts.
 #[test]
 fn a_killed_laboratory_leaves_no_process() {
     use std::io::{BufRead, BufReader};

@@ -198,7 +198,7 @@ fn output_fits_a_terminal_of_eighty_columns() {
     for arguments in
         ["sim all_reduce -n 12", "sim barrier", "sim all_reduce --size 1MB --dtype bf16", "sim -h"]
     {
-        // Flags are wrapped to the terminal by themselves; the examples behind them are not.
+        // Flags are wrapped to the terminal automatically; the examples after them are not.
         let run = words(arguments);
         let run = run.split_once("Examples:").map_or(&run[..], |(_, examples)| examples);
         let widest = run.lines().map(|line| line.chars().count()).max().unwrap_or(0);
@@ -264,12 +264,12 @@ fn what_was_measured_is_used_where_it_belongs() {
         let costs = r#""ranks":2,"wire_bytes":64,"cpu_s":0.004,"iters":1"#;
         format!(r#"{{"op":"barrier","link":"{link}",{costs}}}"#)
     };
-    // Frames have the cost of the link that bytes have theirs of.
+    // The costs of frames and of bytes are those of the same link.
     let without = ms(&said("no_frames.json", ""));
     assert!(ms(&said("frames.json", &barrier("quic"))) > without);
     let message = refusal(&said("other_frames.json", &barrier("tcp")));
     assert!(message.contains("bench barrier --ranks 8 --link quic"), "{message}");
-    // What flows fill of a line, at its rate.
+    // The share of a line that flows fill counts at its rate only.
     let half = said("half.json", r#"{"line_share":0.475,"bandwidth":12500000}"#);
     let whole = said("whole.json", "");
     let ratio = |rate: &str| {

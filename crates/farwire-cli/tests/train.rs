@@ -24,7 +24,7 @@ fn farwire(dir: &Path, arguments: &str) -> Output {
     ended(&mut command(dir, arguments))
 }
 
-/// What a command has left when it ends, which it does within a minute or two.
+/// The output of a command, which has to end within two minutes.
 fn ended(command: &mut Command) -> Output {
     let limited = Command::new("timeout")
         .args(["-k", "5", "120"])
@@ -47,8 +47,8 @@ fn launched(dir: &Path, arguments: &str) -> Command {
     command
 }
 
-/// Starts a run and lets it make a few steps. It is killed after two minutes, unless what comes
-/// last is dropped before.
+/// Starts a run and lets it make a few steps. It is killed after two minutes, unless the last of
+/// the returned values is dropped before.
 fn started(mut command: Command) -> (Child, Lines<BufReader<ChildStdout>>, Sender<()>) {
     let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
     let limit = limit(&child);
@@ -149,7 +149,7 @@ fn a_run_says_how_it_goes_and_leaves_a_report() {
     assert!(!page.contains("NaN") && !page.contains("inf"), "all places are numbers");
 }
 
-/// It trained on the CPU, or said that there is no such flag.
+/// The bug: it trained on the CPU, or said that there is no such flag.
 #[cfg(not(feature = "train-cuda"))]
 #[test]
 fn a_card_without_the_feature_is_an_error_that_says_how_to_get_it() {
@@ -230,8 +230,8 @@ fn a_codec_can_be_left_to_measuring_and_a_run_goes_on_with_what_was_chosen() {
     assert_eq!(losses(&lines).len(), 2);
 }
 
-/// Ctrl-C ends a run with a checkpoint, and the run that goes on from it is the one that was not
-/// interrupted.
+/// Ctrl-C ends a run with a checkpoint, and a run that is resumed from it is the same as one that
+/// was not interrupted.
 #[test]
 fn an_interrupted_run_leaves_a_checkpoint_and_goes_on() {
     let dir = Folder::new("interrupt");
@@ -247,8 +247,8 @@ fn an_interrupted_run_leaves_a_checkpoint_and_goes_on() {
     for _ in 0..5 {
         lines.next().unwrap().unwrap();
     }
-    // As `timeout` does it, which signals a process and then its group: that is one wish to end,
-    // not two. Two kinds, for two of one kind may arrive as one.
+    // As `timeout` does, which signals a process and then its group: that is one wish to end, not
+    // two. The signals are of two kinds, since two of one kind may arrive as one.
     for wish in [Signal::INT, Signal::TERM] {
         signal(&child, wish);
     }
@@ -289,7 +289,8 @@ fn a_run_that_diverges_stops_with_an_error_and_keeps_its_good_checkpoints() {
     }
 }
 
-/// A run's history has NaNs then, for which JSON has no number; they must not cost the rest of it.
+/// The run's history then has NaNs, for which JSON has no number; they must not cost the rest of
+/// it.
 #[test]
 fn skipped_steps_are_counted_and_a_run_with_some_can_be_resumed() {
     let dir = Folder::new("skips");
@@ -319,7 +320,7 @@ fn skipped_steps_are_counted_and_a_run_with_some_can_be_resumed() {
     assert_eq!(lines.last().unwrap()["steps"], 9, "the whole history");
 }
 
-/// Checkpoints of a model that does not move would push out those of when it did.
+/// Checkpoints of a model that no longer moves would push out those of when it did.
 #[test]
 fn skipped_steps_leave_older_checkpoints_alone() {
     let dir = Folder::new("streak");
@@ -373,8 +374,7 @@ fn a_damaged_checkpoint_is_named_and_the_one_before_taken() {
     );
 }
 
-/// As on a full disk: a limit on a file's length stands in for it, which stops the larger of the
-/// files.
+/// As on a full disk. A limit on the length of files stands in for that, and stops the larger one.
 #[test]
 fn a_full_disk_is_an_error_and_the_older_checkpoint_stays() {
     let dir = Folder::new("full");
@@ -422,7 +422,7 @@ fn a_run_whose_terminal_goes_away_leaves_a_checkpoint() {
     assert!(dir.0.join("kept").read_dir().unwrap().next().is_some());
 }
 
-/// A scheduler that ended a job must not take it for one that came to its end.
+/// A scheduler that stopped a job must not take it for one that was complete.
 #[test]
 fn a_run_stopped_by_a_signal_says_so_by_its_exit_code() {
     let dir = Folder::new("code");
@@ -452,7 +452,7 @@ fn a_run_stopped_by_a_signal_says_so_by_its_exit_code() {
     assert_eq!(output.status.code(), Some(128 + 15), "{}", text(&output.stderr));
 }
 
-/// Jobs that write at different moments, too.
+/// Not even jobs that write at different moments.
 #[test]
 fn two_jobs_cannot_keep_checkpoints_in_one_folder() {
     let dir = Folder::new("two-jobs");
@@ -560,7 +560,7 @@ fn data_that_never_ends_is_refused() {
     assert!(said.contains("long has more than 4 GiB; give a part of it"), "{said}");
 }
 
-/// Who reads it should not have to find out that four long lines are the same.
+/// Users should not have to find out that four long lines are the same.
 #[test]
 fn an_error_of_all_ranks_is_said_once() {
     let dir = Folder::new("once");

@@ -1,5 +1,5 @@
-//! AdamW on plain vectors, in host memory or on a card: the same bits for the same gradients, and a
-//! state that can be saved, cut and joined like the parameters it belongs to.
+//! AdamW on plain vectors, in host memory or on a card. The same gradients give the same bits, and
+//! the state can be saved, cut and joined like the parameters it belongs to.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -47,11 +47,11 @@ enum Held {
 pub struct Gradient<T> {
     /// Its elements.
     pub data: T,
-    /// Times this.
+    /// The elements are multiplied by this.
     pub scale: f64,
     /// The learning rate.
     pub rate: f64,
-    /// The share of the elements that bring news; those that a codec left out are zero.
+    /// The share of the elements that a codec sent; the others are zero.
     pub density: f64,
 }
 
@@ -64,7 +64,7 @@ impl AdamW {
         Self { moments: BTreeMap::new(), decay, steps: 0 }
     }
 
-    /// Begins the next update: call it once before the parameters'.
+    /// Begins the next update: call it once, before the parameters are updated.
     pub fn begin(&mut self) {
         self.steps += 1;
     }
@@ -73,7 +73,7 @@ impl AdamW {
     ///
     /// # Panics
     ///
-    /// If it was updated on a card before: a parameter stays where it is.
+    /// If the parameter was updated on a card before: its moments stay there.
     pub fn update(&mut self, name: &str, parameter: &mut [f32], gradient: Gradient<&[f32]>) {
         let Numbers { scale, beta1, beta2, step, root, decay } = self.numbers(name, &gradient);
         let moments = self.moments.entry(name.to_owned()).or_insert_with(Held::new).host();
@@ -88,7 +88,7 @@ impl AdamW {
         }
     }
 
-    /// Updates one parameter on a card, where its moments then are, too.
+    /// Updates one parameter on a card. Its moments are kept there from then on.
     #[cfg(feature = "cuda")]
     pub fn update_on_card(
         &mut self,
@@ -115,8 +115,8 @@ impl AdamW {
 
     fn numbers<T>(&self, name: &str, gradient: &Gradient<T>) -> Numbers {
         let Gradient { scale, rate, density, .. } = *gradient;
-        // A gradient that error feedback brings late is a sum over many steps already; momentum on
-        // top of it only makes it later.
+        // Error feedback brings gradients late, as sums over many steps. Momentum would only delay
+        // them further.
         let beta1 = BETA.0 * density.sqrt();
         let decay = 1.0 - rate * self.decay.of(name);
         let steps = i32::try_from(self.steps).unwrap_or(i32::MAX);
@@ -136,7 +136,7 @@ impl AdamW {
         self.steps
     }
 
-    /// A parameter's state, which may have to be fetched from a card; none before its first update.
+    /// A parameter's state, fetched from a card if it is there; `None` before the first update.
     pub fn moments(&self, name: &str) -> LibraryResult<Option<Cow<'_, Moments>>> {
         Ok(match self.moments.get(name) {
             None => None,
@@ -148,7 +148,7 @@ impl AdamW {
         })
     }
 
-    /// Goes on from a state that was saved.
+    /// Continues from a saved state.
     pub fn restore(&mut self, steps: u32, moments: impl IntoIterator<Item = (String, Moments)>) {
         self.steps = steps;
         let held = |(name, moments)| (name, Held::Host(moments));
@@ -170,14 +170,14 @@ impl Held {
     }
 }
 
-/// What is the same for all elements of a parameter.
+/// Numbers that are the same for all elements of a parameter.
 struct Numbers {
     scale: f32,
     beta1: f32,
     beta2: f32,
-    /// The learning rate, with the first moment's bias taken out.
+    /// The learning rate, corrected for the first moment's bias.
     step: f32,
-    /// Takes the second moment's bias out.
+    /// Divides the root of the second moment, to correct its bias.
     root: f32,
     decay: f32,
 }
@@ -206,8 +206,8 @@ mod tests {
         }
     }
 
-    /// The same sum of gradients, in one piece every hundred steps: with all its momentum an update
-    /// would still be under way when the next comes.
+    /// A sum of gradients that comes in one piece every hundred steps: with full momentum, its
+    /// update would still be under way when the next one comes.
     #[test]
     fn momentum_wanes_with_density() {
         let moved_later = |density: f64| {

@@ -1,4 +1,4 @@
-//! Named tensors and files between ranks.
+//! Sends named tensors and files between ranks.
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -9,10 +9,10 @@ use serde::{Deserialize, Serialize};
 use crate::error::TrainError;
 use crate::param::{Array, Arrays};
 
-/// Apart from the tags of a pipeline's micro-batches.
+/// Differs from the tags of a pipeline's micro-batches.
 const TAG: u32 = u32::MAX;
 
-/// Names and shapes of tensors, which travel before them.
+/// Names and shapes of tensors, sent ahead of the tensors.
 #[derive(Serialize, Deserialize)]
 struct Header(Vec<(String, Vec<usize>)>);
 
@@ -31,21 +31,21 @@ impl Header {
     }
 }
 
-/// How many elements a tensor has that a peer has announced.
+/// The number of elements of a tensor that a peer has announced.
 fn elements(name: &str, shape: &[usize]) -> Result<usize, TrainError> {
     let elements = shape.iter().try_fold(1usize, |product, size| product.checked_mul(*size));
     elements.ok_or_else(|| TrainError::Settings(format!("`{name}` is too large: {shape:?}")))
 }
 
-/// Reads any bytes as a header. For fuzzing.
+/// Reads arbitrary bytes as a header. For fuzzing.
 pub(crate) fn read_anything(bytes: &[u8]) {
     if let Ok(Header(header)) = Header::parse(bytes) {
         header.iter().for_each(|(name, shape)| drop(elements(name, shape)));
     }
 }
 
-/// Rank 0's result: if it is an error, all ranks get it. What the others have come to does not
-/// matter.
+/// Tells all ranks whether rank 0 has failed. If it has, all get its error; otherwise each keeps
+/// its own result.
 pub fn tell<T, E>(comm: &Communicator, mine: Result<T, E>) -> Result<T, E>
 where
     E: Display + From<TrainError>,
@@ -76,7 +76,7 @@ pub(crate) fn receive(comm: &Communicator, from: usize) -> Result<Arrays, TrainE
     arrays.collect()
 }
 
-/// Gives each of rank 0's tensors to every rank, one at a time.
+/// Sends rank 0's tensors to every rank, one at a time.
 pub(crate) fn broadcast(
     comm: &Communicator,
     arrays: Option<Arrays>,
@@ -96,7 +96,7 @@ pub(crate) fn broadcast(
 /// Shapes of tensors by name.
 pub(crate) type Shapes = BTreeMap<String, Vec<usize>>;
 
-/// What every rank has: on rank 0, all of it; none elsewhere.
+/// The shapes of all ranks together, on rank 0; `None` elsewhere.
 pub(crate) fn gather_shapes(
     comm: &Communicator,
     mine: Shapes,
@@ -110,7 +110,7 @@ pub(crate) fn gather_shapes(
     Ok(Some(shapes))
 }
 
-/// Every rank's bytes: on rank 0, by rank; none elsewhere.
+/// Every rank's bytes, in rank order, on rank 0; `None` elsewhere.
 pub(crate) fn gather(
     comm: &Communicator,
     mine: Vec<u8>,
@@ -122,7 +122,7 @@ pub(crate) fn gather(
     std::iter::once(Ok(mine)).chain(others).collect::<Result<_, _>>().map(Some)
 }
 
-/// Gives each rank its own of the bytes that rank 0 has, by rank.
+/// Gives each rank its entry of `all`, which rank 0 has in rank order.
 pub(crate) fn scatter(
     comm: &Communicator,
     all: Option<Vec<Vec<u8>>>,

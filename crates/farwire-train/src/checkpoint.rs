@@ -1,4 +1,4 @@
-//! Saving a run, and going on from it.
+//! Saving a run, and resuming it.
 //!
 //! A checkpoint is a folder:
 //!
@@ -11,13 +11,12 @@
 //!    SHA256SUMS                    a hash of each of these; `sha256sum -c` reads it
 //! ```
 //!
-//! It holds whole tensors, so a run can go on in another layout; in the same layout it goes on bit
-//! for bit. Only rank 0 writes and reads: no file system has to be shared.
+//! It holds whole tensors, so a run can be resumed in another layout; in the same layout it
+//! continues bit for bit. Only rank 0 writes and reads, so no file system has to be shared.
 //!
-//! It appears under its name only when all of it is on the disk: files are written to a hidden
-//! folder beside it and synced, then the folder is renamed, and the name synced. What still goes
-//! wrong afterwards shows in the hashes, and a run goes on from the newest checkpoint that is
-//! whole.
+//! A checkpoint appears under its name only once all of it is on disk: files are written to a
+//! hidden folder beside it and synced, then the folder is renamed, and the name synced. Later
+//! damage shows in the hashes, and a run resumes from the newest checkpoint that is whole.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -35,28 +34,28 @@ use crate::settings::Settings;
 use crate::text;
 use crate::trainer::Trainer;
 
-/// What is known of a checkpoint beside its tensors.
+/// What a checkpoint says besides its tensors.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Checkpoint {
     /// Steps done.
     pub step: usize,
-    /// How many of these were left out, since something was not finite.
+    /// How many of these were skipped because something was not finite.
     pub skipped: usize,
     /// The job's settings.
     pub settings: Settings,
-    /// The SHA-256 of the text that is learned from.
+    /// The SHA-256 of the training text.
     pub data: String,
-    /// How many sequences were learned from. Without it: as many as all steps have, which is so
-    /// unless ranks came and went.
+    /// How many sequences were learned from. If absent, those of all steps, which is right unless
+    /// ranks came and went.
     #[serde(default)]
     pub seen: Option<u64>,
-    /// Which codecs were chosen, where the settings leave that to measuring.
+    /// The codecs that were chosen, where the settings leave the choice to measuring.
     #[serde(with = "text")]
     pub codec: CodecPolicy,
     /// Whatever else the job wants to keep.
     pub notes: serde_json::Value,
-    /// Newer checkpoints beside this one, which were passed over, and what is wrong with each: as
-    /// in `step-00000020 is damaged: job.json is empty`.
+    /// Newer checkpoints beside this one that were passed over, and what is wrong with each, such
+    /// as `step-00000020 is damaged: job.json is empty`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub damaged: Vec<String>,
 }
@@ -68,7 +67,7 @@ impl Checkpoint {
     }
 }
 
-/// Checkpoints that are kept; older ones are removed.
+/// How many checkpoints are kept; older ones are removed.
 const KEPT: usize = 2;
 
 const MODEL: &str = "model.safetensors";
@@ -76,15 +75,15 @@ const OPTIMIZER: &str = "optimizer.safetensors";
 const JOB: &str = "job.json";
 const SUMS: &str = "SHA256SUMS";
 
-/// Before a parameter's name, in those of its moments.
+/// Prefixes of a parameter's name, in the names of its moments.
 pub(crate) const FIRST: &str = "first";
 pub(crate) const SECOND: &str = "second";
 
 impl Trainer {
-    /// Finds out before a run, rather than after its first hours, whether checkpoints can be kept
-    /// in `dir`: it must be possible to write there, and there must be none yet. (Those of another
-    /// run would be taken for newer, and this run's own be removed as older ones.) All ranks must
-    /// call it; rank 0 of the world looks.
+    /// Finds out before a run, rather than hours into it, whether checkpoints can be kept in `dir`:
+    /// it must be possible to write there, and there must be no checkpoints yet. (Those of another
+    /// run would be taken for newer ones, and this run's own removed as old.) All ranks must call
+    /// this; rank 0 of the world looks.
     pub fn prepare_checkpoints(&self, dir: &Path) -> Result<(), TrainError> {
         let prepare = || {
             match steps_in(dir)?.pop() {
@@ -96,7 +95,7 @@ impl Trainer {
             None => {
                 create_folder(dir).map_err(io(dir))?;
                 let probe = dir.join(".step-probe.tmp");
-                let _ = remove(&probe); // of a run that was killed
+                let _ = remove(&probe); // left by a run that was killed
                 fs::create_dir(&probe).and_then(|()| fs::remove_dir(&probe)).map_err(io(dir))
             }
         }
@@ -105,9 +104,9 @@ impl Trainer {
         carry::tell(self.mesh().world(), result)
     }
 
-    /// Writes a checkpoint into `dir`, and removes all but the newest. All ranks must call it; rank
-    /// 0 of the world writes. If it cannot be written, all ranks get an error, and the checkpoints
-    /// that were there are there still.
+    /// Writes a checkpoint into `dir`, and removes all but the two newest. All ranks must call
+    /// this; rank 0 of the world writes. If that fails, all ranks get an error, and the checkpoints
+    /// that were there are still there.
     pub fn save(&mut self, dir: &Path, notes: serde_json::Value) -> Result<(), TrainError> {
         let (weights, moments) = (self.gathered_weights()?, self.gathered_moments()?);
         let residuals = self.gathered_residuals()?;
@@ -128,16 +127,16 @@ impl Trainer {
         if result.is_ok() {
             self.damaged_mut().clear();
         }
-        // Nobody goes on before it is there, or before it is known that it will not be.
+        // No rank goes on before the checkpoint is there, or is known to have failed.
         carry::tell(self.mesh().world(), result)
     }
 
-    /// Goes on from the newest checkpoint in `dir` that is whole. Rank 0 of the world decides which
-    /// one and reads it. All ranks must call it, and all get what was saved beside the tensors, and
-    /// [why newer ones were passed over](Checkpoint::damaged).
+    /// Resumes from the newest checkpoint in `dir` that is whole; rank 0 of the world chooses and
+    /// reads it. All ranks must call this. All get what was saved besides the tensors, and [why
+    /// newer checkpoints were passed over](Checkpoint::damaged).
     ///
-    /// A checkpoint of another model, seed or text, or of other settings that change the result, is
-    /// an error on all ranks, and changes nothing.
+    /// A checkpoint of another model, seed or text, or with other settings that change the result,
+    /// is an error on all ranks and changes nothing.
     pub fn resume(&mut self, dir: &Path) -> Result<Checkpoint, TrainError> {
         let found = match self.gathered_shapes()? {
             Some(model) => self.read_newest(dir, &model).map(Some),
@@ -155,7 +154,7 @@ impl Trainer {
         if let Some(seen) = about.seen {
             self.set_sequences_seen(seen);
         }
-        // What is owed is owed through the same codecs, and a run that goes on must not depend on
+        // Residuals belong to the codecs that left them, and a resumed run must not depend on
         // today's network.
         let is_known = self.settings().layout() == about.settings.layout()
             && !matches!(about.settings.codec, CodecChoice::Given(_));
@@ -164,7 +163,7 @@ impl Trainer {
         Ok(about)
     }
 
-    /// The newest checkpoint that is whole, if it is one of this run.
+    /// Reads the newest checkpoint that is whole, if it belongs to this run.
     fn read_newest(
         &mut self,
         dir: &Path,
@@ -181,7 +180,7 @@ impl Trainer {
                         .and_then(|()| same_data(self.batches().sha256(), &about.data))
                         .and_then(|()| same_model(&saved.tensors, model))
                         .map_err(|what| bad(&folder, what))?;
-                    // What was owed belongs to ranks: in another layout it is left behind.
+                    // Residuals belong to ranks: in another layout they are left behind.
                     if self.settings().layout() != about.settings.layout() {
                         saved.residuals = vec![Vec::new(); self.settings().ranks()];
                     }
@@ -202,12 +201,12 @@ impl Trainer {
     }
 
     /// Starts from a safetensors file of whole weights, which rank 0 of the world reads. All ranks
-    /// must call it.
+    /// must call this.
     pub fn load_weights(&mut self, path: &Path) -> Result<(), TrainError> {
         let mut weights = Ok(None);
         if let Some(model) = self.gathered_shapes()? {
             let read = || {
-                // What is no file, a pipe for example, might never end.
+                // Anything that is not a file, such as a pipe, might never end.
                 let is_file = fs::metadata(path).map_err(|error| error.to_string())?.is_file();
                 is_file.then_some(()).ok_or("it is not a file")?;
                 let bytes = fs::read(path).map_err(|error| error.to_string())?;
@@ -232,8 +231,8 @@ fn same_data(mine: &str, theirs: &str) -> Result<(), String> {
     ))
 }
 
-/// Whether these are the tensors of this model and no others: a model of other sizes has the same
-/// names.
+/// Checks that these are this model's tensors and no others, shapes included: a model of other
+/// sizes has the same names.
 fn same_model(tensors: &Arrays, model: &Shapes) -> Result<(), String> {
     let is_known = |key: &String| match key.split_once('.') {
         Some((FIRST | SECOND, name)) => model.contains_key(name),
@@ -246,7 +245,8 @@ fn same_model(tensors: &Arrays, model: &Shapes) -> Result<(), String> {
         .map_err(|what| format!("{what}; give the same model, or start without resuming"))
 }
 
-/// Whether each of a model's parameters is there, in its shape, and moments that are there are, too.
+/// Checks that each of the model's parameters is there in its shape, and that any moments have that
+/// shape too.
 fn has_all(tensors: &Arrays, model: &Shapes) -> Result<(), String> {
     for (name, needed) in model {
         if !tensors.contains_key(name) {
@@ -269,7 +269,7 @@ fn write(
     residuals: &[Vec<u8>],
     damaged: &[PathBuf],
 ) -> Result<(), TrainError> {
-    // Nothing good may give way to what cannot be trained further.
+    // A good checkpoint must not give way to one that cannot be trained further.
     for (name, array) in weights.iter().chain(moments) {
         if array.data.iter().any(|x| !x.is_finite()) {
             let what = format!("`{name}` holds a NaN or an infinity after step {}", about.step);
@@ -277,14 +277,14 @@ fn write(
         }
     }
     create_folder(dir).map_err(io(dir))?;
-    // On a file system that has no locks it is done without.
+    // A file system without locks goes without.
     let turn = File::open(dir).map_err(io(dir))?;
     if let Err(fs::TryLockError::WouldBlock) = turn.try_lock() {
         let what = "another job is writing a checkpoint here; give each job a folder of its own";
         return Err(bad(dir, what.to_owned()));
     }
     for stale in drafts_in(dir)? {
-        remove(&stale).map_err(io(&stale))?; // of a run that was killed
+        remove(&stale).map_err(io(&stale))?; // left by a run that was killed
     }
     let mut draft = Draft::new(dir, &about.name())?;
     for (file, arrays) in [(MODEL, weights), (OPTIMIZER, moments)] {
@@ -299,7 +299,7 @@ fn write(
     let place = draft.finish()?;
 
     let steps = steps_in(dir)?.into_iter().map(|(_, folder)| folder);
-    // Those of later steps are of another run, unless they were found damaged.
+    // Checkpoints of later steps belong to another run, unless they were found damaged.
     let (useless, mut kept): (Vec<_>, Vec<_>) =
         steps.partition(|folder| damaged.contains(folder) && *folder != place);
     kept.truncate(kept.iter().position(|folder| *folder == place).map_or(0, |at| at + 1));
@@ -310,7 +310,7 @@ fn write(
     Ok(())
 }
 
-/// A checkpoint that is being written, under a hidden name. Dropped, it is removed.
+/// A checkpoint being written, under a hidden name. Dropped unfinished, it is removed.
 struct Draft {
     dir: PathBuf,
     path: PathBuf,
@@ -327,7 +327,7 @@ impl Draft {
         Ok(Self { dir: dir.to_owned(), path, place, sums: String::new(), is_finished: false })
     }
 
-    /// Adds a file, which `write` writes.
+    /// Adds a file, written by `write`.
     fn add(
         &mut self,
         name: &str,
@@ -340,7 +340,7 @@ impl Draft {
         Ok(())
     }
 
-    /// Gives it its name, once all of it is on the disk.
+    /// Gives the checkpoint its name, once all of it is on disk.
     fn finish(mut self) -> Result<PathBuf, TrainError> {
         let path = self.path.join(SUMS);
         let write = || {
@@ -350,7 +350,7 @@ impl Draft {
         };
         write().map_err(io(&path))?;
         sync_folder(&self.path).map_err(io(&self.path))?;
-        // One of that name, from before a run went back to an older one, gives way.
+        // A checkpoint of this name, from before the run went back to an older one, gives way.
         let aside = self.path.with_extension("old.tmp");
         match fs::rename(&self.place, &aside) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
@@ -374,12 +374,12 @@ impl Draft {
 impl Drop for Draft {
     fn drop(&mut self) {
         if !self.is_finished {
-            let _ = remove(&self.path); // the error that led here says more; the next save tries again
+            let _ = remove(&self.path); // the first error says more; the next save tries again
         }
     }
 }
 
-/// What a checkpoint holds.
+/// Tensors and residuals of a checkpoint.
 struct Saved {
     tensors: Arrays,
     /// By rank.
@@ -391,7 +391,7 @@ fn read(folder: &Path) -> Result<(Checkpoint, Saved), String> {
     read_files(&|name| fs::read(folder.join(name)))
 }
 
-/// The same from any files: that no bytes make it panic is what fuzzing wants to know.
+/// The same from any files, for fuzzing: no bytes may make it panic.
 #[doc(hidden)]
 pub fn checkpoint_of(file: &dyn Fn(&str) -> io::Result<Vec<u8>>) -> Result<Checkpoint, String> {
     read_files(file).map(|(about, _)| about)
@@ -441,7 +441,7 @@ fn read_files(
 
 const RESIDUALS: &str = "residuals.rank";
 
-/// The file of what error feedback owes on a rank.
+/// The file with a rank's residuals.
 fn residuals_of(rank: usize) -> String {
     format!("{RESIDUALS}{rank}.safetensors")
 }
@@ -450,7 +450,7 @@ fn folder_name(step: usize) -> String {
     format!("step-{step:08}")
 }
 
-/// The checkpoints in a folder by step, oldest first; none if there is no such folder.
+/// The checkpoints in a folder by step, oldest first; empty if there is no such folder.
 fn steps_in(dir: &Path) -> Result<Vec<(usize, PathBuf)>, TrainError> {
     let step = |name: &str| {
         name.strip_prefix("step-")?.parse().ok().filter(|step| folder_name(*step) == name)
@@ -463,7 +463,7 @@ fn steps_in(dir: &Path) -> Result<Vec<(usize, PathBuf)>, TrainError> {
     Ok(steps)
 }
 
-/// What saves left that did not come to their end.
+/// Drafts left by saves that did not finish.
 fn drafts_in(dir: &Path) -> Result<Vec<PathBuf>, TrainError> {
     let is_draft = |name: &String| name.starts_with(".step-") && name.ends_with(".tmp");
     Ok(names_in(dir)?.into_iter().filter(is_draft).map(|name| dir.join(name)).collect())
@@ -480,7 +480,7 @@ fn names_in(dir: &Path) -> Result<Vec<String>, TrainError> {
     }
 }
 
-/// Makes a folder and those above it, so that they are still there after a power cut.
+/// Makes a folder and its missing parents, such that they survive a power cut.
 fn create_folder(dir: &Path) -> io::Result<()> {
     let missing: Vec<&Path> =
         dir.ancestors().take_while(|path| !path.as_os_str().is_empty() && !path.exists()).collect();
@@ -491,7 +491,7 @@ fn create_folder(dir: &Path) -> io::Result<()> {
 fn sync_folder(path: &Path) -> io::Result<()> {
     let here = if path.as_os_str().is_empty() { Path::new(".") } else { path };
     match File::open(here)?.sync_all() {
-        // Some network file systems cannot do this, and need not be told.
+        // Some network file systems cannot sync a folder, and need not.
         Err(error)
             if matches!(error.kind(), io::ErrorKind::InvalidInput | io::ErrorKind::Unsupported) =>
         {
@@ -501,7 +501,7 @@ fn sync_folder(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Removes a folder with all that is in it, a file, or a link (not what it leads to).
+/// Removes a folder with its contents, a file, or a link (not its target).
 fn remove(path: &Path) -> io::Result<()> {
     if fs::symlink_metadata(path)?.is_dir() {
         fs::remove_dir_all(path)
@@ -510,7 +510,7 @@ fn remove(path: &Path) -> io::Result<()> {
     }
 }
 
-/// The hash of a file that is on the disk then.
+/// Syncs a file to disk, and returns its hash.
 fn sync_and_hash(path: &Path) -> io::Result<String> {
     let mut file = File::open(path)?;
     file.sync_all()?;

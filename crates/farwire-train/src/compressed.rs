@@ -12,12 +12,12 @@ use crate::parameter_list::{Entry, ParameterList};
 use crate::phase_in::PhaseIn;
 use crate::rules::Rules;
 
-/// Tensors of fewer elements travel as they are: a codec would cost them more time than it saves.
+/// Tensors of fewer elements are sent uncompressed: a codec would cost more time than it saves.
 pub const DENSE_BELOW: usize = 1024;
 
 /// Exchanges buckets through a codec with error feedback, except those of the group [`DENSE`].
 ///
-/// What a codec leaves out is remembered by parameter name.
+/// What a codec leaves out is kept as a residual, by parameter name.
 #[derive(Debug)]
 pub struct Compressed {
     group: Communicator,
@@ -44,7 +44,7 @@ impl Compressed {
         }
     }
 
-    /// The same, for buckets in that memory. What is owed for those on a card stays there.
+    /// The same, for buckets in `memory`. Residuals of buckets on a card stay on the card.
     #[must_use]
     pub fn on(self, memory: &Memory) -> Self {
         match memory {
@@ -57,12 +57,12 @@ impl Compressed {
         }
     }
 
-    /// The codec is phased in from now on; the same on all ranks.
+    /// Phases the codec in from now on. All ranks must set the same.
     pub fn set_phase_in(&mut self, phase_in: PhaseIn) {
         self.phase_in = phase_in;
     }
 
-    /// What a bucket goes through in this step.
+    /// The codec for a bucket in this step.
     fn codec(&self, bucket: &Bucket) -> CodecSpec {
         if bucket.group == DENSE || bucket.len() < DENSE_BELOW {
             return CodecSpec::none();
@@ -114,7 +114,7 @@ impl Reducer for Compressed {
 }
 
 impl Compressed {
-    /// What a bucket is compressed with in this step.
+    /// The compressor for a bucket in this step.
     fn compressor(&self, bucket: &Bucket) -> Compressor {
         // A random choice must not depend on how many calls came before, or a resumed run would
         // choose differently.
@@ -126,8 +126,8 @@ impl Compressed {
     }
 }
 
-/// Biases and norms are few and matter much: they travel as they are. So do parameters too small
-/// for a codec, which can then share buckets.
+/// Biases and norms have few elements and matter much, so they are sent uncompressed. So are
+/// parameters too small for a codec, which can then share buckets.
 pub(crate) fn groups(plan: &ParameterList, codec: &CodecPolicy) -> Rules<String> {
     let dense = || DENSE.to_owned();
     let is_small = |entry: &&Entry| {

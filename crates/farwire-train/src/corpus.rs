@@ -1,4 +1,4 @@
-//! What is learned from, and in which order.
+//! The text to learn from, and the order in which it is read.
 //!
 //! Step s of a run sees the same windows of text whatever the layout and whether or not the run was
 //! interrupted: they depend on the seed and s only.
@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock};
 use crate::checkpoint::sha256;
 use crate::error::TrainError;
 
-/// Text to learn from: the sources of this crate, which are always at hand.
+/// Text to learn from that is always at hand: most of this crate's own sources.
 pub fn embedded() -> Vec<u8> {
     const TEXTS: [&str; 26] = [
         include_str!("../README.md"),
@@ -42,7 +42,7 @@ pub fn embedded() -> Vec<u8> {
     TEXTS.concat().into_bytes()
 }
 
-/// Windows of a text, in an order that a seed decides.
+/// Windows of a text, in an order determined by a seed.
 #[derive(Clone, Debug)]
 pub struct Batches {
     text: Arc<[u8]>,
@@ -52,14 +52,14 @@ pub struct Batches {
     sha256: OnceLock<String>,
 }
 
-/// Sequences of tokens, one after the other: what is seen, and what follows each token of it.
+/// Sequences of tokens, one after the other: the inputs, and the token that follows each of them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Batch {
-    /// How many.
+    /// How many sequences.
     pub sequences: usize,
     /// `sequences × context` tokens.
     pub inputs: Vec<u32>,
-    /// As many: the token after each.
+    /// As many tokens: each input's successor.
     pub targets: Vec<u32>,
 }
 
@@ -83,17 +83,17 @@ impl Batches {
         Ok(Self { text, seed, context, batch, sha256: OnceLock::new() })
     }
 
-    /// The SHA-256 of the whole text, in hexadecimal digits: by which a run knows its data again.
+    /// The SHA-256 of the whole text, in hexadecimal digits, by which a run recognises its data.
     pub fn sha256(&self) -> &str {
         self.sha256.get_or_init(|| sha256(&self.text))
     }
 
-    /// Some of the sequences of a step's batch, if every step's has the same length.
+    /// Some sequences of a step's batch, if the batches of all steps have the same length.
     pub fn at(&self, step: usize, sequences: Range<usize>) -> Batch {
         self.after((step * self.batch) as u64, sequences)
     }
 
-    /// Some of the sequences that come after so many others.
+    /// Some of the sequences that follow the first `seen` ones.
     pub fn after(&self, seen: u64, sequences: Range<usize>) -> Batch {
         let places = (self.text.len() - self.context) as u64;
         let start = |sequence: usize| {
@@ -108,7 +108,7 @@ impl Batches {
     }
 }
 
-/// The output function of SplitMix64: a few lines in any language, for whoever wants to train on
+/// The output function of SplitMix64: a few lines in any language, for anyone who wants to train on
 /// the same batches.
 fn mix(state: u64) -> u64 {
     let z = state.wrapping_add(0x9e37_79b9_7f4a_7c15);

@@ -1,20 +1,21 @@
 //! A trainer whose ranks come and go: the state of an [`Elastic`](farwire::Elastic) job.
 //!
-//! Ranks with the same share of the model have the same bits. When the group changes, all tell each
-//! other what they have, [work out](crate::seats) who takes which place, and lay the mesh out anew:
+//! Ranks with the same share of the model have the same bits. When the group changes, all ranks
+//! tell each other what they have, [work out](crate::seats) which rank takes which place, and lay
+//! the mesh out anew:
 //!
 //! ```text
 //!  standing of all ─▶ last step counts? ─▶ residuals ─▶ seats ─▶ mesh, model ─▶ state, over dp
 //! ```
 //!
-//! **A step counts on all ranks or on none.** Its last collective is the one in which all agree
-//! that it does. If any rank has its result, all have called it: they have their mean gradients and
-//! the norm, and can make the update as soon as they hear that it counts. Nobody has to send its
-//! state for that, and no share of the model is left a step behind.
+//! **A step counts on all ranks or on none.** In the last collective of a step all ranks agree that
+//! it counts. If any rank has the result of that collective, all have called it. So all have their
+//! mean gradients and the norm, and can make the update as soon as they hear that the step counts.
+//! No rank has to send its state for that, and no share of the model is left a step behind.
 //!
-//! The batch stays as long as was asked for, or as near to it as can be shared evenly, and so does
-//! the learning rate. Data follow each other as they would without changes: how many sequences have
-//! been learned from is part of the state.
+//! The batch stays as long as was asked for, or as close to that as can be shared evenly, and the
+//! learning rate stays as it is. Data come in the order in which they would without changes: the
+//! number of sequences learned from is part of the state.
 
 use farwire::{CodecChoice, Communicator, ElasticState, ErrorFeedback, ReduceOp, StateSync};
 
@@ -31,33 +32,33 @@ use crate::seats::{self, Seat};
 use crate::settings::Settings;
 use crate::trainer::{Place, Share, Trainer, exchange};
 
-/// What a trainer needs to take one place after another.
+/// What a trainer needs to change places.
 pub(crate) struct Seating {
     library: &'static dyn Library,
-    /// Who has which place, by rank.
+    /// Every rank's place.
     seats: Vec<Option<Seat>>,
-    /// This rank's own.
+    /// This rank's place.
     seat: Option<Seat>,
-    /// Which share of the model this rank has made.
+    /// The share of the model that this rank has built.
     made: Option<usize>,
-    /// The place whose state this rank has, and as of which revision. One that waits keeps what it
-    /// has: until the others have made a step without it, it may be needed.
+    /// The place whose state this rank has, and the revision of that state. A rank that waits keeps
+    /// its state: it may be needed until the others have made a step without it.
     held: Option<(Seat, u64)>,
 }
 
-/// What a rank says of itself when the group has changed.
+/// What a rank says about itself when the group has changed.
 #[derive(Clone, Copy, Debug)]
 struct Standing {
     held: Option<Seat>,
-    /// Of what it has.
+    /// Of the state that it has.
     revision: u64,
-    /// Whether it can make the update of the next revision if that counts elsewhere.
+    /// Whether it can still make the next update, if that step counts elsewhere.
     is_open: bool,
     counters: [u64; COUNTERS],
 }
 
 const COUNTERS: usize = 6;
-/// Numbers of a standing.
+/// How many numbers make a standing.
 const WORDS: usize = 4 + COUNTERS;
 
 impl Standing {
@@ -75,22 +76,23 @@ impl Standing {
         Self { held, revision, is_open: is_open == 1, counters }
     }
 
-    /// What it has the state of, as of this revision.
+    /// The place whose state it has at this revision, or can have by ending its open step.
     fn held_at(&self, revision: u64) -> Option<Seat> {
         let next = self.revision.checked_add(u64::from(self.is_open));
         self.held.filter(|_| self.revision == revision || next == Some(revision))
     }
 }
 
-/// Reads any bytes as what ranks say of themselves, and gives them their places. For fuzzing.
+/// Reads arbitrary bytes as what ranks say about themselves, and gives the ranks their places. For
+/// fuzzing.
 ///
 /// # Panics
 ///
-/// If two ranks get the same place, or fewer than could.
+/// If two ranks get the same place, or fewer ranks get one than could.
 pub(crate) fn read_anything(bytes: &[u8]) {
     let [shares, start, rest @ ..] = bytes else { return };
     let (shares, is_start) = (1 + usize::from(shares % 4), start % 2 == 1);
-    // A byte for each number, so that ranks often have the same.
+    // One byte per number, so that ranks often have equal ones.
     let words: Vec<u64> = rest.iter().map(|byte| u64::from(*byte)).collect();
     let said: Vec<_> = words.as_chunks().0.iter().map(|words| Standing::of(*words)).collect();
     let revision = said.iter().map(|one| one.revision).max().unwrap_or(0);
@@ -104,9 +106,9 @@ pub(crate) fn read_anything(bytes: &[u8]) {
 }
 
 impl Trainer {
-    /// A trainer of a job whose ranks come and go, whether this process is there from the start or
-    /// joins later: the state of an [`Elastic`](farwire::Elastic), whose first step gives it a
-    /// place. `settings.dp` is not used: there are as many replicas as ranks make.
+    /// A trainer for a job whose ranks come and go, whether this process is there from the start or
+    /// joins later. It is the state of an [`Elastic`](farwire::Elastic), whose first step gives it
+    /// a place. `settings.dp` is not used: there are as many replicas as the ranks can make.
     ///
     /// Fails if ranks cannot come and go with these settings.
     pub fn elastic(
@@ -140,18 +142,18 @@ impl Trainer {
     }
 
     /// Whether this rank has a part of the model. In an elastic run with tensor or pipeline
-    /// parallelism it has none while it waits for others to make a whole replica with.
+    /// parallelism it has none while it waits for enough ranks to make a whole replica.
     pub fn has_place(&self) -> bool {
         self.seating.as_ref().is_none_or(|seating| seating.seat.is_some())
     }
 
-    /// How many ranks wait for others to make a whole replica with.
+    /// How many ranks wait for more ranks, to make a whole replica together.
     pub fn waiting(&self) -> usize {
         let seats = self.seating.iter().flat_map(|seating| &seating.seats);
         seats.filter(|seat| seat.is_none()).count()
     }
 
-    /// Whether this is the first of the ranks that have a part of the model: the one that speaks,
+    /// Whether this is the first of the ranks that have a part of the model: the one that reports,
     /// and writes checkpoints.
     pub fn is_first(&self) -> bool {
         self.has_place() && self.mesh().world().rank() == 0
@@ -176,13 +178,13 @@ impl Trainer {
         self.step = revision as usize;
     }
 
-    /// What was lost with ranks since this revision began.
+    /// The norm of the residuals lost with ranks since this revision began.
     fn lost_at(&self, revision: u64) -> f64 {
         if self.lost.0 == revision { self.lost.1 } else { 0.0 }
     }
 
-    /// Ends the last step as it ended elsewhere, which is now at this revision: it counts here, too,
-    /// or is taken back.
+    /// Ends the last step as it ended on the other ranks, which are now at this revision: it counts
+    /// here too, or is rolled back.
     fn settle(&mut self, revision: u64, counters: [u64; COUNTERS]) -> Result<(), TrainError> {
         let counts = self.step as u64 + 1 == revision && counters[0] == self.skipped as u64;
         match self.open.take().filter(|_| counts && self.has_place()) {
@@ -196,8 +198,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// What is owed by ranks that do not keep their share goes to one that has it, too, and keeps
-    /// it. All ranks call this, with what they had and what they will have.
+    /// Ranks that do not keep their share pass its residuals on to a rank that also has it and
+    /// keeps it. All ranks call this, with the seats before and after the change.
     fn pass_residuals_on(
         &mut self,
         world: &Communicator,
@@ -227,15 +229,15 @@ impl Trainer {
         };
         let mut pairs = moved.filter_map(|rank| Some((rank, heir(&rank)?)));
         let result = pairs.try_for_each(|(rank, heir)| pass_on(rank, heir));
-        // Also if that failed: what may have arrived must not be sent again.
+        // Even if that failed: residuals that may have arrived must not be sent again.
         if passed_on {
             self.exchange.reducer_mut().restore(ErrorFeedback::new());
         }
         result
     }
 
-    /// Takes this rank's place: lays out the mesh, and makes the share of the model that it needs,
-    /// unless it has made that before.
+    /// Takes this rank's place: lays out the mesh, and builds the share of the model that it needs,
+    /// unless it has built that share before.
     fn take_place(
         &mut self,
         world: &Communicator,
@@ -249,7 +251,7 @@ impl Trainer {
         self.settings.check()?;
         let me = world.rank();
         let seat = seats[me];
-        // Those that wait are on their own.
+        // Each rank that waits is on its own.
         let (color, key) = match seat {
             Some(Seat { replica, share }) => {
                 (0, (share / tp * replicas + replica) * tp + share % tp)
@@ -271,7 +273,7 @@ impl Trainer {
             None => None,
         };
         let Some(Seat { share, .. }) = seat else {
-            // What it still has is of a replica that is no more.
+            // The state that it keeps is of a replica that no longer exists.
             let seating = self.seating()?;
             if let Some((held, _)) = &mut seating.held {
                 held.replica = replicas + me;
@@ -285,7 +287,7 @@ impl Trainer {
             self.tensor.replace(self.mesh.of("tp"));
             self.pipeline.relink(&Group::of(self.mesh.of("pp")), self.settings.passed());
         } else {
-            // Whatever happens from here on, what it had is gone.
+            // Whatever happens from here on, the state that it had is gone.
             self.seating()?.held = None;
             self.seating()?.made = None;
             let new = Share::new(library, &self.settings, &self.mesh)?;
@@ -305,12 +307,13 @@ impl Trainer {
         Ok(())
     }
 
-    /// What the ranks of tp have copies of must stay the same on all, and so must what is owed for
-    /// it. They may come of different replicas, so the first one's counts.
+    /// Parameters of which every rank of tp has a copy must stay the same on all of them, and so
+    /// must their residuals. The ranks may come from different replicas, so the first rank's
+    /// residuals count.
     fn share_residuals(&self, mine: &ErrorFeedback) -> Result<(), TrainError> {
         let Some(comm) = self.tensor.communicator() else { return Ok(()) };
         let is_cut = |name: &str| self.params.get(name).is_some_and(|it| it.param.cut.is_some());
-        // Leaves what is owed for what is cut, or for what is not.
+        // Keeps the residuals of cut parameters only, or those of whole parameters only.
         let keep = |feedback: &ErrorFeedback, cut: bool| {
             let mut others = feedback.names().into_iter().filter(|name| is_cut(name) != cut);
             others.try_for_each(|name| feedback.remove(&name))
@@ -324,14 +327,14 @@ impl Trainer {
         Ok(taken.map_err(farwire::Error::from)?)
     }
 
-    /// Gives ranks with the same share the same state. Whether this rank has received it, and
-    /// whether it had another of the same revision.
+    /// Gives ranks with the same share the same state. Returns whether this rank has received it,
+    /// and whether it had a different state of the same revision.
     fn share_state(&mut self, revision: u64, has_it: bool) -> Result<[bool; 2], TrainError> {
         let mut saved = ElasticState::save(self);
         let sync = {
             let mut buffers: Vec<(&str, &mut [u8])> =
                 saved.iter_mut().map(|(name, buffer)| (&name[..], &mut buffer[..])).collect();
-            // Whoever is new is behind, also before the first step.
+            // A new rank is behind, even before the first step.
             let revision = if has_it { revision.saturating_add(1) } else { 0 };
             self.mesh.of("dp").sync_state(revision, &mut buffers)?
         };
@@ -355,7 +358,7 @@ impl ElasticState for Trainer {
         let bytes = |floats: &[f32]| {
             floats.iter().flat_map(|float| float.to_le_bytes()).collect::<Vec<u8>>()
         };
-        // Whoever has other settings, other data or another plan must not take part: the names differ.
+        // A rank with other settings, data or parameters must not take part: its name differs here.
         let (plan, data) = (self.plan.hash(), self.batches.sha256());
         let settings = Settings { dp: 0, ..self.asked_settings() };
         let about = format!("{settings:?}, parameters {plan:016x}, data {data}");
@@ -398,14 +401,15 @@ impl ElasticState for Trainer {
         Ok(())
     }
 
-    /// Lays the model out over whoever is there, and gives all ranks of each share its newest state.
+    /// Lays the model out over the ranks that are there, and gives all ranks of a share its newest
+    /// state.
     fn synchronize(&mut self, world: &Communicator) -> Result<StateSync, TrainError> {
         self.everyone = world.clone();
         let me = world.rank();
         let shares = self.settings.tp * self.settings.pp;
         let (is_open, counters, step) = (self.open.is_some(), self.counters(), self.step as u64);
         let seating = self.seating()?;
-        // Whoever has a place has what it has made steps with.
+        // A rank that has a place has the state of its last step.
         if seating.seat.is_some() {
             seating.held = seating.held.map(|(seat, _)| (seat, step));
         }
@@ -418,9 +422,10 @@ impl ElasticState for Trainer {
         let all = world.all_gather(standing.words()).wait()?;
         let said: Vec<_> = all.as_chunks().0.iter().map(|words| Standing::of(*words)).collect();
 
-        // The newest that anybody has is what counts. Of those who have it, some may have come
-        // further in sharing out after a loss that another one interrupted: they know what is owed
-        // since then, and what was lost. (Bits of floats that are not negative are in their order.)
+        // The newest state that any rank has is the one that counts. Of the ranks that have it,
+        // some may have got further with this after a loss, before another loss interrupted it.
+        // They know what is owed since then, and what was lost. (Floats that are not negative sort
+        // as their bits do.)
         let newest = said
             .iter()
             .filter(|one| one.held.is_some())
@@ -437,7 +442,7 @@ impl ElasticState for Trainer {
         }
         self.seating()?.held = held[me].map(|seat| (seat, revision));
 
-        // Squares of the same sums; but those that are resharded have been rounded.
+        // Both are sums of squares of the same residuals, but resharded ones have been rounded.
         let left = world.all_reduce(vec![self.owed_here()], ReduceOp::Sum).wait()?[0];
         let lost = self.owed - left;
         let lost = if lost > 1e-6 * self.owed { lost.sqrt() } else { 0.0 };
@@ -472,7 +477,8 @@ impl ElasticState for Trainer {
         })
     }
 
-    /// All but those that alone have a share of the model; and all, if nobody stays.
+    /// All but those that are the last to have their share of the model; all of them if nobody
+    /// stays.
     fn dispensable(&self, asking: &[usize]) -> Vec<usize> {
         let Some(Seating { seats, .. }) = &self.seating else { return asking.to_vec() };
         if asking.len() == seats.len() {
@@ -493,14 +499,14 @@ impl ElasticState for Trainer {
         asking.iter().copied().filter(|rank| is_dispensable(rank)).collect()
     }
 
-    /// What a rank owes that leaves goes to the first that stays and has the same share, which sends
-    /// it with its next gradient.
+    /// The residuals of a rank that leaves go to the first rank that stays and has the same share,
+    /// which sends them with its next gradient.
     fn hand_over(&mut self, world: &Communicator, leaving: &[usize]) -> Result<(), TrainError> {
         let seats = self.seating()?.seats.clone();
         let stays = |rank: usize| if leaving.contains(&rank) { None } else { seats[rank] };
         let after: Vec<_> = (0..seats.len()).map(stays).collect();
         self.pass_residuals_on(world, &seats, &after)?;
-        // The sum of what two ranks owed has another norm than the two.
+        // Adding the residuals of two ranks changes the norm.
         self.owed = world.all_reduce(vec![self.owed_here()], ReduceOp::Sum).wait()?[0];
         Ok(())
     }
@@ -517,7 +523,7 @@ mod tests {
     use super::*;
     use crate::gpt::Config;
 
-    /// What ranks end with by rank, of which those with a share of `late` miss the end of a step.
+    /// The state that each rank ends with. Those with the share `late` miss the end of a step.
     fn train(settings: &Settings, late: Option<usize>) -> Vec<Vec<(String, Vec<u8>)>> {
         let rank = |comm: Communicator| {
             let text: Vec<u8> = (0..999u32).map(|i| b'a' + (i * i % 23) as u8).collect();
@@ -530,7 +536,7 @@ mod tests {
                 true => trainer.step_without_end()?,
                 false => drop(trainer.step(false)?),
             }
-            // Nobody is lost, and there is a new group all the same.
+            // No rank is lost, but there is a new group all the same.
             let comm = comm.shrink()?;
             let sync = trainer.synchronize(&comm)?;
             assert_eq!((sync.revision, sync.receivers), (4, Vec::new()), "nobody got anything");
@@ -549,7 +555,7 @@ mod tests {
         })
     }
 
-    /// Every rank with a share misses that a step counts, so nobody could send it that state.
+    /// All ranks with one share miss that a step counts, so none could send them that state.
     #[test]
     fn a_step_that_counted_elsewhere_is_ended_from_the_gradients_that_all_have() {
         for (tp, pp, codec) in [(2, 1, "int8"), (1, 2, "int8"), (1, 2, "none")] {

@@ -7,7 +7,7 @@ use crate::mesh::MeshError;
 use crate::parameter_list::ParameterListError;
 use crate::schedule::ScheduleError;
 
-/// Before what rank 0 has told the others.
+/// Precedes an error that rank 0 has told the others.
 pub const SAID: &str = "rank 0 says: ";
 
 /// Why training stopped, or did not start.
@@ -29,7 +29,7 @@ pub enum TrainError {
     /// Gradients were not exchanged.
     #[error(transparent)]
     Exchange(#[from] ExchangeError),
-    /// A loss or a gradient that is not finite, the same on all ranks. No weight has moved.
+    /// A loss or a gradient is not finite. All ranks get the same error; no weight has moved.
     #[error(
         "step {}: {found}; no weight has moved: lower the learning rate, or skip such steps \
          (in `farwire train`: --on-nan skip)", step + 1
@@ -40,17 +40,17 @@ pub enum TrainError {
         /// What, and where.
         found: NotFinite,
     },
-    /// Every step is left out.
+    /// Too many steps in a row were skipped.
     #[error(
         "{steps} steps in a row were left out, up to step {}, since {found}; start again with a \
          lower learning rate, perhaps from the weights of an older checkpoint", step + 1
     )]
     TooManySkipped {
-        /// How many.
+        /// How many steps.
         steps: usize,
         /// The last of them, from 0.
         step: usize,
-        /// What was not finite in that one, and where.
+        /// What was not finite in that step, and where.
         found: NotFinite,
     },
     /// An audit has found something wrong, which is a bug.
@@ -61,7 +61,7 @@ pub enum TrainError {
         /// What is wrong.
         what: String,
     },
-    /// An elastic job has lost every rank that had some share of the model.
+    /// An elastic job has lost every rank that had a certain share of the model.
     #[error(
         "no replica is whole any more, after step {step}: of the {shares} shares of the model \
          (tp × pp), nobody that is left has {}; go on from the last checkpoint",
@@ -70,7 +70,7 @@ pub enum TrainError {
     NoReplica {
         /// The shares that are lost, from 0.
         missing: Vec<usize>,
-        /// Of so many.
+        /// How many shares there are.
         shares: usize,
         /// Steps done.
         step: usize,
@@ -105,7 +105,7 @@ pub enum TrainError {
     /// Rank 0 has failed, and has said why.
     #[error("{SAID}{0}")]
     Told(String),
-    /// Weights or a checkpoint that cannot be read, or of another job.
+    /// Weights or a checkpoint that cannot be read, or that belong to another job.
     #[error("{path}: {what}")]
     BadCheckpoint {
         /// Where.
@@ -120,7 +120,7 @@ fn named(shares: &[usize]) -> String {
     shares.join(", ")
 }
 
-/// What a library passes on, of a sink for example, is still what it was.
+/// Recovers an error that a library only passed on, such as one from its sink.
 impl From<LibraryError> for TrainError {
     fn from(error: LibraryError) -> Self {
         error.downcast().map_or_else(Self::Library, |own| *own)
@@ -128,7 +128,7 @@ impl From<LibraryError> for TrainError {
 }
 
 impl TrainError {
-    /// The error of a call between ranks, if that is what it was.
+    /// The error of a call between ranks, if that is the cause.
     fn of_group(&self) -> Option<&farwire::Error> {
         match self {
             Self::Farwire(error)

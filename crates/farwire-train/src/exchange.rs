@@ -1,7 +1,7 @@
 //! From gradients to their mean over all replicas, while backward still runs.
 //!
 //! Small messages waste a network, so gradients travel in *buckets*. Buckets are laid out in the
-//! order in which backward brings gradients forth: the first bucket is full, and on its way, while
+//! order in which backward computes gradients: the first bucket is full, and on its way, while
 //! backward works on earlier layers.
 //!
 //! ```text
@@ -13,8 +13,8 @@
 //!
 //! Buckets start in the same order on every rank, whatever order gradients come in.
 //!
-//! A step counts as a whole or not at all: if one bucket fails, or holds a NaN, then what error
-//! feedback owes for all the others is what it was before the step, and the next step can begin.
+//! A step counts as a whole or not at all: if one bucket fails, or holds a NaN, the residuals of
+//! all others are restored to what they were before the step, and the next step can begin.
 
 use std::collections::HashMap;
 use std::future::Future;
@@ -40,7 +40,7 @@ pub trait Reducer {
     /// Starts the reduction of a bucket. All ranks start the same buckets in the same order.
     fn start(&mut self, bucket: &Bucket, data: Vec<f32>) -> Pending<Vec<f32>>;
 
-    /// Starts the reduction of a bucket that is on a card, in its place.
+    /// Starts the reduction of a bucket on a card, in place.
     #[cfg(feature = "cuda")]
     fn start_on_card(
         &mut self,
@@ -51,21 +51,20 @@ pub trait Reducer {
         Pending::failed(Error::System { what: "could not reduce a bucket on a card", error })
     }
 
-    /// The next buckets are those of this step, the same on all ranks.
+    /// Announces that the next buckets are those of this step. All ranks give the same step.
     fn at_step(&mut self, _step: u64) {}
 
-    /// The share of a bucket's elements that this step brings news of; those left out are zero in
-    /// its result.
+    /// The share of a bucket's elements that this step sends; the others are zero in its result.
     fn density(&self, _bucket: &Bucket) -> f64 {
         1.0
     }
 
-    /// What is still owed to other steps, to be saved with the model.
+    /// The residuals that are still owed to later steps, to be saved with the model.
     fn feedback(&self) -> Option<&ErrorFeedback> {
         None
     }
 
-    /// Goes on with what was owed when it was saved.
+    /// Continues with residuals that were saved.
     fn restore(&mut self, _feedback: ErrorFeedback) {}
 }
 
@@ -100,12 +99,11 @@ impl<R: Reducer + ?Sized> Reducer for Box<R> {
     }
 }
 
-/// The group of parameters that travel as they are, many to a bucket. Of any other group each
-/// parameter has a bucket of its own, so that what a codec owes is its own, too, however buckets
-/// are cut.
+/// The group of parameters that are sent uncompressed, many to a bucket. In any other group each
+/// parameter has a bucket of its own, and so a residual of its own, however buckets are cut.
 pub const DENSE: &str = "none";
 
-/// Every element as it is.
+/// Exchanges every element uncompressed.
 #[derive(Clone, Debug)]
 pub struct Dense(pub Communicator);
 
@@ -122,11 +120,12 @@ impl Reducer for Dense {
 /// Gradients that travel together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Bucket {
-    /// Its name: that of its last parameter, with which it is full.
+    /// Its name: that of its last parameter, which completes it.
     pub name: String,
-    /// What the rules say of its parameters; parameters of different groups do not share a bucket.
+    /// The group of its parameters, by the rules; parameters of different groups do not share a
+    /// bucket.
     pub group: String,
-    /// Which parameters lie where in it.
+    /// The parameters in it, and where each lies.
     pub parts: Vec<Part>,
 }
 
@@ -158,9 +157,8 @@ impl Bucket {
 /// One step: [`begin`](Self::begin), [`add`](Self::add) every gradient, [`finish`](Self::finish),
 /// read [`gradients`](Self::gradients).
 ///
-/// Where more ranks than the replicas have to agree whether a step counts, [`wait`](Self::wait)
-/// takes the place of `finish`, and [`commit`](Self::commit) or [`roll_back`](Self::roll_back)
-/// follows.
+/// If more ranks than the replicas have to agree whether a step counts, call [`wait`](Self::wait)
+/// instead of `finish`, then [`commit`](Self::commit) or [`roll_back`](Self::roll_back).
 #[derive(Debug)]
 pub struct Exchange<R> {
     reducer: R,
@@ -169,31 +167,31 @@ pub struct Exchange<R> {
     data: BucketData,
     /// Gradients that each bucket still waits for.
     missing: Vec<usize>,
-    /// How often each parameter may still come, in this step.
+    /// How many gradients each parameter gets in this step.
     rounds: usize,
     running: Vec<Running>,
-    /// What was owed before the step, until the step counts.
+    /// The residuals before the step, kept until the step counts.
     before: Option<Savepoint>,
     /// Whether every mean of this step is finite.
     is_finite: bool,
-    /// What this rank knows to be not finite, first of all.
+    /// The first thing that this rank has found to be not finite.
     cause: Option<Cause>,
-    /// Spent in starting reductions, in this step.
+    /// Time spent starting reductions in this step.
     handing_over: Duration,
     begun: Instant,
-    /// What went into this step, if that is asked for.
+    /// What went into this step, if a ledger was asked for.
     ledger: Option<Ledger>,
 }
 
-/// Whether a step has lost or made up anything. What goes in and what comes out are the same, over
-/// all replicas and but for rounding.
+/// Shows whether a step has lost or made up anything: over all replicas, inputs and outputs are the
+/// same but for rounding.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Ledger {
     /// The sum of this rank's gradients and of what it owed before.
     pub inputs: f64,
     /// The sum of the means, and of what this rank owes now.
     pub outputs: f64,
-    /// The sum of the magnitudes that went in, by which rounding is to be judged.
+    /// The sum of the magnitudes that went in, against which rounding is judged.
     pub magnitude: f64,
 }
 
@@ -240,7 +238,7 @@ pub enum ExchangeError {
     /// A NaN or an infinity. All replicas get the same error, and can go on with the next step.
     #[error("{0}; nothing has changed: skip this step on all ranks, or stop")]
     NotFinite(NotFinite),
-    /// A NaN or an infinity, and then ranks could not tell each other whose.
+    /// A NaN or an infinity, but the ranks could not find out whose.
     #[error("a gradient is not finite, and ranks could not find out whose: {error}")]
     NotFound {
         /// Why not.
@@ -254,7 +252,7 @@ pub enum ExchangeError {
         /// Why.
         error: LibraryError,
     },
-    /// A card failed while the means were looked at.
+    /// A card failed while the means were checked.
     #[error("could not look at the gradients of this step: {0}")]
     Look(LibraryError),
     /// The reduction failed.
@@ -267,26 +265,25 @@ pub enum ExchangeError {
     },
 }
 
-/// From when to when something was under way, since the step began.
+/// When something was under way, in time since the step began.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Span {
-    /// What.
+    /// What was under way.
     pub name: String,
-    /// From.
+    /// Its beginning.
     pub start: Duration,
-    /// To.
+    /// Its end.
     pub end: Duration,
 }
 
-/// When buckets travelled in a step.
+/// When the buckets of a step were under way.
 #[derive(Clone, Debug, Default)]
 pub struct Summary {
-    /// Each bucket's way, from its start to the arrival of its mean; waiting for slower ranks
-    /// included.
+    /// Each bucket, from its start to the arrival of its mean, waits for slower ranks included.
     pub buckets: Vec<Span>,
     /// How long the caller was held up while it handed buckets over.
     pub handing_over: Duration,
-    /// How long it waited at the end, until the last had come back.
+    /// How long the caller waited at the end, until the last mean had arrived.
     pub waiting: Duration,
 }
 
@@ -304,13 +301,13 @@ impl Summary {
         })
     }
 
-    /// How long the caller was held up, all in all.
+    /// How long the caller was held up in total.
     pub fn exposed(&self) -> Duration {
         self.handing_over + self.waiting
     }
 
-    /// The share of the time under way which the caller spent on something else; 1 if nothing was
-    /// under way.
+    /// The share of the [`busy`](Self::busy) time that the caller spent on something else; 1 if
+    /// nothing was under way.
     pub fn hidden(&self) -> f64 {
         let busy = self.busy().as_secs_f64();
         if busy > 0.0 { (1.0 - self.exposed().as_secs_f64() / busy).clamp(0.0, 1.0) } else { 1.0 }
@@ -319,8 +316,8 @@ impl Summary {
 
 impl<R: Reducer> Exchange<R> {
     /// An exchange of the plan's parameters, which must be in backward order, in buckets of about
-    /// `bucket_bytes`. Parameters for which `groups` differ do not share a bucket, and only those
-    /// of the group [`DENSE`] share one at all.
+    /// `bucket_bytes`. Parameters of different `groups` do not share a bucket, and only those of
+    /// the group [`DENSE`] share one at all.
     pub fn new(
         reducer: R,
         plan: &ParameterList,
@@ -354,17 +351,17 @@ impl<R: Reducer> Exchange<R> {
         }
     }
 
-    /// The same, with its buckets in that memory.
+    /// The same, with its buckets in `memory`.
     pub fn on(self, memory: &Memory) -> LibraryResult<Self> {
         Ok(Self { data: BucketData::on(memory, &self.buckets)?, ..self })
     }
 
-    /// How buckets are exchanged.
+    /// The reducer, which exchanges buckets.
     pub fn reducer(&self) -> &R {
         &self.reducer
     }
 
-    /// How buckets are exchanged, to be told something.
+    /// The reducer, to change it.
     pub fn reducer_mut(&mut self) -> &mut R {
         &mut self.reducer
     }
@@ -375,7 +372,7 @@ impl<R: Reducer> Exchange<R> {
     }
 
     /// Begins a step in which each parameter gets `rounds` gradients, one per micro-batch, which
-    /// are added up. A step before it that was not finished is rolled back.
+    /// are added up. An earlier step that was not finished is rolled back.
     pub fn begin(&mut self, rounds: usize) {
         self.roll_back();
         self.before = self.reducer.feedback().map(ErrorFeedback::savepoint);
@@ -391,7 +388,7 @@ impl<R: Reducer> Exchange<R> {
         self.begun = Instant::now();
     }
 
-    /// Has this step, which has just begun, keep a [`Ledger`]. (In host memory only.)
+    /// Keeps a [`Ledger`] of the step that has just begun. (In host memory only.)
     pub fn keep_ledger(&mut self) {
         let owed = |value: fn(f64) -> f64| {
             self.reducer.feedback().map_or(0.0, |feedback| feedback.sum_of(value))
@@ -437,9 +434,9 @@ impl<R: Reducer> Exchange<R> {
 
     /// Waits until every bucket is the mean over all replicas.
     ///
-    /// The step counts only if it succeeds. If it fails, all that is owed is as it was before the
-    /// step, of every bucket. A NaN or an infinity is an error, the same one on all replicas, and
-    /// the next step can begin.
+    /// The step counts only if this succeeds. If it fails, the residuals of every bucket are as
+    /// they were before the step. A NaN or an infinity is an error, the same one on all replicas,
+    /// and the next step can begin.
     pub fn finish(&mut self) -> Result<Summary, ExchangeError> {
         let summary = self.wait()?;
         if self.is_finite {
@@ -453,9 +450,9 @@ impl<R: Reducer> Exchange<R> {
         }
     }
 
-    /// Waits for every bucket, without a decision whether the step counts: that is for
-    /// [`commit`](Self::commit) and [`roll_back`](Self::roll_back). Gradients may not be finite;
-    /// see [`is_finite`](Self::is_finite).
+    /// Waits for every bucket, without deciding whether the step counts: that is for
+    /// [`commit`](Self::commit) and [`roll_back`](Self::roll_back). The gradients need not be
+    /// finite; see [`is_finite`](Self::is_finite).
     pub fn wait(&mut self) -> Result<Summary, ExchangeError> {
         if let Some(late) = self.missing.iter().position(|missing| *missing > 0) {
             let parts = self.buckets[late].parts.iter();
@@ -468,7 +465,8 @@ impl<R: Reducer> Exchange<R> {
         let waited = Instant::now();
         let mut summary = Summary::default();
         let (mut failed, mut refused) = (None, None);
-        // Every one is waited for, also after an error: the next step starts where all have ended.
+        // Wait for every bucket, even after an error: all must have ended before the next step
+        // begins.
         for (index, running) in std::mem::take(&mut self.running).into_iter().enumerate() {
             let bucket = &self.buckets[index];
             let (started, result, ended) = running.wait();
@@ -520,15 +518,17 @@ impl<R: Reducer> Exchange<R> {
         self.before.take().into_iter().for_each(Savepoint::release);
     }
 
-    /// The step does not count: what was owed before it is owed again. Waits for what is under way.
+    /// The step does not count: what was owed before it is owed again. Waits for reductions under
+    /// way.
     pub fn roll_back(&mut self) {
-        // What ends later would still change what is owed.
+        // A reduction that ended later would still change what is owed.
         std::mem::take(&mut self.running).into_iter().for_each(|running| drop(running.wait()));
         drop(self.before.take());
         self.ledger = None;
     }
 
-    /// What a codec refused because it is not finite; none if it failed for another reason.
+    /// The element that a codec refused because it is not finite; `None` if the codec failed for
+    /// another reason.
     fn not_finite(&self, error: &Error) -> Option<Cause> {
         let Error::NotEncodable { error: source, .. } = error else { return None };
         let element = |parameter: &str, index: u64| BadElement {
@@ -537,7 +537,7 @@ impl<R: Reducer> Exchange<R> {
             value: f32::INFINITY,
         };
         match source {
-            // Its own gradient was found to be finite: with what it owed, it is not.
+            // This rank's gradient was found to be finite, but with its residual it is not.
             CodingError::NotFinite { rank, tensor, element: index }
                 if *rank == self.reducer.group().rank() =>
             {
@@ -551,12 +551,12 @@ impl<R: Reducer> Exchange<R> {
         }
     }
 
-    /// The gradients of the step that has finished.
+    /// The mean gradients of the step that has finished.
     pub fn gradients(&self) -> impl Iterator<Item = (&str, Mean<'_>)> {
         self.data.means(&self.buckets)
     }
 
-    /// The share of a parameter's elements that this step brought news of; 1 for one that is not in
+    /// The share of a parameter's elements that this step sent; 1 for a parameter that is not in
     /// the plan.
     pub fn density(&self, name: &str) -> f64 {
         self.places.get(name).map_or(1.0, |place| self.reducer.density(&self.buckets[place.bucket]))
@@ -621,7 +621,7 @@ struct Running {
     stamp: Arc<Stamp>,
 }
 
-/// The mean of a bucket to come: none if it takes the bucket's place by itself.
+/// The coming mean of a bucket. On a card it replaces the bucket's data by itself.
 #[derive(Debug)]
 pub(crate) enum Reducing {
     Host(Pending<Vec<f32>>),
@@ -654,7 +654,7 @@ struct Stamp(OnceLock<Instant>);
 
 impl Wake for Stamp {
     fn wake(self: Arc<Self>) {
-        let _ = self.0.set(Instant::now()); // the first is the end
+        let _ = self.0.set(Instant::now()); // only the first call counts
     }
 }
 
@@ -711,7 +711,7 @@ mod tests {
                     for step in 0..3 {
                         exchange.begin(2);
                         for round in 0..2 {
-                            // Ranks bring them in different orders; buckets still start alike.
+                            // Ranks add gradients in different orders; buckets still start alike.
                             let mut order = vec![("a", 2), ("b", 5), ("c", 3)];
                             order.rotate_left(comm.rank());
                             for (name, size) in order {
@@ -759,7 +759,7 @@ mod tests {
     const LENGTH: usize = 1500;
     const NAMES: [&str; 5] = ["a", "b", "c", "d", "e"];
 
-    /// Five parameters of a bucket each, through a codec that leaves much out.
+    /// Five parameters, each in its own bucket, through a codec.
     fn five(comm: &Communicator, codec: &str) -> Exchange<Compressed> {
         let codec: CodecSpec = codec.parse().unwrap();
         let group = Rules::new(codec.to_string());
@@ -785,7 +785,7 @@ mod tests {
         exchange.reducer().feedback().unwrap().to_bytes()
     }
 
-    /// And when what is owed is lost, the ledger shows that.
+    /// And if residuals are lost, the ledger shows that.
     #[test]
     fn what_goes_into_a_step_comes_out_or_is_owed() {
         for codec in ["none", "int8", "topk:0.1", "randk:0.1", "sign", "powersgd:2"] {
@@ -821,7 +821,7 @@ mod tests {
         }
     }
 
-    /// Every other bucket had committed what it left out of a mean that nobody got.
+    /// The bug: every other bucket had committed what it left out of a mean that no rank got.
     #[test]
     fn one_failed_bucket_loses_no_gradient_of_the_others() {
         const RANKS: usize = 3;
@@ -890,7 +890,8 @@ mod tests {
         });
     }
 
-    /// Found in the means, which all replicas have: also of finite gradients whose sum is not.
+    /// It is found in the means, which all replicas have, even if only the sum of finite gradients
+    /// overflows.
     #[test]
     fn a_mean_that_is_not_finite_is_an_error_that_names_rank_and_parameter() {
         for codec in ["none", "int8", "topk:0.1", "randk:0.1", "sign", "powersgd:2", "bf16"] {
@@ -935,7 +936,8 @@ mod tests {
         }
     }
 
-    /// What was begun and given up holds residuals, and its messages, until it has ended.
+    /// A reduction that was begun and given up holds on to residuals and messages until it has
+    /// ended.
     #[test]
     fn a_step_that_was_given_up_half_way_leaves_nothing_behind() {
         std::thread::scope(|scope| {

@@ -1,4 +1,4 @@
-//! Gradients that are not finite: who has one, and of which parameter.
+//! Gradients that are not finite: which rank has one, and of which parameter.
 //!
 //! Whether a step can be used shows in its means, which are the same on all ranks, so finding a NaN
 //! needs no message. Only when there is one do ranks tell each other, in one small collective,
@@ -13,22 +13,22 @@ use farwire::{Communicator, Error};
 pub struct NotFinite {
     /// What is not finite.
     pub cause: Cause,
-    /// Where, as a rank of the group that looked for it; of several, the lowest.
+    /// The rank that has it, in the group that looked for it; of several, the lowest.
     pub rank: usize,
-    /// How many more ranks have the like.
+    /// How many other ranks have the same problem.
     pub more: usize,
 }
 
-/// What one rank knows to be not finite.
+/// What a rank knows to be not finite.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Cause {
     /// The gradient that this rank has computed.
     Gradient(BadElement),
     /// The mean over replicas, whose own gradients may all be finite: their sum can overflow.
     Mean(BadElement),
-    /// The loss, while gradients are finite.
+    /// The loss, although gradients are finite.
     Loss(f32),
-    /// Nobody has said.
+    /// No rank knows.
     Unknown,
 }
 
@@ -44,8 +44,8 @@ pub struct BadElement {
 }
 
 impl NotFinite {
-    /// Has the ranks of `group` tell each other what they know. All of them must call it, those too
-    /// that know of nothing.
+    /// Has the ranks of `group` tell each other what they know. All of them must call this,
+    /// including those that know nothing.
     pub fn find(group: &Communicator, mine: Option<&Cause>) -> Result<Self, Error> {
         let all = group.all_gather(encode(mine).to_vec()).wait()?;
         let told: Vec<(usize, Cause)> = (0..)
@@ -90,7 +90,8 @@ impl fmt::Display for NotFinite {
 }
 
 impl Cause {
-    /// What a rank says first if it has several; nothing is 0.
+    /// Its code in a record. Of several causes, the one with the lowest code is reported; 0 means
+    /// none.
     fn kind(&self) -> u8 {
         match self {
             Self::Gradient(_) => 1,
@@ -109,8 +110,9 @@ impl BadElement {
     }
 }
 
-/// What a rank says: kind, value, element, and the parameter's name, of which so much is told.
+/// Bytes of a rank's record: kind, value, element, and as much of the parameter's name as fits.
 const RECORD: usize = 256;
+/// Where the name begins in it.
 const NAME: usize = 13;
 
 fn encode(cause: Option<&Cause>) -> [u8; RECORD] {
@@ -150,18 +152,18 @@ fn decode(record: &[u8]) -> Option<Cause> {
     }
 }
 
-/// Reads any bytes as the record of another rank. For fuzzing.
+/// Reads arbitrary bytes as records of other ranks. For fuzzing.
 pub(crate) fn read_anything(bytes: &[u8]) {
     for record in bytes.chunks_exact(RECORD) {
         drop(decode(record));
     }
 }
 
-/// All bits of the exponent: set in infinities and NaNs, and in nothing else.
+/// The bits of the exponent: all set in infinities and NaNs, and in nothing else.
 const EXPONENT: u32 = 0x7f80_0000;
 
-/// Adds `x` to `sum`; `false` if that is not finite everywhere. As fast as adding alone: memory is
-/// what both wait for.
+/// Adds `x` to `sum`; `false` if any sum is not finite. As fast as adding alone, since both wait
+/// for memory.
 pub(crate) fn add(sum: &mut [f32], x: &[f32]) -> bool {
     let mut odd = 0;
     for (sum, x) in sum.iter_mut().zip(x) {
@@ -226,7 +228,7 @@ mod tests {
                     );
                     assert!(find([None, Some(&mean), None]).contains("of `m` is inf at element 1"));
                     assert!(find([None; 3]).contains("no rank says which"));
-                    // A name too long to be told is cut, at a whole letter.
+                    // A name too long for the record is cut, at a whole letter.
                     let said = find([Some(&long), None, None]);
                     assert!(said.starts_with("the gradient of `wörter.wö") && !said.contains('�'));
                 });

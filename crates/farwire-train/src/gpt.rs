@@ -1,5 +1,5 @@
-//! The model that is trained, as far as no tensor library has to know: its sizes, and writing with
-//! it.
+//! The model that is trained: its sizes, and writing text with it. Neither depends on a particular
+//! tensor library.
 
 use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
@@ -73,14 +73,15 @@ pub struct Writer {
 }
 
 impl Writer {
-    /// From whole weights.
+    /// A writer with these whole weights.
     pub fn new(library: &dyn Library, weights: Arrays, config: Config) -> Result<Self, TrainError> {
         let (group, start) = (Group::alone(), Start::Given(weights));
         let spec = StageSpec { model: config, stage: 0, stages: 1, start, group: &group };
         Ok(Self { stage: library.stage(spec)?, config })
     }
 
-    /// `count` bytes that may follow a prompt. A temperature near 0 takes the likeliest.
+    /// The prompt, followed by `count` bytes that may come next. A temperature near 0 takes the
+    /// likeliest.
     pub fn write(
         &mut self,
         prompt: &str,
@@ -111,7 +112,7 @@ impl Writer {
     }
 }
 
-/// Chances that add up to 1, from numbers times `scale`.
+/// Probabilities that add up to 1, from logits times `scale`.
 fn softmax(logits: &[f32], scale: f64) -> Vec<f32> {
     let scaled: Vec<f32> = logits.iter().map(|x| x * scale as f32).collect();
     let largest = scaled.iter().copied().fold(f32::NEG_INFINITY, f32::max);

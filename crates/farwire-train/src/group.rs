@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use farwire::{Communicator, Error, Pending, ReduceOp};
 
 /// The ranks that share a layer, or this one alone. Clones are one group: layers that hold one
-/// notice when it [meets anew](Self::replace).
+/// notice when its communicator is [replaced](Self::replace).
 #[derive(Clone, Debug)]
 pub struct Group(Option<Arc<Shared>>);
 
@@ -52,8 +52,9 @@ impl Group {
         self.0.as_ref().map(|shared| lock(&shared.comm).clone())
     }
 
-    /// Meets on another communicator from now on, which has as many ranks, and this rank in the same
-    /// place: ranks of an elastic job have come or gone. Does nothing if this rank is alone.
+    /// Uses another communicator from now on, since ranks of an elastic job have come or gone. It
+    /// must have as many ranks, and this rank in the same place. Does nothing if this rank is
+    /// alone.
     pub fn replace(&self, comm: &Communicator) {
         if let Some(shared) = &self.0 {
             debug_assert_eq!((comm.rank(), comm.size()), (self.rank(), self.size()));
@@ -62,23 +63,23 @@ impl Group {
         }
     }
 
-    /// Why a collective of this group has failed, if one has since this was last asked and it was
-    /// for a fault of the group.
+    /// Why a collective of this group has failed, if one has since the last call, through a fault
+    /// of the group.
     pub(crate) fn take_failure(&self) -> Option<Error> {
         lock(&self.0.as_ref()?.failed).take()
     }
 
-    /// The sum of everyone's `data`, in rank order.
+    /// The sum of all ranks' `data`, in rank order.
     pub fn sum(&self, data: Vec<f32>) -> Result<Vec<f32>, Error> {
         self.timed(data, |comm, data| comm.all_reduce(data, ReduceOp::Sum))
     }
 
-    /// Everyone's `data`, one after the other.
+    /// All ranks' `data`, one after the other.
     pub fn gather(&self, data: Vec<f32>) -> Result<Vec<f32>, Error> {
         self.timed(data, |comm, data| comm.all_gather(data))
     }
 
-    /// How long this rank has spent in those two, all in all.
+    /// Total time that this rank has spent in [`sum`](Self::sum) and [`gather`](Self::gather).
     pub fn spent(&self) -> Duration {
         Duration::from_nanos(
             self.0.as_ref().map_or(0, |shared| shared.spent.load(Ordering::Relaxed)),

@@ -1,27 +1,26 @@
-//! What training in parallel needs and no tensor library has to know of.
+//! The parts of parallel training that do not depend on a tensor library.
 //!
-//! Gradients enter here as plain vectors with a parameter's name, in host memory or on a card
-//! ([`Memory`]), and leave as the mean over all replicas. Read it in this order:
+//! Gradients enter as plain vectors, named after their parameters, in host memory or on a card
+//! ([`Memory`]). They leave as means over all replicas. Read the crate in this order:
 //!
 //! - [`Mesh`]: named axes over a communicator, such as `dp` × `tp` × `pp`.
-//! - [`ParameterList`]: which parameters there are, compared between ranks at the start.
-//! - [`Exchange`]: gradients become buckets, and buckets are reduced while backward still runs.
-//!   [`Reducer`] is the one place that knows how, [`Compressed`] does it through a codec, which
-//!   [`PhaseIn`] lets begin gently.
+//! - [`ParameterList`]: the model's parameters; ranks compare their lists at the start.
+//! - [`Exchange`]: collects gradients in buckets, which are reduced while backward still runs. How
+//!   is up to a [`Reducer`]; [`Compressed`] uses a codec, which [`PhaseIn`] phases in.
 //! - [`NotFinite`]: which rank had a NaN, and in which gradient.
-//! - [`global_norm`]: one number for a gradient that lies on many ranks.
-//! - [`Schedule`]: which micro-batch a pipeline stage works on when, as a list of actions;
-//!   [`simulate()`] runs such lists in virtual time, [`Pipeline`] over messages.
+//! - [`global_norm`]: the norm of a gradient that is spread over many ranks.
+//! - [`Schedule`]: when a pipeline stage works on which micro-batch, as a list of actions.
+//!   [`simulate()`] runs such lists in virtual time, [`Pipeline`] runs them with messages.
 //! - [`Rules`]: settings by parameter name (`*.bias`).
 //! - [`Trainer`]: all of it together, with [`Settings`], [`AdamW`], [`Batches`] of text, and
 //!   [checkpoints](Checkpoint).
 //!
-//! A tensor library is a [`Library`]: a crate of its own, which implements two traits. For a model
-//! and an optimizer of one's own there are [`Replicas`].
+//! A tensor library takes part through two traits, [`Library`] and [`Stage`], which a crate of its
+//! own implements. To train your own model with your own optimizer, use [`Replicas`].
 
 #![forbid(unsafe_code)]
 
-// For the library of one page that unit tests and others share.
+// For the one-page tensor library in `tests/common`, which unit tests use too.
 #[cfg(test)]
 extern crate self as farwire_train;
 
@@ -54,10 +53,10 @@ mod simulate;
 mod text;
 mod trainer;
 
-// What signatures here name.
+// Signatures here name its types.
 pub use farwire;
 
-/// Reads any bytes as what another rank says in training. For fuzzing.
+/// Reads arbitrary bytes as another rank's messages in training. For fuzzing.
 #[doc(hidden)]
 pub fn read_anything(bytes: &[u8]) {
     carry::read_anything(bytes);

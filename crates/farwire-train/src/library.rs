@@ -1,14 +1,14 @@
-//! What training asks of a tensor library: two traits, which a crate per library implements.
+//! What training asks of a tensor library: two traits, implemented in a crate per library.
 //!
 //! ```text
 //!  Library   makes the stages of a model
 //!  Stage     forward, backward, and its weights by name, as plain vectors
 //! ```
 //!
-//! Everything else is in this crate: data, schedules, the exchange, AdamW, checkpoints. What
-//! crosses this line is f32 and u32 in row-major order; where a library keeps its tensors is its
-//! own affair. One that has them on a card says so ([`Library::memory`]): then gradients and
-//! weights stay there, and only messages and what passes between stages come to the host.
+//! Everything else is in this crate: data, schedules, the exchange, AdamW, checkpoints. Data cross
+//! this boundary as f32 and u32 in row-major order; where a library keeps its tensors is its own
+//! affair. A library that keeps them on a card says so ([`Library::memory`]). Gradients and weights
+//! then stay there, and only messages and the data that pass between stages come to the host.
 
 use std::fmt;
 use std::time::Instant;
@@ -19,13 +19,13 @@ use crate::group::Group;
 use crate::memory::{Memory, Values};
 use crate::param::{Param, Start};
 
-/// Whatever a library has to say when it fails.
+/// An error of a library.
 pub type LibraryError = Box<dyn std::error::Error + Send + Sync>;
 
-/// What comes of asking a library.
+/// The result of a call into a library.
 pub type LibraryResult<T> = Result<T, LibraryError>;
 
-/// Takes a parameter's gradient, by name, as soon as it is there.
+/// Takes a parameter's gradient, by name, as soon as it is computed.
 pub type Sink<'a> = dyn FnMut(&str, Values<'_>) -> LibraryResult<()> + 'a;
 
 /// A tensor library.
@@ -33,7 +33,7 @@ pub trait Library {
     /// Makes a stage of a GPT.
     fn stage(&self, spec: StageSpec<'_>) -> LibraryResult<Box<dyn Stage>>;
 
-    /// Where its stages have their gradients and weights.
+    /// Where its stages keep their gradients and weights.
     fn memory(&self) -> Memory {
         Memory::Host
     }
@@ -48,15 +48,15 @@ pub struct StageSpec<'a> {
     pub stage: usize,
     /// How many parts there are.
     pub stages: usize,
-    /// What gives each parameter its first value, by name.
+    /// Where each parameter's first value comes from.
     pub start: Start,
     /// The ranks that share each layer.
     pub group: &'a Group,
 }
 
-/// Consecutive layers of a model, and what backward still needs of each micro-batch.
+/// Consecutive layers of a model, and what their backward still needs of each micro-batch.
 pub trait Stage: fmt::Debug + Send {
-    /// Its parameters, in the order in which backward brings their gradients.
+    /// Its parameters, in the order in which backward computes their gradients.
     fn params(&self) -> Vec<Param>;
 
     /// This rank's share of a parameter.
@@ -72,8 +72,8 @@ pub trait Stage: fmt::Debug + Send {
         Err(format!("`{name}` is not on a card").into())
     }
 
-    /// Runs a micro-batch through, and remembers what its backward needs. Gives the output; with
-    /// `targets`, which only a model's last stage gets, the mean loss, as one element.
+    /// Runs a micro-batch forward, and remembers what its backward needs. Returns the output, or,
+    /// with `targets`, which only a model's last stage gets, the mean loss as one element.
     fn forward(
         &mut self,
         micro: usize,
@@ -81,9 +81,9 @@ pub trait Stage: fmt::Debug + Send {
         targets: Option<&[u32]>,
     ) -> LibraryResult<Vec<f32>>;
 
-    /// Runs a micro-batch back, from the gradient of what forward gave to that of its input; none
-    /// for tokens. Gives every parameter's gradient to `sink`, best while it still computes the
-    /// next.
+    /// Runs a micro-batch backward: takes the gradient of what forward returned, and returns that
+    /// of its input, or `None` for tokens. Gives every parameter's gradient to `sink`, best while
+    /// it still computes the next.
     fn backward(
         &mut self,
         micro: usize,
@@ -91,7 +91,7 @@ pub trait Stage: fmt::Debug + Send {
         sink: &mut Sink<'_>,
     ) -> LibraryResult<Option<Vec<f32>>>;
 
-    /// Which part's backward ran from when to when, since this was last called: for a report.
+    /// When the backward of each part began and ended, since the last call: for a report.
     fn take_trace(&mut self) -> Vec<(String, Instant, Instant)> {
         Vec::new()
     }
@@ -102,6 +102,6 @@ pub trait Stage: fmt::Debug + Send {
 pub enum Input<'a> {
     /// The inputs of this batch, `[sequences, tokens]`: for the first stage.
     Tokens(&'a Batch),
-    /// What the stage before gave, `[sequences, context, width]`.
+    /// The output of the stage before, `[sequences, context, width]`.
     Hidden(Vec<f32>),
 }

@@ -1,5 +1,5 @@
 //! Where gradients are while they are summed up and exchanged: in host memory, or, with the feature
-//! `cuda`, on a card. What is done to them there is in this file alone.
+//! `cuda`, on a card. Only this file works on them there.
 
 use std::borrow::Cow;
 #[cfg(feature = "cuda")]
@@ -12,7 +12,7 @@ use crate::exchange::{Bucket, ExchangeError, Part, Reducer, Reducing};
 use crate::finite::{self, BadElement, Cause};
 use crate::library::LibraryResult;
 
-/// Where a library has its gradients and weights.
+/// Where a library keeps its gradients and weights.
 #[derive(Clone, Debug, Default)]
 #[non_exhaustive]
 pub enum Memory {
@@ -30,8 +30,8 @@ pub enum Memory {
 pub enum Values<'a> {
     /// In host memory.
     Host(&'a [f32]),
-    /// On a card, in f32. Whoever takes it has put its last access on the card's queue when it is
-    /// dropped.
+    /// On a card, in f32. By the time its taker drops it, the last access to it is on the card's
+    /// queue.
     #[cfg(feature = "cuda")]
     Card(DeviceTensor),
 }
@@ -91,7 +91,7 @@ impl<'a> Mean<'a> {
         }
     }
 
-    /// Its elements, which may have to be fetched.
+    /// Its elements, fetched from a card if they are there.
     pub fn to_host(&self) -> LibraryResult<Cow<'a, [f32]>> {
         match self {
             Self::Host(values) => Ok(Cow::Borrowed(values)),
@@ -145,7 +145,7 @@ impl BucketData {
         Self::Host(buckets.iter().map(|bucket| vec![0.0; bucket.len()]).collect())
     }
 
-    /// In that memory.
+    /// In `memory`.
     pub(crate) fn on(memory: &Memory, buckets: &[Bucket]) -> LibraryResult<Self> {
         match memory {
             Memory::Host => Ok(Self::new(buckets)),
@@ -154,7 +154,7 @@ impl BucketData {
         }
     }
 
-    /// A step begins: nothing has come.
+    /// A step begins: no gradient has come.
     pub(crate) fn begin(&mut self, buckets: &[Bucket]) {
         match self {
             Self::Host(data) => {
@@ -168,8 +168,8 @@ impl BucketData {
         }
     }
 
-    /// Adds a parameter's gradient, the first of the step if `fresh`. Gives what is then known to
-    /// be not finite; a card says so only at the end of the step.
+    /// Adds a parameter's gradient, the first of the step if `fresh`. Returns what is now known to
+    /// be not finite; a card reports that only at the end of the step.
     #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "for a card"))]
     pub(crate) fn add(
         &mut self,
@@ -201,7 +201,7 @@ impl BucketData {
         }
     }
 
-    /// What a bucket holds before it is sent; nothing of one on a card.
+    /// What a bucket holds before it is sent; empty for one on a card.
     pub(crate) fn sums(&self, bucket: usize) -> &[f32] {
         match self {
             Self::Host(data) => &data[bucket],
@@ -210,7 +210,7 @@ impl BucketData {
         }
     }
 
-    /// Hands a full bucket over.
+    /// Hands a full bucket to the reducer.
     pub(crate) fn start<R: Reducer>(
         &mut self,
         reducer: &mut R,
@@ -230,7 +230,7 @@ impl BucketData {
         }
     }
 
-    /// A bucket's mean has come: none if it is in its place already.
+    /// A bucket's mean has come; `None` if it is in place already.
     pub(crate) fn put(&mut self, index: usize, mean: Option<Vec<f32>>) {
         if let (Self::Host(data), Some(mean)) = (self, mean) {
             data[index] = mean;
@@ -246,7 +246,8 @@ impl BucketData {
         }
     }
 
-    /// Looks at the means of all buckets: whether they are finite, and if not what this rank knows.
+    /// Checks the means of all buckets. Returns whether they are finite, and if not, what this rank
+    /// knows.
     pub(crate) fn look(&mut self, buckets: &[Bucket]) -> LibraryResult<(bool, Option<Cause>)> {
         let mut found = None;
         let is_finite = match self {
@@ -263,7 +264,7 @@ impl BucketData {
         };
         if !is_finite && found.is_none() {
             for (name, mean) in self.means(buckets) {
-                // Most are finite, and need not come to the host.
+                // Most means are finite, and need not come to the host.
                 if !mean.squares().is_finite() {
                     found = BadElement::first(name, &mean.to_host()?).map(Cause::Mean);
                     break;
@@ -303,13 +304,13 @@ impl BucketData {
 pub(crate) struct CardBuckets {
     training: Arc<Training>,
     buffers: Vec<Arc<Buffer<f32>>>,
-    /// What sums have that is not finite, by part.
+    /// The elements of sums that are not finite, by part.
     found: NotFiniteElements,
     /// The place in `found` of each bucket's first part.
     places: Vec<usize>,
-    /// Of the means, by bucket and part.
+    /// Sums of squares of the means, by bucket and part.
     squares: Vec<Vec<f64>>,
-    /// Buckets that have no mean.
+    /// Whether a bucket has no mean, by bucket.
     refused: Vec<bool>,
 }
 

@@ -1,8 +1,8 @@
 //! Named axes over a communicator.
 //!
-//! The ranks of a world are laid out as a grid. The last axis runs fastest: in `[("dp", 2), ("tp",
-//! 2)]` ranks 0 and 1 differ in `tp`, ranks 0 and 2 in `dp`. The ranks that differ in one axis only
-//! form that axis's group, and the coordinate is the rank in it.
+//! The ranks of a world are laid out as a grid. The last axis runs fastest: in
+//! `[("dp", 2), ("tp", 2)]` ranks 0 and 1 differ in `tp`, ranks 0 and 2 in `dp`. Ranks that differ
+//! in one axis only form a group of that axis; a rank's coordinate is its rank in that group.
 //!
 //! ```text
 //!           tp 0   tp 1
@@ -40,10 +40,10 @@ struct Axis {
     group: Communicator,
 }
 
-/// Why there is no mesh.
+/// Why a mesh cannot be made.
 #[derive(Debug, thiserror::Error)]
 pub enum MeshError {
-    /// The grid has another number of places than there are ranks.
+    /// The grid does not have as many places as there are ranks.
     #[error(
         "{layout} is {product} ranks, but there are {world}; change a size, or start {product} ranks"
     )]
@@ -58,7 +58,7 @@ pub enum MeshError {
     /// An axis of size zero.
     #[error("axis `{0}` has size 0; leave it out, or give it size 1")]
     Empty(String),
-    /// Two axes of one name.
+    /// Two axes have the same name.
     #[error("axis `{0}` is named twice; give each axis its own name")]
     Twice(String),
     /// A group could not be made.
@@ -101,7 +101,7 @@ impl Mesh {
         let axes = axes.into_iter().map(|(name, size)| {
             stride /= size;
             let coordinate = world.rank() / stride % size;
-            // Ranks of one group agree in all other coordinates: in the rank of their first member.
+            // Ranks of a group share all other coordinates, and so the rank of their first member.
             let first = world.rank() - coordinate * stride;
             let group = world.split(first as u32, coordinate as u32)?;
             Ok(Axis { name: name.to_owned(), group })
@@ -119,7 +119,7 @@ impl Mesh {
         self.axes.iter().find(|axis| axis.name == name).map(|axis| &axis.group)
     }
 
-    /// The same for an axis that is known to be there.
+    /// The same for an axis that is known to exist.
     pub(crate) fn of(&self, name: &str) -> &Communicator {
         self.axis(name).expect("the mesh was made with this axis")
     }

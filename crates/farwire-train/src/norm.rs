@@ -1,4 +1,4 @@
-//! The length of a gradient that lies on many ranks.
+//! The norm of a gradient that is spread over many ranks.
 //!
 //! A parameter that is cut along an axis contributes from every rank of that axis. One that is the
 //! same on all ranks of an axis must count once. So squares are kept apart by the axes they are cut
@@ -17,13 +17,13 @@ pub struct Squares {
 }
 
 impl Squares {
-    /// Sums for parameters of these kinds. All ranks must name the same kinds, those included of
+    /// Sums for parameters of these kinds. All ranks must name the same kinds, including those of
     /// which they have no parameter.
     pub fn new(kinds: &[&[&'static str]]) -> Self {
         Self { sums: kinds.iter().map(|kind| (sorted(kind), 0.0)).collect() }
     }
 
-    /// Adds the squares of a parameter which is cut along `axes`.
+    /// Adds the squares of a parameter that is cut along `axes`.
     ///
     /// # Panics
     ///
@@ -39,7 +39,7 @@ fn sorted(axes: &[&'static str]) -> Vec<&'static str> {
     axes
 }
 
-/// The square root of all squares of the mesh, the same bits on every rank.
+/// The square root of the sum of all squares in the mesh, the same bits on every rank.
 pub fn global_norm(mesh: &Mesh, mut squares: Squares) -> Result<f64, Error> {
     for (axis, group) in mesh.axes() {
         let cut =

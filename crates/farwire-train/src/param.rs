@@ -1,4 +1,4 @@
-//! Parameters: what they start as, and how ranks share them.
+//! Parameters: their first values, and how ranks share them.
 //!
 //! A cut parameter is described by its *whole*: layers ask for the whole shape and get this rank's
 //! share. So one seed, or one file of whole weights, gives the same model for any number of ranks.
@@ -20,7 +20,7 @@ pub struct Param {
     pub name: String,
     /// The shape of this rank's share.
     pub shape: Vec<usize>,
-    /// How it is cut over the group; none if every rank has all of it.
+    /// How it is cut over the group; `None` if every rank has all of it.
     pub cut: Option<Cut>,
 }
 
@@ -43,8 +43,8 @@ pub struct Array {
 /// Whole tensors by name.
 pub type Arrays = BTreeMap<String, Array>;
 
-/// How a parameter is cut: along `dim`, which is `blocks` equal blocks, of each of which every rank
-/// gets an equal share.
+/// How a parameter is cut: along `dim`, which consists of `blocks` equal blocks. Every rank gets an
+/// equal share of each block.
 ///
 /// More than one block is for fused weights: the rows of an attention's query, key and value are
 /// three blocks, and each rank gets its heads of all three.
@@ -73,8 +73,8 @@ impl Cut {
                 self.dim, whole.shape
             ));
         }
-        // A row is what belongs to one place of the dimensions before; its pieces come rank by rank
-        // in every block.
+        // A row holds what belongs to one index of the dimensions before `dim`. In every block of
+        // it, the pieces come rank by rank.
         let row = whole.shape[self.dim..].iter().product::<usize>();
         let mine = whole.data.chunks_exact((row / pieces).max(1)).skip(rank).step_by(ranks);
         let mut shape = whole.shape.clone();
@@ -96,7 +96,7 @@ impl Cut {
     }
 }
 
-/// What a parameter starts as, where no weights are given.
+/// A parameter's first value, where no weights are given.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Init {
     /// Zeros.
@@ -110,15 +110,15 @@ pub enum Init {
 /// Where a model's first weights come from.
 #[derive(Clone, Debug)]
 pub enum Start {
-    /// Random ones: the same for the same seed and name, whatever else the model has.
+    /// Random weights: the same for the same seed and name, whatever else the model has.
     Seed(u64),
     /// Whole weights by name.
     Given(Arrays),
 }
 
 impl Start {
-    /// This rank's share of the parameter `name`, whose whole has this shape, and how it is cut; a
-    /// rank alone has the whole.
+    /// This rank's share of the parameter `name`, and how it is cut. `whole` is the shape of the
+    /// whole, which a rank alone gets.
     pub fn get(
         &self,
         name: &str,

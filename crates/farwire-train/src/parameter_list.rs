@@ -1,7 +1,7 @@
-//! Which parameters there are, in which order: the contract between replicas.
+//! A model's parameters, in order: the contract between replicas.
 //!
-//! Gradients are exchanged by position, so ranks that disagree about the list would add up what
-//! does not belong together. They compare it once, at the start.
+//! Gradients are exchanged by position, so ranks that disagree about the list would add up
+//! gradients that do not belong together. They compare it once, at the start.
 
 use std::fmt;
 
@@ -44,7 +44,7 @@ pub enum ParameterListError {
         /// The other rank.
         other: usize,
     },
-    /// A parameter twice.
+    /// A parameter is listed twice.
     #[error("parameter `{0}` is in the model twice; give each parameter its own name")]
     Twice(String),
     /// The comparison failed.
@@ -73,21 +73,21 @@ impl ParameterList {
         &self.entries
     }
 
-    /// 64 bits that differ if the plans do, but for bad luck.
+    /// 64 bits that differ if the plans do, barring bad luck.
     pub fn hash(&self) -> u64 {
         self.to_string().bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
             (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
         })
     }
 
-    /// Fails, on all ranks of the group, if they do not all have this plan.
+    /// Fails, on all ranks of the group, if they do not all have the same plan.
     pub fn agree(&self, group: &Communicator) -> Result<(), ParameterListError> {
         let text = self.to_string();
         let all = group.all_gather(vec![self.hash(), text.len() as u64]).wait()?;
         if all.chunks_exact(2).all(|theirs| theirs == &all[..2]) {
             return Ok(());
         }
-        // Somebody differs. Show it by name.
+        // Some plan differs. Find the parameter, to name it.
         let lengths: Vec<usize> = all.chunks_exact(2).map(|theirs| theirs[1] as usize).collect();
         let texts = group.all_gather_varied(text.clone().into_bytes(), &lengths).wait()?;
         let mut rest = &texts[..];
@@ -105,7 +105,7 @@ impl ParameterList {
                 });
             }
         }
-        Ok(()) // the same text with another hash cannot be
+        Ok(()) // the same text cannot have another hash
     }
 }
 

@@ -1,8 +1,8 @@
-//! How a run comes to its codec.
+//! How a run phases its codec in.
 
 use farwire::{CodecChoice, CodecSpec};
 
-/// A codec that leaves much out does harm while a model still learns fast; so it is phased in.
+/// A codec that leaves much out does harm while a model still learns fast, so it is phased in.
 ///
 /// ```text
 ///  density 1 ┤████████
@@ -11,8 +11,8 @@ use farwire::{CodecChoice, CodecSpec};
 ///            └─ dense ─┴── falling ──┴─ the rest of the run ─▶ steps
 /// ```
 ///
-/// Which codec a step uses depends on the step only, so that a resumed run goes on as it would
-/// have.
+/// Which codec a step uses depends only on the step, so a resumed run continues as if it had not
+/// been interrupted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PhaseIn {
     /// Steps at the start in which nothing is compressed.
@@ -25,8 +25,8 @@ pub struct PhaseIn {
 const FIRST: f64 = 0.25;
 
 impl PhaseIn {
-    /// What a run of so many steps does well with. A codec that trains like dense needs none of it;
-    /// others get an eighth of the run dense, and sparse ones three quarters to fall in.
+    /// Phases that serve a run of `steps` steps well. A codec that trains like dense needs none.
+    /// Others get an eighth of the run dense, and sparse ones three quarters to fall in.
     pub fn over(codec: impl Into<CodecChoice>, steps: u64) -> Self {
         let (CodecChoice::Given(codec) | CodecChoice::WhereFaster(codec)) = codec.into() else {
             return Self::default();
@@ -38,7 +38,7 @@ impl PhaseIn {
         Self { dense: steps / 8, falling: if is_sparse { steps * 3 / 4 } else { 0 } }
     }
 
-    /// What a tensor of `elements` goes through in a step, when the run is to come to `codec`.
+    /// The codec for a tensor of `elements` in a step, when the run is to end up with `codec`.
     pub fn codec_at(self, step: u64, codec: CodecSpec, elements: usize) -> CodecSpec {
         if step < self.dense {
             return CodecSpec::none();

@@ -1,4 +1,4 @@
-//! Runs a pipeline schedule: its actions in order, over messages between the ranks of a group.
+//! Runs a pipeline schedule: its actions in order, with messages between the ranks of a group.
 //!
 //! Receives are posted a few actions early, so that data moves while this rank computes; sends are
 //! not waited for until the end of the step.
@@ -25,26 +25,26 @@ pub struct Pipeline {
     chunks: Vec<Box<dyn Stage>>,
     actions: Vec<Action>,
     micro_batches: usize,
-    /// Of what passes from stage to stage.
+    /// Elements that pass from stage to stage for each micro-batch.
     elements: usize,
 }
 
-/// What a step brought.
+/// Losses and times of a step.
 #[derive(Clone, Debug, Default)]
 pub struct Flow {
-    /// By micro-batch, on the rank with the last stage; empty elsewhere.
+    /// By micro-batch, on the rank that has the last stage; empty elsewhere.
     pub losses: Vec<f32>,
     /// Spent in forward.
     pub forward: Duration,
-    /// Spent in backward, and in what `sink` does.
+    /// Spent in backward and in `sink`.
     pub backward: Duration,
     /// Spent waiting for messages.
     pub waiting: Duration,
 }
 
 impl Pipeline {
-    /// A pipeline over a group; `chunks` are this rank's stages, between which so many `elements`
-    /// pass for each micro-batch.
+    /// A pipeline over a group. `chunks` are this rank's stages; `elements` is how many elements
+    /// pass from stage to stage for each micro-batch.
     pub fn new(
         group: &Group,
         schedule: Schedule,
@@ -62,19 +62,19 @@ impl Pipeline {
         Ok(Self { group: group.clone(), chunks, actions, micro_batches, elements })
     }
 
-    /// A pipeline that nothing passes through, of a rank that has no part of the model.
+    /// An empty pipeline, for a rank that has no part of the model.
     pub(crate) fn idle() -> Self {
         let (chunks, actions) = (Vec::new(), Vec::new());
         Self { group: Group::alone(), chunks, actions, micro_batches: 0, elements: 0 }
     }
 
-    /// The stages are linked anew, as ranks of an elastic job have come or gone: over this group, in
-    /// which this rank has the place that it had, and with other lengths of batches.
+    /// Links the stages anew, since ranks of an elastic job have come or gone: over this group, in
+    /// which this rank has the same place as before, and for batches of another length.
     pub(crate) fn relink(&mut self, group: &Group, elements: usize) {
         (self.group, self.elements) = (group.clone(), elements);
     }
 
-    /// This rank's parameters, in the order in which backward brings their gradients.
+    /// This rank's parameters, in the order in which backward computes their gradients.
     pub fn params(&self) -> Vec<Param> {
         self.chunks.iter().rev().flat_map(|chunk| chunk.params()).collect()
     }
@@ -84,13 +84,13 @@ impl Pipeline {
         &self.chunks
     }
 
-    /// This rank's stages, to be told something.
+    /// This rank's stages, to change them.
     pub fn chunks_mut(&mut self) -> &mut [Box<dyn Stage>] {
         &mut self.chunks
     }
 
     /// One step: forward and backward of every micro-batch. `sink` gets every parameter's gradient
-    /// once per micro-batch, of the mean loss over micro-batches.
+    /// once per micro-batch; these add up to the gradient of the mean loss over micro-batches.
     pub fn run(&mut self, batches: &[Batch], sink: &mut Sink<'_>) -> Result<Flow, TrainError> {
         if batches.len() != self.micro_batches {
             let (has, needs) = (batches.len(), self.micro_batches);
@@ -107,7 +107,7 @@ impl Pipeline {
             micro_batches: self.micro_batches,
         };
         let mut looked = 0;
-        // What a unit works on, and what came of it.
+        // What units work on, and what they have computed.
         let mut incoming: HashMap<(Work, Unit), Vec<f32>> = HashMap::new();
         let mut outgoing: HashMap<(Work, Unit), Vec<f32>> = HashMap::new();
         let share = 1.0 / self.micro_batches as f32;
@@ -209,7 +209,7 @@ impl Mail<'_> {
         Ok(())
     }
 
-    /// One tag per micro-batch, receiving stage and direction: no order to keep between messages.
+    /// One tag per micro-batch, receiving stage and direction, so messages need no order.
     fn tag(&self, work: Work, micro: usize, stage: usize) -> u32 {
         ((stage * self.micro_batches + micro) * 2 + usize::from(work == Work::Backward)) as u32
     }

@@ -1,4 +1,4 @@
-//! Data parallelism for a model and an optimizer of one's own.
+//! Data parallelism for your own model and optimizer.
 
 use farwire::{CodecChoice, Communicator};
 
@@ -9,10 +9,10 @@ use crate::library::LibraryResult;
 use crate::parameter_list::ParameterList;
 use crate::phase_in::PhaseIn;
 
-/// Bytes of a bucket: enough to fill a network, and several of them to overlap.
+/// Bytes of a bucket: enough to keep a network busy, while several buckets overlap.
 const BUCKET_BYTES: usize = 4 << 20;
 
-/// Replicas of a model, one per rank: what a library's own data parallelism is made of.
+/// Replicas of a model, one per rank: what the data parallelism of a tensor library builds on.
 #[derive(Debug)]
 pub struct Replicas {
     exchange: Exchange<Compressed>,
@@ -21,9 +21,9 @@ pub struct Replicas {
 }
 
 impl Replicas {
-    /// Checks that all ranks have the same parameters. Gradients of biases and norms travel as they
-    /// are, the others through the codec, with error feedback. The codec `auto` is chosen by
-    /// measuring, for about a second.
+    /// Checks that all ranks have the same parameters. Gradients of biases and norms are sent
+    /// uncompressed, all others through the codec, with error feedback. For the codec `auto`, about
+    /// a second of measuring decides.
     pub fn new(
         comm: &Communicator,
         plan: &ParameterList,
@@ -37,17 +37,17 @@ impl Replicas {
         Ok(Self { exchange, names, steps: 0 })
     }
 
-    /// Lets the codec begin gently.
+    /// Phases the codec in.
     pub fn set_phase_in(&mut self, phase_in: PhaseIn) {
         self.exchange.reducer_mut().set_phase_in(phase_in);
     }
 
-    /// One step: the means over all ranks of what `gradient` gives for each name are then in
-    /// [`means`](Self::means).
+    /// One step: averages over all ranks what `gradient` gives for each name. The results are then
+    /// in [`means`](Self::means).
     ///
     /// If a gradient of any rank holds a NaN or an infinity, or their sum overflows, all ranks get
-    /// the same [`TrainError::NotFinite`], which says where it came from. What error feedback owes
-    /// is then as it was: all ranks can leave this step out and go on with the next.
+    /// the same [`TrainError::NotFinite`], which says where it came from. Residuals are then as
+    /// they were: all ranks can skip this step and go on with the next.
     pub fn average(
         &mut self,
         mut gradient: impl FnMut(&str) -> LibraryResult<Vec<f32>>,

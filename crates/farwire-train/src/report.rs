@@ -1,10 +1,10 @@
-//! What a step brought, for logs, reports and checkpoints.
+//! Results of a step, for logs, reports and checkpoints.
 
 use serde::{Deserialize, Serialize};
 
 use crate::text;
 
-/// What a step brought.
+/// Results of a step.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct StepReport {
     /// Which step, from 0.
@@ -12,20 +12,20 @@ pub struct StepReport {
     /// The mean loss over the batch, before the update.
     #[serde(with = "text::number")]
     pub loss: f64,
-    /// The gradient's length, before it was cut.
+    /// The gradient's norm, before it was clipped.
     #[serde(with = "text::number")]
     pub norm: f64,
-    /// Why this step was left out, if it was: see [`OnNan::Skip`](crate::OnNan::Skip).
+    /// Why this step was skipped, if it was: see [`OnNan::Skip`](crate::OnNan::Skip).
     #[serde(default)]
     pub skipped: Option<String>,
     /// Tokens learned from, over all ranks.
     pub tokens: usize,
     /// Bytes that all ranks sent in this step, as their links counted them. Updates of a sharded
-    /// optimizer count with the next step: they are sent when this is counted already.
+    /// optimizer count with the next step: they are sent after this count.
     pub wire_bytes: u64,
-    /// Bytes that a dense exchange of the gradients sends: what a ratio is taken against.
+    /// Bytes that a dense exchange of the gradients sends, to compare with.
     pub dense_bytes: u64,
-    /// The share of the exchange's time in which this rank computed; 1 where there is no exchange.
+    /// The share of the exchange's time in which this rank computed; 1 if there is no exchange.
     pub hidden: f64,
     /// Where this rank's time went.
     pub times: Times,
@@ -34,7 +34,7 @@ pub struct StepReport {
     /// How many ranks want to leave while the others go on.
     #[serde(default)]
     pub leaving: usize,
-    /// How many ranks have joined and [ask](crate::Trainer::set_asking) what the others have seen.
+    /// How many ranks that have joined [ask](crate::Trainer::set_asking) what the others have seen.
     #[serde(default)]
     pub asking: usize,
 }
@@ -56,9 +56,9 @@ pub struct Times {
     pub exchange_busy: f64,
     /// The norm, the update and the rest.
     pub update: f64,
-    /// All in all.
+    /// The whole step.
     pub total: f64,
-    /// CPU time of this process, all of its threads together.
+    /// CPU time of this process, all its threads together.
     #[serde(default)]
     pub cpu: f64,
 }

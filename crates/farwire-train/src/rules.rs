@@ -17,12 +17,12 @@ pub struct Rules<T> {
 }
 
 impl<T> Rules<T> {
-    /// No rules: the same for every parameter.
+    /// No rules: the same value for every parameter.
     pub fn new(otherwise: T) -> Self {
         Self { rules: Vec::new(), otherwise }
     }
 
-    /// One more rule, asked after those before it.
+    /// Adds a rule, which is tried after those before it.
     pub fn on(mut self, pattern: impl Into<String>, value: T) -> Self {
         self.rules.push((pattern.into(), value));
         self
@@ -35,7 +35,7 @@ impl<T> Rules<T> {
     }
 }
 
-/// Whether a name is one that a pattern stands for.
+/// Whether a pattern matches a name.
 pub fn matches(pattern: &str, name: &str) -> bool {
     let (pattern, name): (Vec<char>, Vec<char>) =
         (pattern.chars().collect(), name.chars().collect());
@@ -70,7 +70,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// The same by trying everything.
+    /// The same, by trying everything.
     fn matches_slowly(pattern: &[char], name: &[char]) -> bool {
         match (pattern.split_first(), name.split_first()) {
             (None, None) => true,

@@ -1,17 +1,17 @@
 //! Pipeline schedules: what each stage does, in order.
 //!
 //! A model is cut into *stages*, one per rank of the pipeline, and a batch into *micro-batches*. A
-//! schedule is a pure function from (stages, rank, micro-batches) to a list of actions; whoever
-//! runs the list needs no further thought. Sends do not wait for their receiver, receives wait for
-//! their sender.
+//! schedule is a pure function from (stages, rank, micro-batches) to a list of actions, which then
+//! only has to be carried out. Sends do not wait for their receiver; receives wait for their
+//! sender.
 //!
-//! With p stages, m micro-batches and equal stages, the share of time in which a rank has nothing
-//! to do (the *bubble*) is at best
+//! With p stages that take equally long and m micro-batches, the share of time in which a rank has
+//! nothing to do (the *bubble*) is at best:
 //!
 //! | schedule | bubble | micro-batches in flight on rank r |
 //! |---|---|---|
 //! | GPipe: all forward, then all backward | (p − 1) / (m + p − 1) | m |
-//! | 1F1B: backward as soon as it can be | (p − 1) / (m + p − 1) | p − r |
+//! | 1F1B: backward as soon as possible | (p − 1) / (m + p − 1) | p − r |
 //! | interleaved 1F1B: v chunks of the model per rank | (p − 1) / (v·m + p − 1) | more than 1F1B |
 //!
 //! ```text
@@ -29,11 +29,12 @@ use std::str::FromStr;
 pub enum Schedule {
     /// All forward, then all backward.
     GPipe,
-    /// One forward, one backward: at most as many micro-batches in flight as stages follow.
+    /// One forward, one backward: a stage has at most as many micro-batches in flight as there are
+    /// stages from it to the last.
     #[default]
     OneForwardOneBackward,
     /// The same with several chunks of the model on each rank: chunk c of rank r is stage c·p + r
-    /// of the model. A shorter bubble for more messages.
+    /// of the model. A shorter bubble, but more messages.
     Interleaved {
         /// Chunks per rank.
         chunks: usize,
@@ -61,16 +62,15 @@ pub struct Unit {
 /// What a rank does next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Action {
-    /// Wait for what the unit works on: its input (forward), or the gradient of its output
-    /// (backward).
+    /// Wait for the unit's data: its input (forward), or the gradient of its output (backward).
     Recv(Work, Unit),
-    /// Work.
+    /// Run the unit.
     Run(Work, Unit),
-    /// Send what came out: the unit's output (forward), or the gradient of its input (backward).
+    /// Send the unit's result: its output (forward), or the gradient of its input (backward).
     Send(Work, Unit),
 }
 
-/// Why there is no such schedule.
+/// Why there can be no such schedule.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ScheduleError {
     /// Nothing to do.
@@ -84,7 +84,7 @@ pub enum ScheduleError {
         /// How many there are.
         stages: usize,
     },
-    /// Interleaving without somebody to interleave with.
+    /// Too few stages or chunks to interleave.
     #[error("an interleaved schedule needs at least 2 stages and 1 chunk; use 1f1b")]
     TooSmall,
     /// Interleaving goes through the micro-batches in groups.
@@ -98,7 +98,7 @@ pub enum ScheduleError {
         /// How many micro-batches were asked for.
         micro_batches: usize,
     },
-    /// A name that is none.
+    /// Not the name of a schedule.
     #[error(
         "`{0}` is no schedule; use gpipe, 1f1b, or interleaved:2 (with the number of chunks per rank)"
     )]
@@ -129,7 +129,7 @@ impl Schedule {
         }
         let chunks = self.chunks();
         let total = micro_batches * chunks;
-        // Forward units before the first backward unit.
+        // Forward units before forward and backward units alternate.
         let warm_up = match self {
             Self::GPipe => total,
             Self::OneForwardOneBackward => stages - rank - 1,
@@ -142,7 +142,8 @@ impl Schedule {
             Self::Interleaved { .. } => (stages - rank - 1) * 2 + (chunks - 1) * stages,
         }
         .min(total);
-        // Chunk by chunk for as many micro-batches as there are stages, then the next so many.
+        // Micro-batches go in groups of as many as there are stages; each group goes chunk by
+        // chunk.
         let unit = |index: usize, work| {
             let group = index / (stages * chunks);
             let within = index % (stages * chunks);
@@ -176,7 +177,8 @@ impl Schedule {
         Ok(actions.collect())
     }
 
-    /// The share of time that a rank is idle if all stages take equally long and messages no time.
+    /// The share of time that a rank is idle if all stages take equally long and messages take no
+    /// time.
     pub fn bubble(self, stages: usize, micro_batches: usize) -> f64 {
         let idle = stages.saturating_sub(1) as f64;
         idle / ((self.chunks() * micro_batches) as f64 + idle)

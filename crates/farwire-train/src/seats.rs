@@ -1,4 +1,4 @@
-//! Who has which share of which replica, as ranks come and go.
+//! Which rank has which share of which replica, as ranks come and go.
 //!
 //! With tensor or pipeline parallelism a replica needs a rank for each of its tp · pp *shares* of
 //! the model. A rank that is lost breaks its replica, but every share is on the other replicas as
@@ -14,23 +14,24 @@
 //! ```
 //!
 //! 1. Replicas that are whole stay as they are.
-//! 2. The other ranks make as many replicas as they can: a rank keeps the share that it has, if
-//!    there is room; others get what is left, and with it the state of a rank that has it.
+//! 2. The other ranks make as many replicas as they can. A rank keeps its share, if there is room;
+//!    the others get what is left, and take the state from a rank that has it.
 //!
 //! Every rank works this out by itself, from what all have said.
 
 /// A rank's place in the mesh.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Seat {
-    /// Of which replica, from 0: the coordinate along dp.
+    /// Which replica, from 0: the coordinate along dp.
     pub(crate) replica: usize,
     /// Which share of it: `stage · tp + coordinate along tp`.
     pub(crate) share: usize,
 }
 
-/// Gives ranks their seats; none to those that wait. `held` is what each rank has the state of.
+/// Gives ranks their seats, and `None` to those that wait. `held` is the seat whose state each rank
+/// has.
 ///
-/// Fails with the shares that no rank has. Before the first step there is nothing to have
+/// Fails with the shares that no rank has. Before the first step there is no state to have
 /// (`is_start`): then it fails only if there are too few ranks.
 pub(crate) fn assign(
     shares: usize,
@@ -42,7 +43,7 @@ pub(crate) fn assign(
     if held.len() < shares || (!missing.is_empty() && !is_start) {
         return Err(missing);
     }
-    // Numbers of replicas may be of before and after a change that was cut short.
+    // Replica numbers may date from before or after a change that was cut short.
     let is_whole = |seat: &Seat| {
         let members = held.iter().flatten().filter(|other| other.replica == seat.replica);
         let mut found: Vec<usize> = members.map(|member| member.share).collect();
@@ -59,7 +60,7 @@ pub(crate) fn assign(
         .iter()
         .map(|seat| seat.and_then(|seat| Some(Seat { replica: place(seat)?, ..seat })))
         .collect();
-    // The others, those of one replica side by side.
+    // The other ranks, those of one replica side by side.
     let mut others: Vec<usize> = (0..held.len()).filter(|rank| seats[*rank].is_none()).collect();
     others.sort_by_key(|rank| (held[*rank].map_or(usize::MAX, |seat| seat.replica), *rank));
     let mut free: Vec<Seat> = (whole.len()..whole.len() + others.len() / shares)
@@ -102,7 +103,7 @@ mod tests {
         let seated = assign(2, &held, false).unwrap();
         assert_eq!(seated[1..], seats(&[(0, 0), (0, 1)]));
         assert_eq!(seated[0], None);
-        // By the time the newcomer is there, the one that waited has the state no more.
+        // By the time the newcomer is there, the rank that waited no longer has the state.
         let held = [vec![None], seated[1..].to_vec(), vec![None]].concat();
         let seated = assign(2, &held, false).unwrap();
         assert_eq!(seated, seats(&[(1, 0), (0, 0), (0, 1), (1, 1)]));
@@ -128,8 +129,8 @@ mod tests {
         );
     }
 
-    /// Whoever is lost, each seat is taken once, as many replicas as can be are whole, and nobody
-    /// moves away from a share unless others with it fill all its seats.
+    /// Whichever ranks are lost, each seat is taken once, as many replicas as possible are whole,
+    /// and a rank gives up its share only if others that had it fill all its seats.
     #[test]
     fn seats_are_taken_once_whoever_is_lost() {
         for shares in 1..5usize {

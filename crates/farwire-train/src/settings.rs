@@ -33,18 +33,18 @@ pub struct Settings {
     pub steps: usize,
     /// The highest learning rate.
     pub learning_rate: f64,
-    /// Steps in which it rises.
+    /// Steps at the start in which the learning rate rises.
     pub warm_up: usize,
     /// Weight decay, of matrices only.
     pub decay: f64,
-    /// The gradient is made no longer than this.
+    /// The gradient's norm is clipped to this.
     pub clip: f64,
-    /// Decides the start and the order of the data.
+    /// Decides the first weights and the order of the data.
     pub seed: u64,
     /// Bytes of a bucket of gradients.
     pub bucket_bytes: usize,
-    /// Whether each replica keeps the optimizer's state of its share of the parameters only
-    /// (ZeRO-1): less memory, and updated parameters travel.
+    /// Whether each replica keeps optimizer state for its share of the parameters only (ZeRO-1).
+    /// This takes less memory, but updated parameters have to be sent.
     #[serde(default)]
     pub shard_optimizer: bool,
     /// How gradients are compressed.
@@ -53,7 +53,7 @@ pub struct Settings {
     /// Steps at the start in which gradients are not compressed.
     #[serde(default)]
     pub dense_steps: usize,
-    /// Steps after those in which a sparse codec's density falls from a quarter to its own.
+    /// Steps after those, in which a sparse codec's density falls from a quarter to its own.
     #[serde(default)]
     pub falling_steps: usize,
     /// What to do about a loss or a gradient that is not finite.
@@ -68,8 +68,8 @@ pub enum OnNan {
     /// Stop with an error that says where it came from.
     #[default]
     Stop,
-    /// Leave the step out: no weight, moment or residual moves on any rank. Too many in a row are
-    /// an error.
+    /// Skip the step: no weight, moment or residual changes on any rank. Too many in a row are an
+    /// error.
     Skip,
 }
 
@@ -121,7 +121,7 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// All of them, one in a line, for ranks to [agree on](farwire::Builder::agree_on).
+    /// All settings, one per line, for ranks to [agree on](farwire::Builder::agree_on).
     pub fn lines(&self) -> String {
         fn add(lines: &mut String, name: &str, value: &serde_json::Value) {
             match value {
@@ -137,7 +137,7 @@ impl Settings {
         lines
     }
 
-    /// Fails if they contradict each other.
+    /// Fails if the settings contradict each other.
     pub fn check(&self) -> Result<(), TrainError> {
         let wrong = |text: String| Err(TrainError::Settings(text));
         for (name, size) in [
@@ -179,11 +179,11 @@ impl Settings {
         Ok(())
     }
 
-    /// Memory that a rank cannot do without, in bytes: its weights with gradients and moments, and
-    /// for one micro-batch what passes through each layer, and who attends to whom. A run needs
-    /// more.
+    /// The least memory that a rank needs, in bytes: its weights with gradients and moments, and
+    /// for one micro-batch the data that pass through each layer and the attention matrices. A run
+    /// needs more.
     pub fn bytes_per_rank(&self) -> f64 {
-        // Of any size, without overflow.
+        // As floats, so that no size overflows.
         let [layers, heads, width, context] =
             [self.model.layers, self.model.heads, self.model.width, self.model.context]
                 .map(|n| n as f64);
@@ -210,12 +210,12 @@ impl Settings {
         sequences * self.model.context * self.model.width
     }
 
-    /// Who has what: what is owed in one layout cannot be paid in another.
+    /// The sizes that decide what each rank has. Residuals of one layout are of no use in another.
     pub(crate) fn layout(&self) -> [usize; 4] {
         [self.dp, self.tp, self.pp, self.schedule.chunks()]
     }
 
-    /// The learning rate of a step: up in a line, down in half a cosine to a tenth.
+    /// The learning rate of a step: it rises in a line, then falls in half a cosine to a tenth.
     pub fn rate(&self, step: usize) -> f64 {
         if step < self.warm_up {
             return self.learning_rate * (step + 1) as f64 / self.warm_up as f64;
@@ -225,8 +225,8 @@ impl Settings {
         self.learning_rate * (0.1 + 0.9 * 0.5 * (1.0 + (std::f64::consts::PI * done).cos()))
     }
 
-    /// Whether a run with these settings can go on from a checkpoint of one with `other`: all but
-    /// layout and length must be the same.
+    /// Fails if a run with these settings cannot go on from a checkpoint of one with `other`. What
+    /// changes the result must be the same, except for layout and length.
     pub(crate) fn continues(&self, other: &Self) -> Result<(), String> {
         let differs = |name: &str, mine: &dyn fmt::Debug, theirs: &dyn fmt::Debug| {
             Err(format!(

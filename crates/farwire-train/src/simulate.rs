@@ -18,7 +18,7 @@ pub struct Costs {
 /// A run in virtual time.
 #[derive(Clone, Debug)]
 pub struct Timeline {
-    /// By rank: what ran, from when to when.
+    /// By rank: what ran, with its start and end.
     pub runs: Vec<Vec<(Work, Unit, f64, f64)>>,
     /// When the last rank was done.
     pub end: f64,
@@ -38,7 +38,7 @@ impl Timeline {
 pub struct Deadlock {
     /// The first such rank.
     pub rank: usize,
-    /// What it waits in.
+    /// The action in which it waits.
     pub waiting: Action,
 }
 

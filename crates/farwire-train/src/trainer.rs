@@ -36,21 +36,21 @@ use crate::report::{StepReport, Times};
 use crate::rules::Rules;
 use crate::settings::{OnNan, Settings};
 
-/// A run that leaves out so many steps in a row will not recover.
+/// A run that skips this many steps in a row will not recover.
 const MAX_SKIPPED_IN_A_ROW: usize = 100;
 
-/// Of the magnitudes in a step: how much rounding may add up to. Sums of f32 in another order differ
-/// by less than 1e-6 of them.
+/// How much rounding may add up to, as a share of the magnitudes in a step. Sums of f32 in another
+/// order differ by less than 1e-6 of them.
 const AUDIT_TOLERANCE: f64 = 1e-5;
 
-/// A parameter, and in which of this rank's stages it is.
+/// A parameter, and which of this rank's stages has it.
 #[derive(Clone, Debug)]
 pub(crate) struct Place {
     pub(crate) param: Param,
     pub(crate) chunk: usize,
 }
 
-/// A rank's share of a model, and those it shares layers with.
+/// A rank's share of a model, and the ranks it shares layers with.
 pub(crate) struct Share {
     pub(crate) tensor: Group,
     pub(crate) pipeline: Pipeline,
@@ -59,7 +59,7 @@ pub(crate) struct Share {
 }
 
 impl Share {
-    /// That of this rank's place in the mesh, from the seed.
+    /// The share for this rank's place in the mesh, from the seed.
     pub(crate) fn new(
         library: &dyn Library,
         settings: &Settings,
@@ -92,7 +92,7 @@ impl Share {
         Ok(Self { tensor, pipeline, plan, params })
     }
 
-    /// No share, of a rank that waits for one.
+    /// No share, for a rank that waits for one.
     pub(crate) fn nothing() -> Result<Self, TrainError> {
         let (tensor, pipeline, plan) = (Group::alone(), Pipeline::idle(), ParameterList::new([])?);
         Ok(Self { tensor, pipeline, plan, params: BTreeMap::new() })
@@ -112,42 +112,44 @@ pub struct Trainer {
     pub(crate) memory: Memory,
     pub(crate) exchange: Exchange<Compressed>,
     pub(crate) params: BTreeMap<String, Place>,
-    /// Which replica updates a parameter, where the optimizer is sharded.
+    /// Which replica updates a parameter, if the optimizer is sharded.
     owners: BTreeMap<String, usize>,
     pub(crate) adam: AdamW,
     pub(crate) batches: Batches,
     pub(crate) step: usize,
-    /// Sequences learned from so far, those of steps that were left out included.
+    /// Sequences learned from so far, including those of skipped steps.
     pub(crate) seen: u64,
-    /// Sequences per step that were asked for; there may be fewer where they have to be shared
-    /// evenly.
+    /// Sequences per step that were asked for. Steps may have another number, so that it can be
+    /// shared evenly.
     pub(crate) asked_batch: usize,
-    /// Where ranks come and go: who has which place.
+    /// Every rank's place, if ranks come and go.
     pub(crate) seating: Option<Seating>,
     /// Whether this rank wants to leave.
     leaving: bool,
-    /// Whether this rank lacks what the others have seen.
+    /// Whether this rank asks for what the others have seen.
     asking: bool,
     /// Whether steps are to be [audited](Self::audit).
     audited: bool,
-    /// The gradients of a step are exchanged, and it is not known yet whether it counts: their norm.
+    /// The norm of the gradients, once they are exchanged, until it is known whether the step
+    /// counts.
     pub(crate) open: Option<f64>,
     /// What error feedback owed on all ranks after the last step that counted: the sum of squares.
     pub(crate) owed: f64,
-    /// The norm of what was owed by ranks that were lost, after how many steps.
+    /// After how many steps ranks were lost, and the norm of what they owed.
     pub(crate) lost: (u64, f64),
-    /// Steps left out so far, and without one in between that counted.
+    /// Steps skipped so far, and those since the last step that counted.
     pub(crate) skipped: usize,
     pub(crate) skipped_in_a_row: usize,
-    /// Bytes of the last step that were sent after they had been counted.
+    /// Bytes of the last step that were sent after its bytes had been counted.
     uncounted: u64,
     trace: Vec<Span>,
-    /// Checkpoints that were passed over when this run went on: a new one replaces them.
+    /// Checkpoints that were passed over when this run was resumed: a new one replaces them.
     damaged: Vec<PathBuf>,
 }
 
 impl Trainer {
-    /// A model at its start. All ranks of `world` must call this with the same settings and text.
+    /// A model at the start of its training. All ranks of `world` must call this with the same
+    /// settings and text.
     pub fn new(
         library: &dyn Library,
         world: &Communicator,
@@ -166,7 +168,7 @@ impl Trainer {
         Ok(trainer)
     }
 
-    /// At its start, with this share of the model.
+    /// A trainer at its start, with this share of the model.
     pub(crate) fn with_share(
         settings: Settings,
         mesh: Mesh,
@@ -214,8 +216,8 @@ impl Trainer {
         })
     }
 
-    /// Sees to it that replicas start from the same bits: shares over dp, what is not cut over tp,
-    /// too. All ranks of the mesh call it.
+    /// Makes replicas start from the same bits: shares over dp, and parameters that are not cut
+    /// also over tp. All ranks of the mesh call this.
     pub(crate) fn even_out(&mut self) -> Result<(), TrainError> {
         self.plan.agree(self.mesh.of("dp"))?;
         for (name, Place { param, chunk }) in &self.params {
@@ -238,7 +240,7 @@ impl Trainer {
         &self.settings
     }
 
-    /// Which codec gradients take, by their length: what is in the settings, or what was measured.
+    /// The codec for gradients, by their length: the one in the settings, or as it was measured.
     pub fn codec(&self) -> &CodecPolicy {
         &self.codec
     }
@@ -253,7 +255,7 @@ impl Trainer {
         self.step
     }
 
-    /// Steps of these that were left out, since something was not finite.
+    /// How many of these were skipped because something was not finite.
     pub fn steps_skipped(&self) -> usize {
         self.skipped
     }
@@ -269,13 +271,13 @@ impl Trainer {
     }
 
     /// The norm of what error feedback owed on ranks that were lost in the last change of the
-    /// group, or in several without a step in between. It will never be sent; what is owed by those
-    /// that are left will.
+    /// group, or in several changes without a step in between. It will never be sent; what the
+    /// remaining ranks owe will be.
     pub fn lost_residual(&self) -> f64 {
         self.lost.1
     }
 
-    /// The settings, with the batch that was asked for: as ranks come and go, it may be another.
+    /// The settings, with the batch that was asked for: it may be another as ranks come and go.
     pub(crate) fn asked_settings(&self) -> Settings {
         Settings { batch: self.asked_batch, ..self.settings.clone() }
     }
@@ -288,7 +290,7 @@ impl Trainer {
         self.seen = seen;
     }
 
-    /// What is learned from.
+    /// The training data.
     pub(crate) fn batches(&self) -> &Batches {
         &self.batches
     }
@@ -325,36 +327,35 @@ impl Trainer {
         place.ok_or_else(|| TrainError::Settings(format!("this rank has no parameter `{name}`")))
     }
 
-    /// What ran when in the last step on this rank: backward of each segment, and each bucket's
-    /// way.
+    /// What ran when in the last step on this rank: the backward of each part, and each bucket.
     pub fn trace(&self) -> &[Span] {
         &self.trace
     }
 
-    /// Whether this rank wants to leave while the others go on. All ranks' reports then count it,
-    /// so that all can [part](farwire::Elastic::part) after the same step.
+    /// Says whether this rank wants to leave while the others go on. All ranks' reports then count
+    /// it, so that all can [part](farwire::Elastic::part) after the same step.
     pub fn set_leaving(&mut self, leaving: bool) {
         self.leaving = leaving;
     }
 
-    /// Whether it does, as the last step's report counts it.
+    /// Whether this rank wants to leave, as the last step's report counts it.
     pub fn is_leaving(&self) -> bool {
         self.leaving
     }
 
-    /// Whether this rank, which has joined, asks the others for what they have seen of the run. All
-    /// ranks' reports then count it, so that all can exchange that after the same step.
+    /// Says whether this rank, which has joined, asks the others for what they have seen of the
+    /// run. All ranks' reports then count it, so that all can exchange that after the same step.
     pub fn set_asking(&mut self, asking: bool) {
         self.asking = asking;
     }
 
-    /// Has every step keep what an [`audit`](Self::audit) needs.
+    /// Says whether every step keeps what an [`audit`](Self::audit) needs.
     pub fn set_audited(&mut self, audited: bool) {
         self.audited = audited;
     }
 
-    /// Whether all is well after a step: replicas have the same bits, and the step has neither lost
-    /// nor made up any gradient. All ranks that have a place must call it.
+    /// Checks that all is well after a step: replicas have the same bits, and the step has neither
+    /// lost nor made up any gradient. All ranks that have a place must call this.
     pub fn audit(&self) -> Result<(), TrainError> {
         let step = self.step;
         if !self.replicas_agree()? {
@@ -377,10 +378,10 @@ impl Trainer {
         Ok(())
     }
 
-    /// One step. If any rank has a `wish` to stop, every rank's report says so.
+    /// Makes one step. If any rank has a `wish` to stop, every rank's report says so.
     ///
     /// A loss or a gradient that is not finite is found before any weight moves. All ranks then
-    /// stop with the same error, or leave the step out: see [`OnNan`].
+    /// stop with the same error, or skip the step: see [`OnNan`].
     pub fn step(&mut self, wish: bool) -> Result<StepReport, TrainError> {
         let (begun, cpu_before) = (Instant::now(), farwire::cpu_time());
         let tensor_before = self.tensor.spent();
@@ -412,7 +413,8 @@ impl Trainer {
         self.uncounted = self.everyone.traffic().bytes - agreed.counted;
 
         let seconds = |time: Duration| time.as_secs_f64();
-        // Sums over tp happen inside forward and backward; they are taken off both alike.
+        // Sums over tp happen inside forward and backward; their time is taken off both in
+        // proportion.
         let compute = (seconds(flow.forward) + seconds(flow.backward)).max(1e-12);
         let without = |time: Duration| seconds(time) * (1.0 - (in_layers / compute).min(1.0));
         let times = Times {
@@ -447,7 +449,8 @@ impl Trainer {
         Ok(report)
     }
 
-    /// A step of which this rank misses the end: whether it counts is agreed on, and not heard here.
+    /// A step whose end this rank misses: all agree whether it counts, but this rank does not hear
+    /// it.
     #[cfg(test)]
     pub(crate) fn step_without_end(&mut self) -> Result<(), TrainError> {
         let (flow, _) = self.gradients()?;
@@ -456,7 +459,7 @@ impl Trainer {
         self.agree(&flow, norm, false, 0).map(drop)
     }
 
-    /// Everyone learns the loss, the bytes, whether to go on, and whether all is finite: in one
+    /// All ranks learn the loss, the bytes, whether to go on, and whether all is finite: in one
     /// collective, before any weight moves.
     fn agree(
         &mut self,
@@ -518,7 +521,8 @@ impl Trainer {
         self.share_updates()
     }
 
-    /// Finds out, with all ranks, why this step is left out; an error if the run is to stop.
+    /// Finds out, together with all ranks, why this step is skipped; an error if the run is to
+    /// stop.
     fn skip(&mut self, flow: &Flow) -> Result<NotFinite, TrainError> {
         let loss = flow.losses.iter().find(|loss| !loss.is_finite()).map(|loss| Cause::Loss(*loss));
         let found = NotFinite::find(&self.everyone, self.exchange.cause().or(loss.as_ref()))?;
@@ -566,7 +570,7 @@ impl Trainer {
         let flow = self.pipeline.run(&batches, &mut |name, gradient| {
             Ok(exchange.add(name, gradient).map_err(TrainError::from)?)
         });
-        // What a library has to say when a rank was lost inside a layer is that of the group.
+        // If a rank was lost inside a layer, the library's error gives way to that of the group.
         let flow = flow.map_err(|error| match error {
             TrainError::Library(_) => self.tensor.take_failure().map_or(error, Into::into),
             error => error,
@@ -620,8 +624,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// This rank's share of a moment of every parameter; on the first replica all of them, wherever
-    /// they are kept.
+    /// This rank's share of a moment, by parameter. The first replica gets it for all parameters,
+    /// wherever it is kept.
     fn moment(
         &self,
         pick: fn(&Moments) -> &Vec<f32>,
@@ -667,8 +671,8 @@ impl Trainer {
         (elements * size_of::<f32>() * (copies + updates)) as u64
     }
 
-    /// Whether all replicas of this rank's parameters have the same bits: shares over dp, what is
-    /// not cut over tp, too.
+    /// Whether all replicas of this rank's parameters have the same bits: shares over dp, and
+    /// parameters that are not cut also over tp.
     pub fn replicas_agree(&self) -> Result<bool, TrainError> {
         let gather = |whole_only: bool| -> Result<Vec<f32>, TrainError> {
             let params = self.params().filter(|param| !whole_only || param.cut.is_none());
@@ -682,14 +686,14 @@ impl Trainer {
         Ok(over_dp && over_tp)
     }
 
-    /// The whole model's weights by name: on rank 0 of the world, none elsewhere. All ranks must
-    /// call it.
+    /// The whole model's weights by name, on rank 0 of the world; `None` elsewhere. All ranks must
+    /// call this.
     pub fn gathered_weights(&self) -> Result<Option<Arrays>, TrainError> {
         self.gather(|param| self.weights(&param.name))
     }
 
-    /// The shapes of the whole model's parameters: on rank 0 of the world, none elsewhere. All ranks
-    /// must call it.
+    /// The shapes of the whole model's parameters, on rank 0 of the world; `None` elsewhere. All
+    /// ranks must call this.
     pub(crate) fn gathered_shapes(&self) -> Result<Option<carry::Shapes>, TrainError> {
         let whole = |param: &Param| {
             let mut shape = param.shape.clone();
@@ -727,16 +731,16 @@ impl Trainer {
         ))
     }
 
-    /// What error feedback still owes on every rank, as files by rank: on rank 0 of the world, none
-    /// elsewhere. All ranks must call it.
+    /// What error feedback still owes on every rank, as one file per rank, on rank 0 of the world;
+    /// `None` elsewhere. All ranks must call this.
     pub(crate) fn gathered_residuals(&self) -> Result<Option<Vec<Vec<u8>>>, TrainError> {
         let mine =
             self.exchange.reducer().feedback().map(ErrorFeedback::to_bytes).unwrap_or_default();
         carry::gather(self.mesh.world(), mine)
     }
 
-    /// Goes on as the run did that this one goes on from: with the codecs it chose, if they are for
-    /// this layout, and phasing them in as it would have.
+    /// Continues with the codecs of the saved run, if they are for this layout, and phases them in
+    /// as that run would have.
     pub(crate) fn restore_codec(
         &mut self,
         saved: &Settings,
@@ -750,7 +754,8 @@ impl Trainer {
         Ok(())
     }
 
-    /// Goes on with what was owed: this rank's of the files that rank 0 of the world has.
+    /// Continues with saved residuals: each rank gets its own of the files that rank 0 of the world
+    /// has.
     pub(crate) fn restore_residuals(
         &mut self,
         files: Option<Vec<Vec<u8>>>,
@@ -789,8 +794,8 @@ impl Trainer {
         Ok(Some(wholes))
     }
 
-    /// The whole of a parameter that the ranks of tp have shares of: on the first of them, none on
-    /// the others.
+    /// A whole parameter, joined from the shares of the ranks of tp: on the first of them, `None`
+    /// on the others.
     fn join(&self, param: &Param, share: Vec<f32>) -> Result<Option<Array>, TrainError> {
         Ok(match (param.cut, self.tensor.communicator()) {
             (Some(cut), Some(comm)) => comm.gather(share, 0).wait()?.map(|all| {
@@ -858,12 +863,12 @@ impl Trainer {
     }
 }
 
-/// What all ranks know of a step before it counts.
+/// What all ranks know about a step before it counts.
 struct Agreed {
     loss: f64,
     /// Bytes that all ranks sent.
     bytes: u64,
-    /// Bytes that this rank had ever sent when they were counted.
+    /// All bytes that this rank had sent by the time they were counted.
     counted: u64,
     stop: bool,
     is_finite: bool,
@@ -871,7 +876,7 @@ struct Agreed {
     owed: f64,
     /// How many ranks want to leave.
     leaving: usize,
-    /// How many ask for what the others have seen.
+    /// How many ranks ask for what the others have seen.
     asking: usize,
 }
 
@@ -898,8 +903,8 @@ fn owns(owners: &BTreeMap<String, usize>, mesh: &Mesh, name: &str) -> bool {
     owners.get(name).is_none_or(|owner| *owner == mesh.coordinate("dp"))
 }
 
-/// Gives each parameter to the replica that has least so far: about equal shares, the same on all
-/// ranks.
+/// Gives each parameter to the replica with the fewest elements so far: about equal shares, the
+/// same on all ranks.
 fn owners(plan: &ParameterList, replicas: usize) -> BTreeMap<String, usize> {
     let mut loads = vec![0; replicas];
     let owner = |entry: &Entry| {

@@ -1,5 +1,5 @@
-//! Training goes on when ranks leave: the same state on all that are left, and nothing lost but what
-//! the others owed.
+//! Training goes on when ranks leave: all that are left have the same state, and nothing is lost
+//! but what lost ranks owed.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -35,7 +35,7 @@ fn text() -> Vec<u8> {
 /// What a rank ends with: its losses, and its share of the state; none if it had no place.
 type End = (Vec<f64>, Option<Vec<(String, Vec<u8>)>>);
 
-/// Why a rank ends that is to be lost.
+/// The error that ends a rank which is to be lost.
 const GONE: &str = "gone";
 
 /// How ranks go.
@@ -47,8 +47,8 @@ enum Going {
     Leaving,
 }
 
-/// Trains on so many ranks, of which some go after a step: (rank, step). What those that are left
-/// end with, by the rank that they had at first.
+/// Trains on `ranks` ranks, of which some go after a step: (rank, step). Returns what the remaining
+/// ranks end with, by the rank that they had at first.
 fn train(
     ranks: usize,
     settings: &Settings,
@@ -71,7 +71,7 @@ fn train(
             let leaves = goes(&trainer) && going == Going::Leaving;
             trainer.set_leaving(leaves);
             let report: Result<StepReport, _> = elastic.step(&mut trainer, |_, trainer| {
-                // Here, so that one that missed the end of a step does not make the next one.
+                // Here, so that a rank that missed the end of a step does not make the next one.
                 match goes(trainer) && going == Going::Lost {
                     true => Err(TrainError::Settings(GONE.to_owned())),
                     false => trainer.step(false),
@@ -83,7 +83,7 @@ fn train(
             };
             losses.push(report.loss);
             if trainer.has_place() {
-                // Whoever is lost meanwhile is missed in the next step.
+                // A rank lost meanwhile is missed in the next step.
                 trainer
                     .audit()
                     .or_else(|error| error.is_group_fault().then_some(()).ok_or(error))?;
@@ -105,13 +105,14 @@ fn train(
             assert!(trainer.replicas_agree()?);
         }
         let saved = trainer.has_place().then(|| ElasticState::save(&trainer));
-        // Nobody goes before all are done.
+        // No rank goes before all are done.
         elastic.comm().barrier().wait()?;
         Ok(Some((losses, saved)))
     };
     std::thread::scope(|scope| {
         let comms = farwire::local(ranks).unwrap();
-        // Said at once, because the others, who miss it, may fail in their turn and be shown first.
+        // Printed at once, because the others, who miss this rank, may fail in turn and be shown
+        // first.
         let rank = |comm| rank(comm).inspect_err(|error| eprintln!("a rank ends: {error}"));
         let threads: Vec<_> =
             comms.into_iter().map(|comm| scope.spawn(move || rank(comm))).collect();
@@ -146,8 +147,8 @@ fn a_run_that_loses_ranks_ends_alike_on_all_that_are_left() {
     }
 }
 
-/// With tensor and pipeline parallelism: rank 0 goes, another does, two of different replicas do in
-/// the same step, with different shares or with the same one, and one after the other.
+/// With tensor and pipeline parallelism. Rank 0 goes, or another one; two of different replicas go
+/// in the same step, with different shares or with the same one; two go one after the other.
 #[test]
 fn what_is_left_of_broken_replicas_goes_on_as_whole_ones() {
     for (tp, pp, replicas) in [(2, 1, 2), (1, 2, 2), (2, 2, 2), (2, 1, 3)] {
@@ -182,8 +183,8 @@ fn what_is_left_of_broken_replicas_goes_on_as_whole_ones() {
     }
 }
 
-/// Rank 1 leaves, and rank 0, of the same replica, has no place any more. So rank 2 has to stay: it
-/// alone has its share.
+/// Rank 1 leaves, so rank 0, of the same replica, no longer has a place. Then rank 2 has to stay:
+/// no other rank has its share.
 #[test]
 fn a_rank_that_alone_has_a_share_does_not_leave() {
     let settings = Settings { tp: 2, ..settings("int8") };
@@ -216,7 +217,7 @@ fn a_rank_that_alone_has_a_share_does_not_leave() {
     });
 }
 
-/// Both ranks that had a share are lost: what it had learned is on no rank any more.
+/// Both ranks that had a share are lost: no rank has what it had learned.
 #[test]
 fn a_share_that_nobody_has_any_more_ends_the_run() {
     let settings = Settings { tp: 2, ..settings("int8") };

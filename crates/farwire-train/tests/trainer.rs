@@ -1,4 +1,5 @@
-//! Training with a library of one page: what is not a tensor library's is tested without one.
+//! Training with a one-page library: everything that does not depend on a tensor library is tested
+//! without a real one.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -26,7 +27,7 @@ fn settings() -> Settings {
     }
 }
 
-/// A context of 8, so that it takes few bytes.
+/// Short sums, such as `1 and 2 make 3; `.
 fn text() -> Vec<u8> {
     (0..999)
         .flat_map(|i| format!("{} and {} make {}; ", i % 7, i % 5, i % 7 + i % 5).into_bytes())
@@ -110,7 +111,7 @@ fn a_run_goes_on_bit_for_bit_and_in_another_layout_too() {
             let mut alone =
                 Trainer::new(&TOY, &comm, Settings { codec, ..settings() }, &text).unwrap();
             alone.resume(&dir).unwrap();
-            // What was owed stays behind, and some of it shows.
+            // Residuals stay behind, and that shows a little.
             let loss = losses(&mut alone, 1)[0];
             assert!((loss - expected[0][0]).abs() < 1e-3 * loss, "{loss} and {}", expected[0][0]);
         });
@@ -250,7 +251,7 @@ fn a_trained_model_writes_bytes_it_has_seen() {
     assert!(written[1..].bytes().all(|byte| text().contains(&byte)), "{written}");
 }
 
-/// The library with a model of another size than the settings say.
+/// The library, with a model of another size than the settings say.
 struct Resized {
     width: usize,
     layers: usize,

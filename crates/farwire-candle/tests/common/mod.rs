@@ -1,4 +1,4 @@
-//! Jobs of processes: a test starts itself again, once per rank. And what they learn from.
+//! Jobs of several processes: a test starts itself again, once per rank. Also a text to learn from.
 
 #![allow(dead_code, reason = "each test file uses its own share of this")]
 
@@ -9,12 +9,12 @@ use farwire::Communicator;
 
 const MARK: &str = "FARWIRE_TEST_CASE";
 
-/// Jobs of one test program run one after the other: they have the machine's few cores for
-/// themselves.
+/// Jobs of one test program run one after the other, so that each has the machine's few cores to
+/// itself.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// Runs `rank` in a process for each of `ranks`. Returns what the processes left, in rank order;
-/// nothing in such a process itself.
+/// Runs `rank` in each of `ranks` processes. Returns the outputs of the processes in rank order;
+/// within such a process, returns nothing.
 ///
 /// `test` is the name of the calling test function, and `case` tells its jobs apart.
 pub(crate) fn job(
@@ -53,7 +53,7 @@ pub(crate) fn job(
     children.into_iter().map(|child| child.wait_with_output().expect("a child ends")).collect()
 }
 
-/// [`job`], of which every process must succeed.
+/// A [`job`] whose processes must all succeed.
 pub(crate) fn job_succeeds(test: &str, case: &str, ranks: usize, rank: impl FnOnce(Communicator)) {
     for (index, output) in job(test, case, ranks, rank).into_iter().enumerate() {
         let text = String::from_utf8_lossy(&output.stdout).into_owned()
@@ -62,7 +62,7 @@ pub(crate) fn job_succeeds(test: &str, case: &str, ranks: usize, rank: impl FnOn
     }
 }
 
-/// Something to learn from that does not change when the project's text does.
+/// A text to learn from that does not change when the project's own text does.
 pub(crate) fn text() -> Vec<u8> {
     let line = |i: usize| format!("{} plus {} is {}.\n", i % 7, i % 5, i % 7 + i % 5);
     (0..1000).map(line).collect::<String>().into_bytes()

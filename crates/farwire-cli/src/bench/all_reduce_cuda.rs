@@ -57,7 +57,7 @@ impl OnCard {
             error: std::io::Error::other(error),
         };
         let tensor = Arc::new(comm.device().upload(&data).map_err(wrong)?);
-        // Ranks are not equally fast at bringing their vector to the card.
+        // Ranks take different times to copy their vectors to the card.
         comm.host().barrier().wait()?;
         let start = Instant::now();
         match compressor {

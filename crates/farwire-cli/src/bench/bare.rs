@@ -1,5 +1,4 @@
-//! What it costs to move bytes and do nothing else: what the CPU time of an operation is to be
-//! measured against.
+//! The cost of only moving bytes, with which the CPU time of an operation is compared.
 
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -7,28 +6,28 @@ use std::time::Duration;
 
 use farwire::{Communicator, Error, thread_cpu_time};
 
-/// How much is moved to find out; in what pieces.
+/// How many bytes are moved to measure that, and in what pieces.
 const BYTES: usize = 64 << 20;
 const PIECE: usize = 256 << 10;
 
-/// CPU seconds for a byte, at both ends together.
+/// CPU seconds per byte, at both ends together.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Bare {
     /// Copied into memory that both share, and out of it.
     copied: f64,
-    /// Through a TCP connection on loopback, without encryption; NaN if there can be none.
+    /// Through a TCP connection on loopback, without encryption; NaN if that is impossible.
     over_tcp: f64,
 }
 
 impl Bare {
-    /// Measured on rank 0, for all.
+    /// Measures on rank 0, for all ranks.
     pub(super) fn measure(comm: &Communicator) -> Result<Self, Error> {
         let costs = (comm.rank() == 0).then(|| vec![copy(), pump().unwrap_or(f64::NAN)]);
         let costs = comm.broadcast(costs, 2, 0).wait()?;
         Ok(Self { copied: costs[0], over_tcp: costs[1] })
     }
 
-    /// CPU seconds of moving what this rank has sent so far, at both ends.
+    /// CPU seconds, at both ends, of only moving what this rank has sent so far.
     pub(super) fn cost(&self, comm: &Communicator) -> f64 {
         let cost = |rank| {
             let each = if comm.path(rank).is_some() { self.over_tcp } else { self.copied };
@@ -42,7 +41,7 @@ fn each(used: Duration) -> f64 {
     used.as_secs_f64() / BYTES as f64
 }
 
-/// One copy into memory that is in no cache, as little of a ring is, and one out of it.
+/// One copy into memory that is in no cache, as most of a ring is not, and one copy out of it.
 fn copy() -> f64 {
     let (from, mut to) = (vec![1u8; PIECE], vec![1u8; PIECE]);
     let mut between = vec![1u8; BYTES];
@@ -75,7 +74,7 @@ fn pump() -> io::Result<f64> {
         let before = thread_cpu_time();
         let sent = (0..BYTES / PIECE).try_for_each(|_| sender.write_all(&piece));
         let used = thread_cpu_time() - before;
-        drop(sender); // who reads must not wait for what could not be sent
+        drop(sender); // the reader must not wait for what could not be sent
         let received = receiver.join().expect("who reads does not panic");
         Ok(each(sent.and(received)? + used))
     })

@@ -1,5 +1,5 @@
-//! `farwire bench codec`: how fast a codec is by itself, against a `b += a` pass over the same
-//! memory in the same run.
+//! `farwire bench codec`: how fast a codec is by itself, compared with a `b += a` pass over the
+//! same memory in the same run.
 
 use std::fmt;
 use std::hint::black_box;
@@ -30,17 +30,18 @@ struct Row {
     decode_gbs: f64,
     /// `b += a` on one thread.
     add_gbs: f64,
-    /// To set a vector to zero, before elements are added to it that a sparse codec has sent; and the
+    /// Zeroing a vector, before the elements that a sparse codec has sent are added to it; and the
     /// same in memory that has just come from the system.
     fill_gbs: Option<f64>,
     fresh_gbs: Option<f64>,
     roofline_fraction: f64,
     decode_roofline_fraction: f64,
-    /// Of elements that are sent, decoded and added to an accumulator out of cache, and in cache.
+    /// How many sent elements are decoded and added per second, to an accumulator out of cache, and
+    /// in cache.
     kept_per_s: f64,
     kept_per_s_cached: f64,
-    /// The bare additions of the same elements, indices and values known: what memory allows. Of
-    /// sparse codecs.
+    /// The bare additions of the same elements, with indices and values known: the most that memory
+    /// allows. For sparse codecs only.
     scatter_per_s: Option<f64>,
     scatter_per_s_cached: Option<f64>,
     bits_per_kept: f64,
@@ -115,11 +116,11 @@ fn repeats(args: &Args) -> u32 {
     args.iters.unwrap_or(7)
 }
 
-/// What was best of several tries, in seconds.
+/// The best of several tries, in seconds.
 struct Best {
     seconds: f64,
-    /// Whether one thread does the work. What it used of a core is then what counts, so that a codec
-    /// does not look slow where others want the core, too.
+    /// Whether one thread does the work. If so, its CPU time counts, so that a codec does not look
+    /// slow while others want the core too.
     alone: bool,
 }
 
@@ -291,13 +292,13 @@ impl fmt::Display for Row {
     }
 }
 
-/// The pass that a codec is measured against: one read of each, one write.
+/// The pass that a codec is compared with: one read of each vector, one write.
 #[inline(never)]
 fn add_into(b: &mut [f32], a: &[f32]) {
     b.iter_mut().zip(a).for_each(|(b, a)| *b += a);
 }
 
-/// Values of a normal distribution, nearly: a gradient to try codecs on.
+/// Nearly normally distributed values: a gradient to try codecs on.
 pub(super) fn gaussian(len: usize, seed: u64) -> Vec<f32> {
     let mut state = seed;
     let mut uniform = || {

@@ -1,5 +1,5 @@
-//! `farwire bench codec --device cuda`: how long a codec takes on a GPU, against a `r += g` pass
-//! over the same memory in the same run.
+//! `farwire bench codec --device cuda`: how long a codec takes on a GPU, compared with an `r += g`
+//! pass over the same memory in the same run.
 
 use std::io::Write;
 

@@ -39,13 +39,15 @@ use pattern::Stretch;
 
 /// Measure an operation between real processes or threads.
 ///
-/// With --ranks it starts them here. Without, it is one rank of a job that some launcher started
-/// (`farwire launch`, torchrun, mpirun, srun), and rank 0 prints. Times are of the slowest rank in
-/// each iteration. Bandwidth is in GB/s: `algbw` is size over time, `busbw` is what each rank's
-/// link carried by the least-volume algorithm, comparable between operations and numbers of ranks.
-/// `cpu s/GB` is CPU time of all ranks together over size; `bare` is what it would take only to move the
-/// bytes that were sent: to copy them into memory that is in no cache and out of it, or through a TCP
-/// connection on loopback, without encryption. (What stays in a cache may cost less than that.)
+/// With --ranks it starts the ranks here. Without, it is one rank of a job that a launcher has
+/// started (`farwire launch`, torchrun, mpirun, srun), and rank 0 prints.
+///
+/// Times are those of the slowest rank in each iteration. `algbw` is size over time, in GB/s.
+/// `busbw`, in GB/s too, is the rate at each rank's link if the algorithm sends the least possible
+/// volume; it can be compared between operations and numbers of ranks. `cpu s/GB` is the CPU time
+/// of all ranks together, over size. `bare` is the CPU time that only moving the sent bytes would
+/// take: copying them into memory that is in no cache and out of it, or sending them through a TCP
+/// connection on loopback, without encryption. (Bytes that stay in a cache may cost less.)
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -59,18 +61,18 @@ Examples:
   farwire bench all_reduce --device cuda --ranks 2 --size 256MiB --codec topk:64/4096
   farwire launch -n 4 -- farwire bench broadcast --size 16MiB --json")]
 pub(crate) struct Args {
-    /// What to measure.
+    /// The operation to measure, or `codec` for a codec by itself.
     #[arg(value_name = "OP", value_parser = named::<Op, _>(Op::NAMES))]
     op: Op,
     /// Start this many ranks here; without it, be one rank of a job.
     #[arg(short = 'n', long, value_parser = clap::value_parser!(u32).range(1..=256))]
     ranks: Option<u32>,
-    /// Have the ranks that are started here take themselves for ranks on so many hosts: 2, or 3+1
-    /// for the ranks of each. Only those of one host share memory, and an all-reduce goes host by
-    /// host.
+    /// Let the ranks that are started here act as if on several hosts: 2 for two hosts, or 3+1 for
+    /// three ranks on one host and one on another. Only ranks of the same host share memory, and an
+    /// all-reduce goes host by host.
     #[arg(long, requires = "ranks")]
     hosts: Option<HostsArg>,
-    /// Bytes of the vector, as 64MiB or 100MB; several with commas between.
+    /// Bytes of the vector, such as 64MiB or 100MB. Separate several sizes with commas.
     #[arg(short, long, default_value = "4KiB,1MiB,64MiB", value_delimiter = ',', value_parser = units::size)]
     size: Vec<usize>,
     /// Element type.
@@ -80,35 +82,35 @@ pub(crate) struct Args {
     #[arg(long, alias = "op", default_value = "sum", value_parser = named::<ReduceOp, _>(ReduceOp::ALL.map(ReduceOp::name)))]
     reduce: ReduceOp,
     /// How gradients are compressed on the wire, with error feedback; --help lists the codecs.
-    #[arg(long, long_help = codec_help("For all_reduce, reduce_scatter, all_gather, and by itself for `codec`, which takes several."))]
+    #[arg(long, long_help = codec_help("For all_reduce, reduce_scatter and all_gather. `codec` measures codecs by themselves, and takes several."))]
     codec: Vec<CodecChoice>,
-    /// Threads that `codec` uses.
+    /// Number of threads for `codec`.
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..=256))]
     threads: u32,
-    /// Where vectors are: in host memory, or on a GPU, for `codec` and all_reduce. Ranks of a host
-    /// take its GPUs in turn, by LOCAL_RANK.
+    /// Where vectors are: in host memory, or on a GPU (for `codec` and all_reduce). The ranks of a
+    /// host take its GPUs in turn, by LOCAL_RANK.
     #[arg(long, default_value = "cpu", value_parser = named::<Device, _>(Device::NAMES))]
     device: Device,
     /// What carries the data.
     #[arg(long, default_value_t, value_parser = LinkArg::parser())]
     link: LinkArg,
-    /// How to move the data; chosen if not given.
+    /// How to move the data. Chosen automatically if not given.
     #[arg(short, long, value_parser = named::<Algorithm, _>(Algorithm::ALL.map(Algorithm::name)))]
     algorithm: Option<Algorithm>,
-    /// Bytes of a frame, of which a long vector takes many: an element at least; chosen if not
-    /// given.
+    /// Bytes per frame; a long vector is sent in many frames. At least one element. Chosen
+    /// automatically if not given.
     #[arg(long, value_parser = units::size)]
     segment: Option<usize>,
-    /// Measured iterations. If not given: by size, and no more than fit into about 5 s.
+    /// Measured iterations. Default: depends on the size, and no more than fit into about 5 s.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     iters: Option<u32>,
-    /// Iterations before those.
+    /// Iterations before the measured ones.
     #[arg(long, default_value = "5")]
     warmup: u32,
     /// Compare every element of every rank's result with the right one.
     #[arg(long)]
     check: bool,
-    /// Print one JSON object per size rather than a table.
+    /// Print one JSON object per size instead of a table.
     #[arg(long)]
     json: bool,
 }
@@ -189,11 +191,11 @@ pub(crate) enum BenchError {
 struct Row {
     op: &'static str,
     codec: String,
-    /// The codec itself, where `codec` is `auto`.
+    /// The codec at this size, which `auto` may have chosen.
     chosen: String,
     /// What carried the data: the name of a link, or several with `+` between; `none` for one rank.
     link: String,
-    /// Pairs of ranks by what is between them.
+    /// Pairs of ranks, by the link between them.
     links: Links,
     ranks: usize,
     bytes: usize,
@@ -202,16 +204,16 @@ struct Row {
     algbw_gbs: f64,
     busbw_gbs: f64,
     wire_bytes: u64,
-    /// Hosts that the ranks are on, and what left the busiest of them for the others.
+    /// Hosts that the ranks are on, and the bytes that left the busiest host for the others.
     hosts: usize,
     host_bytes: u64,
-    /// Of all ranks and all iterations.
+    /// CPU time of all ranks and all iterations.
     cpu_s: f64,
-    /// What it would take only to move the bytes that were sent: to copy them into shared memory and
-    /// out of it, or through TCP on loopback. Absent if that could not be measured.
+    /// The CPU time that only moving the sent bytes would take: copying them into shared memory and
+    /// out of it, or sending them through TCP on loopback. Absent if that could not be measured.
     bare_cpu_s: Option<f64>,
     iters: u32,
-    /// Absent unless asked for.
+    /// Wrong elements; absent unless results were checked.
     wrong: Option<u64>,
 }
 
@@ -270,7 +272,7 @@ fn on_card(_: &Args) -> Result<ExitCode, BenchError> {
     Err(BenchError::NoCuda)
 }
 
-/// Refuses sizes that cannot fit, rather than be killed in the middle.
+/// Refuses sizes that cannot fit into memory, rather than being killed half-way.
 fn check_memory(args: &Args) -> Result<(), BenchError> {
     let ranks = args.ranks.unwrap_or(1);
     let size = args.size.iter().copied().max().unwrap_or(0);
@@ -279,9 +281,9 @@ fn check_memory(args: &Args) -> Result<(), BenchError> {
     if needs > has { Err(BenchError::TooLarge { size, needs, has, ranks }) } else { Ok(()) }
 }
 
-/// Vectors that a rank holds: what goes in, what comes out.
+/// Vectors that a rank holds: the input and the result.
 const VECTORS: u128 = 2;
-/// How long the iterations of one size may take, about, unless their number is given.
+/// About how long the iterations of one size may take, unless their number is given.
 const LONGEST_ROW: Duration = Duration::from_secs(5);
 
 /// A wrong result is a failure.
@@ -304,7 +306,7 @@ fn on_threads(args: &Args, ranks: usize) -> Result<u64, BenchError> {
     })
 }
 
-/// Starts this very command again, as each of the ranks.
+/// Starts this same command again, once per rank.
 fn on_processes(args: &Args, ranks: u32) -> Result<ExitCode, BenchError> {
     let system = |source| LaunchError::System { what: "could not find this program", source };
     let mut command = vec![std::env::current_exe().map_err(system)?.into_os_string()];
@@ -327,7 +329,7 @@ fn on_processes(args: &Args, ranks: u32) -> Result<ExitCode, BenchError> {
         master: hold_port()?,
         name: Some(random_name()),
         token: Some(farwire::Token::generate()),
-        // Without a flag, what the environment says counts.
+        // Without the flag, the environment decides.
         variables: (args.link != LinkArg::default())
             .then(|| ("FARWIRE_LINK", args.link.to_string()))
             .into_iter()
@@ -345,7 +347,7 @@ fn on_processes(args: &Args, ranks: u32) -> Result<ExitCode, BenchError> {
     Ok(job.run()?)
 }
 
-/// Measures every size; how many elements were wrong, if that was asked.
+/// Measures every size. Returns how many elements were wrong, if that was checked.
 fn measure_all(args: &Args, comm: &Communicator) -> Result<u64, BenchError> {
     let mut out = std::io::stdout();
     let mut wrong = 0;
@@ -380,20 +382,20 @@ fn measure_all(args: &Args, comm: &Communicator) -> Result<u64, BenchError> {
     Ok(wrong)
 }
 
-/// One operation, made again and again.
+/// One operation, run again and again.
 struct Trial<'a, T> {
     comm: &'a Communicator,
     kind: Kind,
     shape: Shape,
     /// The first takes the data, the last has the result.
     calls: Vec<Call>,
-    /// Goes in, and, where it can, comes back as the result of the iteration before: so the loop
-    /// touches no fresh memory.
+    /// The input. Where possible it is the result of the iteration before, so that the loop touches
+    /// no fresh memory.
     data: Vec<T>,
     compressor: Option<Compressor>,
-    /// What that does at this size.
+    /// The codec that the compressor uses at this size.
     codec: CodecSpec,
-    /// CPU time between iterations.
+    /// CPU time between iterations, which does not count.
     apart: Duration,
     /// Where vectors are, if not in host memory.
     #[cfg(feature = "cuda")]
@@ -429,7 +431,7 @@ fn measure<T: Element>(
     let Op::Between(kind) = args.op else {
         unreachable!("codecs by themselves are measured elsewhere")
     };
-    // Through a compressor, all gather the same number.
+    // Through a compressor, all ranks gather the same number of elements.
     let whole = if kind == Kind::AllGather { count / ranks * ranks } else { count };
     let codec = policy.codec_for(whole, T::DTYPE);
     let compressor =
@@ -468,7 +470,8 @@ fn measure<T: Element>(
     for _ in 0..args.warmup {
         warm = trial.turn()?;
     }
-    // A slow network must not make a table take hours: as many as fit, the same number on all ranks.
+    // A slow network must not make a table take hours: run as many as fit, and the same number on
+    // all ranks.
     let warm = comm.all_reduce(vec![warm.as_nanos() as u64], ReduceOp::Max).wait()?[0].max(1);
     let fitting = (LONGEST_ROW.as_nanos() as u64 / warm).max(10) as u32;
     let iters = args.iters.unwrap_or(iters.min(fitting));
@@ -521,7 +524,8 @@ fn measure<T: Element>(
 }
 
 impl<T: Element> Trial<'_, T> {
-    /// One iteration, and how long it took; what comes back goes in again, if it has the length.
+    /// Runs one iteration, and returns how long it took. The result is the next input, if it has
+    /// the same length.
     fn turn(&mut self) -> Result<Duration, Error> {
         let length = self.data.len();
         // A codec's work depends on the data, and sums of sums would overflow: it gets the same
@@ -539,8 +543,8 @@ impl<T: Element> Trial<'_, T> {
         Ok(took)
     }
 
-    /// A copy of the data. All ranks go on when all have one, since those that share cores with
-    /// others would slow them down; nor does it count as work.
+    /// A copy of the data. All ranks wait until all have one, since ranks that share cores and
+    /// still copy would slow the others down. Copying does not count as work.
     fn copy(&mut self) -> Result<Vec<T>, Error> {
         let cpu = cpu_time();
         let copy = self.data.clone();
@@ -571,7 +575,7 @@ impl<T: Element> Trial<'_, T> {
         }
     }
 
-    /// The result, and how long it took.
+    /// Runs the operation. Returns the result, and how long it took.
     fn call(&mut self) -> Result<(Vec<T>, Duration), Error> {
         let data = std::mem::take(&mut self.data);
         #[cfg(feature = "cuda")]
@@ -611,7 +615,7 @@ impl<T: Element> Trial<'_, T> {
         Ok(pattern::fill(&pattern::period(rank, self.shape.op), length))
     }
 
-    /// Elements of a result that are not what they should be.
+    /// How many elements of a result are not what they should be.
     fn wrong(&self, result: &[T]) -> u64 {
         if !self.codec.is_none() {
             let expected = self.expected_coded();

@@ -3,10 +3,10 @@
 //! Inputs repeat: element *i* of a rank depends on *i* modulo [`PERIOD`] and on the rank. So an
 //! input is filled by copying, and a result, which repeats as well, is checked by comparing
 //! stretches of memory with a few kilobytes of right values. Both run as fast as memory does. The
-//! right values of one period are the oracle's.
+//! right values of one period come from the oracle.
 //!
-//! Segments are powers of two, which the period does not divide: what arrives a segment too early,
-//! or too late, is seen.
+//! Segments are powers of two, which the period does not divide: data that arrive a segment too
+//! early, or too late, are noticed.
 
 use std::ops::Range;
 
@@ -19,8 +19,8 @@ use farwire_sim::oracle;
 pub(super) const PERIOD: usize = 97 * 11;
 
 /// The first period of a rank's input: small whole numbers, which every type holds exactly,
-/// different from rank to rank and from element to element. For products ones and twos. Whatever
-/// the order in which such numbers are combined, the result is the same to the bit.
+/// different from rank to rank and from element to element. For products, ones and twos. In
+/// whatever order such numbers are combined, the result is the same to the bit.
 pub(super) fn period<T: Element>(rank: usize, op: ReduceOp) -> Vec<T> {
     let number = |i: usize| {
         let number = ((i * 7 + rank * 13 + i / 97) % 11) as u8;
@@ -29,7 +29,7 @@ pub(super) fn period<T: Element>(rank: usize, op: ReduceOp) -> Vec<T> {
     (0..PERIOD).map(|i| T::cast(number(i).into())).collect()
 }
 
-/// So many elements that repeat.
+/// `length` elements that repeat `period`.
 pub(super) fn fill<T: Element>(period: &[T], length: usize) -> Vec<T> {
     let mut elements = Vec::with_capacity(length);
     while elements.len() < length {
@@ -41,7 +41,7 @@ pub(super) fn fill<T: Element>(period: &[T], length: usize) -> Vec<T> {
 /// A part of a result.
 #[derive(Clone, Debug)]
 pub(super) struct Stretch<T> {
-    /// Repeats.
+    /// The elements that repeat.
     period: Vec<T>,
     /// Where in it the part begins.
     start: usize,
@@ -49,13 +49,13 @@ pub(super) struct Stretch<T> {
 }
 
 impl<T> Stretch<T> {
-    /// One that does not repeat.
+    /// A part that does not repeat.
     pub(super) fn whole(elements: Vec<T>) -> Self {
         Self { start: 0, length: elements.len(), period: elements }
     }
 }
 
-/// What a rank must get. One period of each part is the oracle's; from there on it repeats.
+/// What a rank must get. The oracle gives one period of each part; from there on it repeats.
 pub(super) fn expected<T: Element>(kind: Kind, shape: &Shape, rank: Rank) -> Vec<Stretch<T>> {
     let inputs: Vec<Vec<u8>> = (0..shape.world.len())
         .map(|rank| bytemuck::cast_slice(&period::<T>(rank, shape.op)).to_vec())
@@ -70,7 +70,7 @@ pub(super) fn expected<T: Element>(kind: Kind, shape: &Shape, rank: Rank) -> Vec
     shape.row(kind, rank).parts.into_iter().map(stretch).collect()
 }
 
-/// Elements of a rank's input.
+/// The number of elements of a rank's input.
 pub(super) fn input_len(kind: Kind, shape: &Shape, rank: Rank) -> Result<usize, CallError> {
     let call = &shape.row(kind, rank).calls[0];
     let plan =
@@ -78,7 +78,7 @@ pub(super) fn input_len(kind: Kind, shape: &Shape, rank: Rank) -> Result<usize, 
     Ok(plan.input_bytes() / shape.dtype.size())
 }
 
-/// Elements that are not what they should be, missing ones and surplus ones included.
+/// How many elements are wrong, missing or surplus.
 pub(super) fn differences<T: Element>(result: &[T], expected: &[Stretch<T>]) -> u64 {
     let mut rest = result;
     let mut differences = 0;
@@ -122,7 +122,7 @@ mod tests {
                     .to_vec())
             })
             .collect::<Result<_, _>>()?;
-        // Every algorithm gives the same, so that one stands for all.
+        // Every algorithm gives the same result, so one stands for all.
         let mut results = kind
             .algorithms()
             .iter()

@@ -5,7 +5,7 @@ use std::io::Write;
 use farwire_cuda::bench::copy_speed;
 use farwire_cuda::{Device, cards, nvrtc_version};
 
-/// Says what there is, a line each.
+/// Prints what there is, a line each.
 pub(super) fn examine(out: &mut impl Write) -> std::io::Result<()> {
     let cards = match cards() {
         Ok(cards) => cards,

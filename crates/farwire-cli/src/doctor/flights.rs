@@ -11,14 +11,14 @@ use super::DoctorError;
 /// The records of one job, by rank.
 type Flights = BTreeMap<u32, Flight>;
 
-/// Says who was missing.
+/// Says which rank was missing.
 pub(super) fn diagnose(paths: &[PathBuf]) -> Result<String, DoctorError> {
     let (flights, left_out) = read_all(paths)?;
     let left_out: String = left_out.iter().map(|error| format!("Left out: {error}.\n")).collect();
     Ok(left_out + &report(&flights))
 }
 
-/// The records that can be read, and why others cannot: a job that failed may have left anything.
+/// The records that can be read, and why the others cannot: a failed job may have left anything.
 fn read_all(paths: &[PathBuf]) -> Result<(Flights, Vec<DoctorError>), DoctorError> {
     let mut flights: BTreeMap<u32, (&PathBuf, Flight)> = BTreeMap::new();
     let mut left_out = Vec::new();
@@ -114,7 +114,7 @@ fn one_line(operation: &Operation) -> String {
     )
 }
 
-/// Ranks that made another call than the rest as the same operation of a communicator.
+/// Ranks that called something else than the others, as the same operation of a communicator.
 fn out_of_step(flights: &Flights) -> Vec<String> {
     let mut calls: BTreeMap<(&str, u64), BTreeMap<&str, Vec<u32>>> = BTreeMap::new();
     for (rank, flight) in flights {
@@ -134,7 +134,7 @@ fn out_of_step(flights: &Flights) -> Vec<String> {
     line.into_iter().collect()
 }
 
-/// Ranks that had not come to the operation that others were in.
+/// Ranks that had not yet reached the operation that others were in.
 fn behind(flights: &Flights) -> Vec<String> {
     let mut furthest: BTreeMap<&str, BTreeMap<u32, (u64, &str)>> = BTreeMap::new();
     for (rank, flight) in flights {
@@ -220,7 +220,7 @@ fn ranks<'a>(list: impl IntoIterator<Item = &'a u32>) -> String {
     if list.len() == 1 { format!("rank {}", list[0]) } else { format!("ranks {}", list.join(", ")) }
 }
 
-/// Puts the events of several traces into one file; how many there are.
+/// Writes the events of several traces into one file. Returns how many there are.
 pub(super) fn merge(paths: &[PathBuf], merged: &Path) -> Result<usize, DoctorError> {
     let mut events = Vec::new();
     for path in paths {
@@ -239,7 +239,7 @@ pub(super) fn merge(paths: &[PathBuf], merged: &Path) -> Result<usize, DoctorErr
 }
 
 /// The events of a trace, one per line. Ranks leave the list open, so that they may end at any
-/// time, and one that was killed may have left half an event.
+/// time, and a rank that was killed may have left half an event.
 fn trace_events(text: &str) -> serde_json::Result<Vec<serde_json::Value>> {
     let parse = |text: &str| {
         serde_json::from_str(&format!("{}]", text.trim_end().trim_end_matches([']', ','])))

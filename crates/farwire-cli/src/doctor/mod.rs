@@ -13,15 +13,17 @@ use farwire::{Communicator, EnvError, Error, JoinError, LinkChoice, Place, Reduc
 
 use pairs::Survey;
 
-/// Say what this machine offers, how ranks reach each other, or why a job failed.
+/// Examine this machine, the links between ranks, or a job that failed.
 ///
-/// Alone, it looks at this machine: interfaces, UDP buffers, batching, shared memory, and GPUs if it
-/// was built with the feature `cuda`. Run as a job
-/// (`farwire launch -n 4 -- farwire doctor`, or under any launcher), it also measures round trip,
-/// bandwidth and loss between all pairs of ranks, in each direction, and says what they mean for an
-/// all-reduce of 100 MB with each codec. Between hosts it does so over TCP and over QUIC, unless
-/// FARWIRE_LINK names one. Given the flight records that the ranks of a failed job left, it says who
-/// was missing.
+/// Alone, it examines this machine: interfaces, UDP buffers, batching, shared memory, and, if built
+/// with the feature `cuda`, GPUs.
+///
+/// Run as a job (`farwire launch -n 4 -- farwire doctor`, or under any launcher), it also measures
+/// round trip, bandwidth and loss between all pairs of ranks, in each direction, and estimates what
+/// they mean for an all-reduce of 100 MB with each codec. Between hosts it does so over TCP and
+/// over QUIC, unless FARWIRE_LINK names one.
+///
+/// Given the flight records that the ranks of a failed job left, it says which rank was missing.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -35,7 +37,7 @@ pub(crate) struct Args {
     /// Flight records of a failed job, one per rank; with --merge, traces.
     #[arg(value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// Put the traces of several ranks (FARWIRE_TRACE) into this one file.
+    /// Merge the traces of several ranks (FARWIRE_TRACE) into this one file.
     #[arg(long, value_name = "OUT", requires = "files")]
     merge: Option<PathBuf>,
 }
@@ -88,7 +90,8 @@ pub(crate) fn run(args: &Args) -> Result<ExitCode, DoctorError> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Measures the links to the other ranks; and where hosts were free to take another, that one, too.
+/// Measures the links to the other ranks. If hosts were free to take another link, measures that
+/// one too.
 fn look_around(shows: bool, out: &mut impl Write) -> Result<(), DoctorError> {
     let comm = Communicator::from_env()?;
     let taken = Survey::of(&comm, None)?;
@@ -126,7 +129,7 @@ fn look_around(shows: bool, out: &mut impl Write) -> Result<(), DoctorError> {
             Err(Error::Join { source: JoinError::Link(_), .. }) => {
                 writeln!(out, "\nOver {other}, some ranks cannot reach each other.")?;
             }
-            Err(error) => writeln!(out, "\nHow fast {other} would be was not measured: {error}")?,
+            Err(error) => writeln!(out, "\nCould not measure how fast {other} would be: {error}")?,
         }
     }
     Ok(())

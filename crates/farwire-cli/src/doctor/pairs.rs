@@ -8,42 +8,43 @@ use farwire_codec::{CodecSpec, Travel, typical};
 
 use crate::units::{show_bytes, show_rate, show_time};
 
-/// All pairs together should take no longer; each has a share of it, but not less than this.
+/// All pairs together should take no longer than `ALL`. Each gets a share of it, but between
+/// `LEAST` and `MOST`.
 const ALL: Duration = Duration::from_secs(60);
 const LEAST: Duration = Duration::from_millis(300);
 const MOST: Duration = Duration::from_secs(4);
 /// Round trips of a short message, at most and at least.
 const ROUND_TRIPS: usize = 200;
 const FEW_ROUND_TRIPS: usize = 5;
-/// Bytes of long messages: they grow until one takes `LONG_ENOUGH`, and then there are some more.
+/// Bytes of long messages: they grow until one takes `LONG_ENOUGH`, and then `LONGS` more follow.
 const SHORTEST: u64 = 256 << 10;
 const LONGEST: u64 = 32 << 20;
 const LONG_ENOUGH: Duration = Duration::from_millis(500);
 const LONGS: usize = 3;
-/// How much faster one has to be for those before it not to count.
+/// If a message is this much faster than the best before it, those before it do not count.
 const BETTER: f64 = 1.1;
-/// The links that cross a network, of which two hosts take one.
+/// The links that cross a network. Two hosts take one of them.
 const NETWORK: [&str; 2] = ["quic", "tcp"];
-/// How long to try to join once more, and how often.
+/// How long to try to join once more, and the pause between tries.
 const AGAIN: Duration = Duration::from_secs(10);
 const RETRY: Duration = Duration::from_millis(100);
 /// Bytes of the all-reduce whose time is estimated.
 const VECTOR: usize = 100_000_000;
 
-/// What a sender asks the other rank to do next. Any other number is that of the bytes that follow.
+/// What a sender asks the other rank to do next. Any other number says how many bytes follow.
 const STOP: u64 = 0;
 const ANSWER: u64 = 1;
 
-/// What is known of one direction of a pair; all zero where it was not measured.
+/// What is known about one direction of a pair; all zero if it was not measured.
 #[derive(Clone, Copy, Debug, Default)]
 struct Direction {
-    /// Seconds from one to the other and back.
+    /// Seconds from one rank to the other and back.
     round_trip: f64,
     /// Bytes per second.
     bandwidth: f64,
-    /// The number of the link's kind; 1 is the first.
+    /// The number of the link's kind, from 1; 0 if unknown.
     link: f64,
-    /// The share of packets that were lost, plus one; 0 where there are no packets.
+    /// The share of packets that were lost, plus one; 0 if there are no packets.
     loss: f64,
     /// Bytes that may be under way.
     window: f64,
@@ -65,7 +66,7 @@ impl Direction {
         self.window > 0.0
     }
 
-    /// Its link's name.
+    /// The name of its link.
     fn name(&self) -> Option<&'static str> {
         link_names().nth((self.link as usize).checked_sub(1)?)
     }
@@ -123,7 +124,7 @@ impl Survey {
         self.directions.iter().any(Direction::is_network)
     }
 
-    /// The link that was not taken between any hosts.
+    /// A network link that was not taken between any hosts.
     pub(super) fn other_link(&self) -> Option<LinkChoice> {
         let network = self.directions.iter().filter(|it| it.is_network());
         let taken: Vec<_> = network.filter_map(Direction::name).collect();
@@ -140,10 +141,10 @@ impl Survey {
         self.tables(&SHOWS[..numbers]) + &estimate(&self.directions, self.ranks)
     }
 
-    /// What was measured over a link that would not be taken, beside what was `taken`.
+    /// What was measured over a link that would not be taken, compared with what was `taken`.
     pub(super) fn show_beside(&self, other: LinkChoice, taken: &Self) -> String {
         let mut text = format!(
-            "The same over {other}, which is not taken here (FARWIRE_LINK={other} does):\n"
+            "The same over {other}, which is not taken here (FARWIRE_LINK={other} takes it):\n"
         );
         text += &self.tables(&SHOWS[1..]);
         let slowest = |of: &Self| {
@@ -216,7 +217,7 @@ fn send_to(comm: &Communicator, to: usize, patience: Duration) -> Result<Directi
     let (mut bytes, mut longs, mut bandwidth) = (SHORTEST, 0, 0.0f64);
     while longs < LONGS && (longs == 0 || begun.elapsed() < patience) {
         let took = time(bytes, vec![1; bytes as usize])?;
-        // The way there and the answer's way back are not the line's doing.
+        // The way there and the way back of the answer do not depend on the line's bandwidth.
         let travelled = took.saturating_sub(round_trip).max(took / 10);
         let speed = bytes as f64 / travelled.as_secs_f64();
         if speed > BETTER * bandwidth {
@@ -260,7 +261,7 @@ fn receive_from(comm: &Communicator, from: usize) -> Result<(), Error> {
 /// A table: its title, and what stands in a cell.
 type Show = (&'static str, fn(&Direction) -> String);
 
-/// All but the first three are of networks.
+/// All but the first three are for networks only.
 const SHOWS: [Show; 5] = [
     ("Link", |it| it.name().unwrap_or_default().to_owned()),
     ("Round trip of 8 bytes (median)", |it| show_time(Duration::from_secs_f64(it.round_trip))),
@@ -271,14 +272,15 @@ const SHOWS: [Show; 5] = [
     ("Window", |it| if it.is_network() { show_bytes(it.window) } else { "-".to_owned() }),
 ];
 
-/// What the slowest and the longest of these mean for an all-reduce.
+/// What the lowest bandwidth and the longest round trip mean for an all-reduce.
 fn estimate(all: &[Direction], ranks: usize) -> String {
     let measured = || all.iter().filter(|it| it.bandwidth > 0.0);
     let slowest = measured().map(|it| it.bandwidth).fold(f64::INFINITY, f64::min);
     let longest = measured().map(|it| it.round_trip).fold(0.0, f64::max);
     let mut text = format!(
-        "An all-reduce of {} f32 over {ranks} ranks, at the slowest of these and with the longest round \
-         trip, if\ncodecs took no time themselves (`farwire bench all_reduce --codec NAME` measures all):\n",
+        "An all-reduce of {} of f32 over {ranks} ranks, at the lowest bandwidth and with the longest \
+         round trip,\nif codecs took no time themselves (`farwire bench all_reduce --codec NAME` \
+         measures it all):\n",
         show_bytes(VECTOR as f64)
     );
     let _ = writeln!(text, "{:>26}{:>18}{:>12}", "codec", "sent by each rank", "time");
@@ -296,7 +298,7 @@ fn sent(codec: &CodecSpec, elements: usize, ranks: usize) -> f64 {
     let (vector, others) = (codec.expected_len(elements) as f64, (ranks - 1) as f64);
     match codec.travels() {
         Travel::Whole(_) => others * vector,
-        // A share to everyone, and the sum of one's own share to everyone.
+        // A share to every other rank, and then the sum of its own share to every other rank.
         Travel::Shards(_) | Travel::Factors(_) => 2.0 * others / ranks as f64 * vector,
     }
 }

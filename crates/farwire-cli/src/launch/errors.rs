@@ -7,13 +7,14 @@ use std::os::unix::net::UnixStream;
 
 use farwire_train::SAID;
 
-/// Bytes of what a rank says as its error.
+/// The longest error of a rank, in bytes.
 const LONGEST_ERROR: usize = 16 << 10;
-/// Tells a rank that its standard input is a socket for its error, rather than standard error.
+/// Tells a rank to say its error on standard input, which is a socket, rather than on standard
+/// error.
 pub(super) const TELL_PARENT: &str = "FARWIRE_TELL_PARENT";
 
-/// Says why this program ends: to the parent that has started it as one of its ranks, which says it
-/// once for all of them; else on standard error.
+/// Says why this program ends. If a parent has started it as one of its ranks, the parent is told,
+/// and says it once for all of them; otherwise it goes to standard error.
 pub(crate) fn say_error(error: &dyn std::error::Error) {
     let text = error.to_string();
     let told = std::env::var_os(TELL_PARENT).is_some_and(|how| how == "stdin")
@@ -34,12 +35,12 @@ pub(crate) fn say_error(error: &dyn std::error::Error) {
 pub(super) struct Errors {
     pub(super) sockets: Vec<(u32, UnixStream)>,
     pub(super) said: Vec<(u32, String)>,
-    /// Each once.
+    /// Errors that were shown, each once.
     pub(super) shown: HashSet<String>,
 }
 
 impl Errors {
-    /// Shows what ranks have said since this was last called, unless it was shown before.
+    /// Shows what ranks have said since the last call, unless it was shown before.
     pub(super) fn show(&mut self, ranks: u32) {
         let mut text = vec![0; LONGEST_ERROR];
         for (rank, socket) in &mut self.sockets {
@@ -56,7 +57,8 @@ impl Errors {
     }
 }
 
-/// Each error once, and who has said it. Who repeats what rank 0 has said is not named.
+/// Each error once, and which ranks have said it. A rank that repeats what rank 0 has said is not
+/// named.
 fn by_error(said: &[(u32, String)]) -> Vec<(&str, Vec<u32>)> {
     let mut errors: Vec<(&str, Vec<u32>)> = Vec::new();
     for (rank, text) in said {
@@ -74,7 +76,7 @@ fn by_error(said: &[(u32, String)]) -> Vec<(&str, Vec<u32>)> {
     errors
 }
 
-/// The rank that most of these lines call lost, if any does.
+/// The rank that most of these lines call lost, if any do.
 pub(super) fn lost_rank<'a>(lines: impl Iterator<Item = &'a str>) -> Option<u32> {
     let mut votes = BTreeMap::<u32, usize>::new();
     for line in lines {
@@ -90,7 +92,7 @@ pub(super) fn lost_rank<'a>(lines: impl Iterator<Item = &'a str>) -> Option<u32>
     Some(rank)
 }
 
-/// As `ranks 0 and 2: `; nothing where there is but one rank.
+/// Such as `ranks 0 and 2: `; empty if there is only one rank.
 fn named(ranks: &[u32], all: u32) -> String {
     match ranks {
         _ if all == 1 => String::new(),

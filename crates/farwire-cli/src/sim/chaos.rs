@@ -6,17 +6,17 @@ use farwire_sim::chaos::{Schedule, Seen};
 
 use super::SimError;
 
-/// Let groups of simulated ranks agree on their members while they are killed, stopped, cut off,
-/// leave and join.
+/// Check that groups of simulated ranks agree on their members while ranks are killed, stopped, cut
+/// off, leave and join.
 ///
-/// Each schedule has a world of up to 64 ranks and its faults, by its seed. The first that breaks a
-/// promise is made small and shown; its seed gives it again.
+/// The seed of a schedule decides its world of up to 64 ranks and its faults. The first schedule
+/// that breaks a promise is made small and shown. Its seed gives it again.
 #[derive(Debug, clap::Args)]
 pub(crate) struct ChaosArgs {
-    /// How many schedules.
+    /// Number of schedules.
     #[arg(long, default_value = "10000")]
     schedules: u64,
-    /// The seed of the first; each of the others has the next.
+    /// Seed of the first schedule. Each of the others has the next number.
     #[arg(long, default_value = "0")]
     seed: u64,
 }

@@ -1,17 +1,17 @@
-//! What work costs on a machine, from what `farwire bench` and `farwire netlab` have measured there.
+//! What work costs on a machine, as `farwire bench` and `farwire netlab` have measured it there.
 
 use std::path::{Path, PathBuf};
 
 use farwire_sim::{CodingSpeeds, Costs};
 use serde::Deserialize;
 
-/// The share of a line that payload has, where packets have 1,500 bytes, unless it was measured: the
-/// rest is headers, and acknowledgements the other way.
+/// The share of a line that is left for payload when packets have 1,500 bytes, unless it was
+/// measured. The rest is headers, and acknowledgements the other way.
 const PAYLOAD: f64 = 0.95;
-/// Bytes of a frame of the operations that were measured.
+/// Bytes of a frame, in the operations that were measured.
 const SEGMENT: f64 = 65_536.0;
-/// A pass that only writes takes about so much of one that reads two vectors and writes one, unless
-/// it was measured.
+/// The time of a pass that only writes, as a share of one that reads two vectors and writes one,
+/// unless it was measured.
 const FILL: f64 = 0.5;
 
 /// Why speeds cannot be used.
@@ -20,12 +20,12 @@ pub(crate) enum SpeedsError {
     #[error("could not read {}: {source}", path.display())]
     Read { path: PathBuf, source: std::io::Error },
     #[error(
-        "{}, line {line}: {source}; write what `farwire bench … --json` or `farwire netlab --json` prints",
+        "{}, line {line}: {source}; each line must be one that `farwire bench … --json` or `farwire netlab --json` prints",
         path.display()
     )]
     Parse { path: PathBuf, line: usize, source: serde_json::Error },
     #[error(
-        "{} has no speed of {what}; add the output of `farwire bench {command} --json`",
+        "{} has no speed for {what}; add the output of `farwire bench {command} --json`",
         path.display()
     )]
     Missing { path: PathBuf, what: String, command: String },
@@ -48,8 +48,9 @@ enum Row {
     Operation { op: String, link: String, ranks: f64, wire_bytes: f64, cpu_s: f64, iters: f64 },
     /// Of `farwire netlab --json`.
     Relay { relay_cpu_s: f64, relay_bytes: f64 },
-    /// What flows between hosts fill of their lines, where the lines are the only limit: the bound
-    /// of an all-reduce over its time. At that many bytes per second, or at any.
+    /// The share of their lines that flows between hosts fill, where the lines are the only limit:
+    /// the bound of an all-reduce over its time. It counts at `bandwidth` bytes per second, or at
+    /// any.
     Line { line_share: f64, bandwidth: Option<f64> },
 }
 
@@ -78,8 +79,8 @@ impl Speeds {
         Ok(Self { rows: rows?, path })
     }
 
-    /// The share of a line of so many bytes per second that payload fills. It depends on how many
-    /// packets a queue has room for, so what was measured at one rate says nothing of others.
+    /// The share of a line of `rate` bytes per second that payload fills. It depends on how many
+    /// packets a queue has room for, so a measurement at one rate says nothing about others.
     pub(crate) fn line_share(&self, rate: f64) -> f64 {
         let share = self.rows.iter().find_map(|row| match row {
             Row::Line { line_share, bandwidth }
@@ -122,7 +123,7 @@ impl Speeds {
             _ => None,
         });
         let add = add.ok_or_else(|| self.missing("additions", "codec --codec int8".to_owned()))?;
-        // Links differ in what they cost, so frames and bytes are those of one.
+        // Links differ in cost, so frames and bytes must be those of the same link.
         let operation = |name: &str, over: Option<&str>| {
             self.rows.iter().find_map(|row| match row {
                 Row::Operation { op, link, ranks, wire_bytes, cpu_s, iters }
@@ -144,7 +145,7 @@ impl Speeds {
                 return Err(self.missing(&format!("frames over {link}"), command));
             }
         };
-        // What is left for each byte, at each end. Half of what a rank receives, it adds up.
+        // What is left for each byte, at both ends. A rank adds up half of what it receives.
         let per_byte = cpu / (ranks * bytes) - 2.0 * frame / SEGMENT - 0.5 * add;
         let carry = per_byte.max(0.0) / 2.0;
         let relay = self.rows.iter().find_map(|row| match row {

@@ -1,9 +1,9 @@
-//! A run whose ranks come and go: `--elastic`, and `--join` for those that come later.
+//! A run whose ranks come and go: `--elastic`, and `--join` for ranks that come later.
 //!
-//! [`Elastic`] lays the model out over whoever is there, and all begin from the same seed. The first
-//! rank shows how it goes and writes the report; when it is lost, the next one does. With tensor or
-//! pipeline parallelism a rank that is left over has no part of the model: it waits for others to
-//! make a whole replica with, and leaves if that takes too long.
+//! [`Elastic`] lays the model out over the ranks that are there, and all begin from the same seed.
+//! The first rank shows progress and writes the report; when it is lost, the next one does. With
+//! tensor or pipeline parallelism a rank that is left over has no part of the model: it waits for
+//! enough others to make a whole replica, and leaves if that takes too long.
 
 use std::path::Path;
 use std::process::ExitCode;
@@ -36,8 +36,8 @@ pub(super) fn start(args: &Args, lines: String) -> Result<ExitCode, TrainCommand
     end(args, train(args, comm, text, &data, stop, false))
 }
 
-/// Trains as one that joins. It has to have the data before; whether they are those of the others,
-/// these say before it costs them anything.
+/// Trains as a rank that joins. It needs the data beforehand: the others check that they have the
+/// same, before letting it in costs them anything.
 pub(super) fn join(
     args: &Args,
     address: &str,
@@ -53,18 +53,18 @@ pub(super) fn join(
     if let Some(text) = &text {
         data.get_or_init(|| data_line(text));
     }
-    // What a launcher has started says nothing: the launcher does.
+    // A rank that a launcher has started says nothing: the launcher does.
     let by_hand = args.join.is_some();
     if by_hand {
-        eprintln!("calling {address}; the ranks that are there let others in between two steps");
+        eprintln!("calling {address}; the ranks there let others in between two steps");
     }
     let builder = Communicator::builder().agree_on(lines).agree_later(data.clone());
     let comm = match builder.join_running(address) {
         Ok(comm) => {
             if by_hand {
                 eprintln!(
-                    "joined as rank {} of {}; the first rank shows how it goes, and `kill -USR1 {}` \
-                     has this one leave in good order",
+                    "joined as rank {} of {}; the first rank shows progress, and `kill -USR1 {}` \
+                     makes this one leave in good order",
                     comm.rank(),
                     comm.size(),
                     std::process::id()
@@ -81,12 +81,12 @@ pub(super) fn join(
     end(args, train(args, comm, text, &data, stop, true))
 }
 
-/// What all have to learn from.
+/// The line that says which data all ranks must have.
 fn data_line(text: &[u8]) -> String {
     format!("data of {} bytes, SHA-256 {}", text.len(), sha256(text))
 }
 
-/// How a rank ends that has trained.
+/// How a rank ends after training.
 fn end(
     args: &Args,
     ended: Result<ExitCode, TrainCommandError>,
@@ -97,7 +97,7 @@ fn end(
                 Some(dir) => format!("--checkpoint {} --resume", dir.display()),
                 None => "but there is none, since --checkpoint was not given".to_owned(),
             };
-            // Nobody needs to be started in its place: there is nothing to join.
+            // No rank needs to be started in its place: there is nothing to join.
             say_error(&TrainCommandError::NoReplica { source: Box::new(source), checkpoint });
             Ok(ExitCode::from(GIVEN_UP))
         }
@@ -150,7 +150,8 @@ fn train(
         let is_told = leave.load(Ordering::Relaxed);
         let is_over = waits.as_ref().is_some_and(|waits| waits.since.elapsed() >= args.wait);
         let report = elastic.step(&mut trainer, |_, trainer| {
-            // Another may write checkpoints from now on. It does not begin before all are here.
+            // Another rank may write checkpoints from now on. It does not begin before all are
+            // here.
             if let Some(keeper) = keeper.as_mut().filter(|_| !trainer.is_first()) {
                 keeper.held = None;
             }
@@ -207,7 +208,7 @@ fn train(
                 Err(error) => return Err(error.into()),
             }
         }
-        // Not the flag as it is by now: all have to part after the same step.
+        // Not the flag as it is by now: all ranks have to part after the same step.
         let leaves = trainer.is_leaving();
         if leaving > 0 && !run.stopped {
             let done = trainer.steps_done();
@@ -219,7 +220,7 @@ fn train(
                         eprintln!("{}", waits.gave_up(args, done, ranks - leaving));
                     }
                     _ => eprintln!(
-                        "left after step {done} of {steps}, and handed over what was owed; the others go on"
+                        "left after step {done} of {steps}, and handed over its residuals; the others go on"
                     ),
                 }
                 return Ok(ExitCode::from(LEFT));
@@ -235,7 +236,7 @@ fn train(
     run.settings = trainer.settings().clone();
     run.trace = trainer.trace().to_vec();
     view.end();
-    // Nobody is let in any more. A rank that is lost now takes nothing with it but the sample.
+    // No rank is let in any more. A rank that is lost now takes nothing with it but the sample.
     let gather = || Ok::<_, TrainError>((trainer.replicas_agree()?, trainer.gathered_weights()?));
     let (agree, weights) = match trainer.has_place().then(gather).transpose() {
         Err(error) if error.is_group_fault() => (None, None),
@@ -264,8 +265,8 @@ fn train(
         shown = view.summary(&runs, report, args.checkpoint.as_deref());
         run = runs.into_iter().next().expect("it was just put there");
     }
-    // The signal, which not all need to have got. It also keeps all here while rank 0 still writes,
-    // so that nobody is taken for lost.
+    // Shares the signal, which not all need to have got. It also keeps all here while rank 0 still
+    // writes, so that none is taken for lost.
     let mine = stop.load(Ordering::Relaxed);
     let signals = elastic.comm().all_reduce(vec![mine], ReduceOp::Max).wait();
     let signal = signals.map_or(mine, |signals| signals[0]);
@@ -278,9 +279,9 @@ fn train(
     })
 }
 
-/// Changes that a report shows one by one: the newest.
+/// How many changes a report shows one by one: the newest ones.
 const MAX_CHANGES: usize = 300;
-/// After the number of those that it does not.
+/// Follows the number of changes that it does not show.
 const EARLIER: &str = " earlier changes are not shown";
 
 /// Adds a change. A run of weeks may have very many: then the first line counts the oldest.
@@ -295,8 +296,8 @@ fn remember(changes: &mut Vec<String>, what: String) {
     }
 }
 
-/// The changes that rank 0 knows of, which has been there longest. One that has joined may have to
-/// write the report.
+/// The changes that rank 0 knows of, since it has been there longest. A rank that has joined may
+/// have to write the report.
 fn changes_of_rank_0(
     comm: &Communicator,
     changes: &[String],
@@ -309,7 +310,7 @@ fn changes_of_rank_0(
     Ok(String::from_utf8_lossy(&bytes).split_terminator(BETWEEN).map(str::to_owned).collect())
 }
 
-/// Checkpoints of a run whose rank 0 may change: whoever is rank 0 writes them.
+/// Checkpoints of a run whose rank 0 may change: whichever rank is rank 0 writes them.
 struct Keeper<'a> {
     dir: &'a Path,
     every: usize,
@@ -320,8 +321,9 @@ struct Keeper<'a> {
 }
 
 impl Keeper<'_> {
-    /// Writes one if it is time. If that fails, the run goes on, with older checkpoints as they
-    /// were, and this says why: what fills a disk should not end a run that other ranks could save.
+    /// Writes a checkpoint if it is time. If that fails, the run goes on, older checkpoints stay as
+    /// they were, and this returns why: a full disk should not end a run that other ranks could
+    /// save.
     fn keep(&mut self, trainer: &mut Trainer, run: &Run, last: bool) -> Option<String> {
         let done = trainer.steps_done();
         let moved = done - trainer.steps_skipped();
@@ -370,7 +372,7 @@ fn watch_for_leave() -> Result<Arc<AtomicBool>, TrainCommandError> {
 /// A rank that has no part of the model.
 struct Waits {
     since: Instant,
-    /// When the others began to make steps without it.
+    /// The first step that the others made without it.
     step: usize,
 }
 
@@ -379,7 +381,7 @@ impl Waits {
         let (needed, waiting) = (args.tp * args.pp, trainer.waiting());
         let (limit, step) = (units::show_time(args.wait), self.step + 1);
         format!(
-            "this rank has no part in step {step}: a replica is {needed} ranks (tp × pp), and the \
+            "this rank has no part in step {step}: a replica needs {needed} ranks (tp × pp), and the \
              number of ranks left over is {waiting}; it waits up to {limit} for others to join"
         )
     }

@@ -1,5 +1,5 @@
-//! What a run reads and writes beside its checkpoints: the data, the report, and a lock on the
-//! folder of checkpoints. Each is looked at before training starts, on rank 0.
+//! What a run reads and writes besides its checkpoints: the data, the report, and a lock on the
+//! folder of checkpoints. Each is checked before training starts, on rank 0.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
 use std::io::{self, Read};
@@ -11,14 +11,13 @@ use super::TrainCommandError;
 
 /// The longest text to learn from: every rank has all of it in memory.
 pub(crate) const LONGEST_DATA: u64 = 4 << 30;
-/// Read at once; in between it is seen whether somebody wants this process to end.
+/// Bytes read at once. In between, this process checks whether it was asked to end.
 const PIECE: usize = 1 << 20;
 
 /// Opens the text to learn from, if it is a file of a length that can be read.
 pub(crate) fn open_data(path: &Path) -> Result<File, TrainCommandError> {
     let failed = |source| TrainCommandError::Data { path: path.to_owned(), source };
-    // Without waiting for somebody who writes: what is no file is refused rather than read for
-    // ever.
+    // Without waiting for a writer: anything but a file is refused, rather than read for ever.
     let flags = rustix::fs::OFlags::NONBLOCK.bits();
     let file =
         OpenOptions::new().read(true).custom_flags(flags as i32).open(path).map_err(failed)?;
@@ -36,7 +35,7 @@ pub(crate) fn open_data(path: &Path) -> Result<File, TrainCommandError> {
     Err(TrainCommandError::NoFile { path: path.to_owned(), what })
 }
 
-/// The text to learn from; none if this process is asked to end before it is read.
+/// The text to learn from; `None` if this process is asked to end before it is read.
 pub(crate) fn read_data(
     path: &Path,
     stop: &AtomicI32,
@@ -47,7 +46,7 @@ pub(crate) fn read_data(
     while stop.load(Ordering::Relaxed) == 0 {
         match file.by_ref().take(PIECE as u64).read_to_end(&mut text).map_err(failed)? {
             0 => return Ok(Some(text)),
-            // It grows while it is read.
+            // The file grows while it is read.
             _ if text.len() as u64 > LONGEST_DATA => return Err(too_long(path)),
             _ => {}
         }
@@ -59,21 +58,21 @@ fn too_long(path: &Path) -> TrainCommandError {
     TrainCommandError::DataTooLong { path: path.to_owned(), limit: LONGEST_DATA >> 30 }
 }
 
-/// Whether a report can be written here. One that is there is not touched. Several ranks may look
-/// at once: what another has made or removed meanwhile shows that it can be.
+/// Checks whether a report can be written here. An existing one is not touched. Several ranks may
+/// check at once: a file that another has made or removed meanwhile shows that it can be.
 pub(crate) fn check_report(path: &Path) -> Result<(), TrainCommandError> {
     let unless = |kind, done: io::Result<()>| match done {
         Err(error) if error.kind() == kind => Ok(()),
         done => done,
     };
     let check = || match fs::metadata(path) {
-        // What is no file may wait for a reader, or do something.
+        // Opening anything but a file may wait for a reader, or do something.
         Ok(about) if !about.is_file() && !about.is_dir() => Ok(()),
         Ok(_) => {
             let opened = OpenOptions::new().append(true).open(path).map(drop);
             unless(io::ErrorKind::NotFound, opened)
         }
-        // A link to what is not there yet.
+        // A link to a file that is not there yet.
         Err(_) if fs::symlink_metadata(path).is_ok() => Ok(()),
         Err(_) => {
             let made = File::create_new(path).and_then(|_| fs::remove_file(path));
@@ -97,8 +96,8 @@ impl Drop for Held {
     }
 }
 
-/// Takes the folder for this job. None if there is no such folder, if nothing can be written to it,
-/// which whoever writes the first checkpoint will say better, or if its file system has no locks.
+/// Takes the folder for this job. `None` if there is no such folder, if nothing can be written to
+/// it, which writing the first checkpoint will say better, or if its file system has no locks.
 pub(crate) fn hold(dir: &Path) -> Result<Option<Held>, TrainCommandError> {
     let path = dir.join(".lock");
     loop {

@@ -1,7 +1,7 @@
 //! `farwire train`: trains a GPT on this machine or as one rank of a job.
 //!
-//! Without a launcher it starts its own ranks, as processes of this very command. Rank 0 shows how
-//! it goes ([`view`]) and writes the report ([`report`]).
+//! Without a launcher it starts its own ranks, as processes of this same command. Rank 0 shows
+//! progress ([`view`]) and writes the report ([`report`]).
 
 mod elastic;
 mod files;
@@ -29,8 +29,8 @@ use crate::units;
 use files::Held;
 use view::{Run, View};
 
-/// What the model is computed with, on the CPU. This and what follows name a tensor library, and
-/// nothing else does.
+/// What the model is computed with, on the CPU. Only this and the next function name a tensor
+/// library.
 const CPU: &dyn Library = &farwire_candle::Candle;
 
 /// The same, on the device that was asked for.
@@ -50,20 +50,21 @@ fn library(args: &Args, comm: &Communicator) -> Result<Box<dyn Library>, TrainCo
     }
 }
 
-/// How long ranks have to write a checkpoint once they were asked to end.
+/// How long ranks have to write a checkpoint once they are asked to end.
 const GRACE: Duration = Duration::from_secs(60);
 /// Bytes of text that the model writes at the end.
 const SAMPLE: usize = 240;
 
 /// Train a GPT over several ranks.
 ///
-/// Without a launcher it starts its ranks here; under one (`farwire launch`, torchrun, mpirun,
-/// srun) it is one of them. Learns bytes: of a file, or of farwire's own source. At the end it
-/// shows a summary and a sample of what the model writes, and leaves a report with plots.
+/// Without a launcher it starts its ranks here. Under a launcher (`farwire launch`, torchrun,
+/// mpirun, srun) it is one rank of the job. The model learns to predict bytes: those of a file, or
+/// of farwire's own source. At the end the command shows a summary and a sample of what the model
+/// writes, and leaves a report with plots.
 ///
-/// A signal (Ctrl-C, SIGTERM, SIGHUP) ends it after the step at hand, with a checkpoint if
-/// --checkpoint is given; it then exits with 128 and the signal's number, as a shell does: 130
-/// after Ctrl-C. A second one ends it at once.
+/// A signal (Ctrl-C, SIGTERM, SIGHUP) ends the run after the step at hand, with a checkpoint if
+/// --checkpoint is given. The exit code is then 128 plus the signal's number, as in shells: 130
+/// after Ctrl-C. A second signal ends the run at once.
 #[derive(Debug, clap::Args)]
 #[command(after_help = "\
 Examples:
@@ -80,19 +81,20 @@ Examples:
   farwire launch --elastic -n 4 -- farwire train --elastic --tp 2
                                         the same, by whole replicas of 2 ranks")]
 pub(crate) struct Args {
-    /// Ranks to start here; 4 if there is no launcher.
+    /// Ranks to start here. Default: 4, if there is no launcher.
     #[arg(short = 'n', long, value_parser = clap::value_parser!(u32).range(1..=256))]
     ranks: Option<u32>,
-    /// Replicas of the model, which share the batch; as many as there are ranks for if not given.
+    /// Replicas of the model, which share the batch (data parallel). Default: as many as the ranks
+    /// make.
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     dp: Option<u32>,
-    /// Ranks that share each layer.
+    /// Ranks that share each layer (tensor parallel).
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..))]
     tp: u32,
-    /// Stages of the pipeline, each of which has some of the layers.
+    /// Stages of the pipeline, each with some of the layers (pipeline parallel).
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..))]
     pp: u32,
-    /// Parts of each replica's batch. They pass through the pipeline one after the other, and their
+    /// Parts of each replica's batch, which pass through the pipeline one after the other. Their
     /// gradients add up.
     #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..))]
     micro_batches: u32,
@@ -100,20 +102,21 @@ pub(crate) struct Args {
     #[arg(long, default_value_t)]
     schedule: Schedule,
     /// How gradients are compressed on the wire, with error feedback; --help lists the codecs.
-    #[arg(long, default_value = "int8", long_help = codec_help("Biases and norms travel as they are."))]
+    #[arg(long, default_value = "int8", long_help = codec_help("Biases and norms are not compressed."))]
     codec: CodecChoice,
-    /// Steps at the start without compression. Default: an eighth of the run for sparse codecs,
-    /// none for others. A resumed run keeps what it began with.
+    /// Steps at the start without compression. Default: 0 for codecs that lose little, such as
+    /// int8; an eighth of the run for others, such as topk:0.01 or sign. A resumed run keeps what
+    /// it began with.
     #[arg(long, value_name = "STEPS", allow_negative_numbers = true)]
     dense_steps: Option<u32>,
-    /// Steps, after --dense-steps, over which a sparse codec goes from keeping a quarter to keeping
-    /// its own share. Default: three quarters of the run.
+    /// Steps, after --dense-steps, in which a sparse codec goes from keeping a quarter of the
+    /// elements to keeping its own share. Default: three quarters of the run.
     #[arg(long, value_name = "STEPS", allow_negative_numbers = true)]
     falling_steps: Option<u32>,
-    /// Train once with each of these codecs, from the same start, and put all in one report.
+    /// Train once with each of these codecs, from the same start, and put all runs into one report.
     #[arg(long, value_name = "CODEC,CODEC", value_parser = codecs, conflicts_with_all = ["codec", "checkpoint"])]
     compare: Option<Codecs>,
-    /// Steps of the run.
+    /// Number of steps of the run.
     #[arg(long, default_value = "300", value_parser = clap::value_parser!(u32).range(1..))]
     steps: u32,
     /// Sequences per step, over all replicas.
@@ -125,11 +128,10 @@ pub(crate) struct Args {
     /// Random seed for the first weights and the order of the data.
     #[arg(long, default_value = "1")]
     seed: u64,
-    /// A file to learn from, of up to 4 GiB, on rank 0's machine. Default: some of farwire's own
-    /// source.
+    /// File to learn from, up to 4 GiB, on rank 0's machine. Default: some of farwire's own source.
     #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
-    /// Blocks of the model.
+    /// Layers of the model (transformer blocks).
     #[arg(long, default_value = "4", value_parser = clap::value_parser!(u32).range(1..))]
     layers: u32,
     /// Attention heads per layer.
@@ -141,58 +143,59 @@ pub(crate) struct Args {
     /// Context length, in bytes.
     #[arg(long, default_value = "64", value_parser = clap::value_parser!(u32).range(1..))]
     context: u32,
-    /// Where the model is computed: on the CPU, or on NVIDIA cards, which the ranks of a host take in
-    /// turn. On cards gradients are compressed there. `cuda` needs a farwire that was built with the
-    /// feature train-cuda; docs/gpu.md says how.
+    /// Where the model is computed: on the CPU, or on NVIDIA cards, which the ranks of a host take
+    /// in turn. On cards, gradients are compressed there. `cuda` needs a farwire that was built
+    /// with the feature train-cuda; see docs/gpu.md.
     #[arg(long, default_value = "cpu", value_parser = named::<Device, _>(Device::NAMES))]
     device: Device,
-    /// Size of a bucket of gradients that travel together, e.g. 1MiB.
+    /// Size of a bucket of gradients that are sent together, such as 1MiB.
     #[arg(long, default_value = "1MiB", value_parser = units::size)]
     bucket: usize,
     /// Keep the optimizer's state of each parameter on one replica only (ZeRO-1).
     #[arg(long)]
     shard_optimizer: bool,
     /// What to do about a loss or gradient that is NaN or infinite: stop, or skip the step on all
-    /// ranks (100 skips in a row are an error). Weights are never updated with it.
+    /// ranks (100 skips in a row are an error). Weights are never updated with such a value.
     #[arg(long, value_name = "stop|skip", default_value_t)]
     on_nan: OnNan,
     /// Start from these weights: a safetensors file of the whole model, on rank 0's machine.
     #[arg(long, value_name = "FILE", conflicts_with = "resume")]
     init: Option<PathBuf>,
-    /// Keep checkpoints here, on rank 0's machine (with --elastic rank 0 may move, so use a folder that
-    /// all machines share): the newest two. A new run needs a folder without
-    /// any, and no other job can use the folder while this one runs.
+    /// Folder for checkpoints, on rank 0's machine; the newest two are kept. With --elastic rank 0
+    /// may move, so use a folder that all machines share. A new run needs a folder without
+    /// checkpoints, and no other job can use the folder while this one runs.
     #[arg(long, value_name = "DIR")]
     checkpoint: Option<PathBuf>,
     /// Steps between checkpoints; there is always one at the end.
     #[arg(long, default_value = "100", value_parser = clap::value_parser!(u32).range(1..), requires = "checkpoint")]
     checkpoint_every: u32,
-    /// Go on from the newest checkpoint that is whole, with the same data, seed and settings.
+    /// Continue from the newest undamaged checkpoint in --checkpoint, with the same data, seed and
+    /// settings.
     #[arg(long, requires = "checkpoint")]
     resume: bool,
-    /// Go on when ranks are lost, and let others join (--join). The batch stays as it is, or as near
-    /// to it as the ranks can share evenly, and so does the learning rate. With --tp or --pp there are
-    /// as many whole replicas as the ranks make, and the other ranks wait (--wait). A rank that gets
-    /// SIGUSR1 leaves in good order, and the others go on.
+    /// Go on when ranks are lost, and let others join (--join). The learning rate stays as it is,
+    /// and so does the batch, or as near as the ranks can share it evenly. With --tp or --pp there
+    /// are as many whole replicas as the ranks make, and ranks left over wait (--wait). A rank that
+    /// gets SIGUSR1 leaves in good order, and the others go on.
     #[arg(long, conflicts_with_all = ["compare", "init"])]
     elastic: bool,
-    /// How long a rank of an elastic run waits for others to make a whole replica with, before it
-    /// leaves.
+    /// How long a rank that is left over in an elastic run waits for others to make a whole
+    /// replica, before it leaves.
     #[arg(long, value_name = "TIME", default_value = "60s", value_parser = units::time)]
     wait: Duration,
-    /// Join a run that was started with --elastic: the address of any of its ranks, or of several,
-    /// separated by commas. Give the same model, data and steps. What `farwire launch --elastic` sets
-    /// as FARWIRE_JOIN counts the same.
+    /// Join a run that was started with --elastic, at the address of any of its ranks, or of
+    /// several, separated by commas. Give the same model, data and steps. FARWIRE_JOIN, which
+    /// `farwire launch --elastic` sets, does the same.
     #[arg(long, value_name = "HOST:PORT", conflicts_with_all = ["compare", "init", "ranks", "resume"])]
     join: Option<String>,
     /// End the job if, after any step, replicas differ in a bit, or a gradient was lost or made up.
-    /// For tests: finding out takes as long as a small step.
+    /// For tests: the check takes as long as a small step.
     #[arg(long)]
     audit: bool,
-    /// Where the report goes.
+    /// Where to write the report.
     #[arg(long, value_name = "FILE", default_value = "report.html")]
     report: PathBuf,
-    /// Print one JSON object per step, and one at the end, rather than progress.
+    /// Print one JSON object per step, and one at the end, instead of progress.
     #[arg(long)]
     json: bool,
 }
@@ -201,8 +204,8 @@ pub(crate) struct Args {
 #[derive(Clone, Debug)]
 struct Codecs(Vec<CodecChoice>);
 
-/// Codecs with commas between, of which some have commas themselves: what is an option belongs to
-/// the codec before it.
+/// Codecs separated by commas. Some contain commas themselves: an option belongs to the codec
+/// before it.
 fn codecs(text: &str) -> Result<Codecs, String> {
     let mut names: Vec<String> = Vec::new();
     for part in text.split(',') {
@@ -230,18 +233,18 @@ pub(crate) enum TrainCommandError {
     )]
     Product { ranks: u32, dp: u32, tp: u32, pp: u32 },
     #[error(
-        "--dp is not given with --elastic: there are as many replicas as the ranks make, however many \
-         there are; leave it out"
+        "--dp does not work with --elastic: there are always as many replicas as the ranks make; leave \
+         it out"
     )]
     ElasticReplicas,
     #[error(
-        "--shard-optimizer is not for --elastic: a lost rank would take the only copy of its share of \
-         the optimizer's state with it; leave one of them out"
+        "--shard-optimizer does not work with --elastic: a lost rank would take the only copy of its \
+         share of the optimizer's state with it; leave one of them out"
     )]
     ElasticShards,
     #[error(
-        "--elastic needs a codec by its name: what `auto` measures depends on who is there; choose \
-         one with --codec"
+        "--elastic needs a named codec: what `auto` measures depends on which ranks are \
+         there; choose one with --codec"
     )]
     ElasticCodec,
     #[error(
@@ -370,12 +373,12 @@ impl TrainCommandError {
 }
 
 impl Args {
-    /// Fails if this machine cannot run so many ranks of the world with these flags.
+    /// Fails if this machine cannot run `here` ranks of the world with these flags.
     fn check(&self, world: u32, here: u32) -> Result<(), TrainCommandError> {
         let settings = self.settings(world, self.codec.clone())?;
         settings.check()?;
         if self.device != Device::Cpu {
-            return Ok(()); // most of it is the cards'
+            return Ok(()); // most of the memory is the cards'
         }
         let needed = settings.bytes_per_rank() * f64::from(here);
         match memory() {
@@ -404,13 +407,13 @@ impl Args {
         Ok(())
     }
 
-    /// The settings of one replica: how many there are is for those to say that come and go.
+    /// The settings of one replica: how many there are depends on the ranks that come and go.
     fn elastic_settings(&self) -> Result<Settings, TrainCommandError> {
         self.settings(self.tp.saturating_mul(self.pp), self.codec.clone())
     }
 
-    /// What all ranks have to have alike. The device, since replicas that compute in another way would
-    /// come to differ.
+    /// What must be the same on all ranks. That includes the device, since replicas that compute in
+    /// different ways would come to differ.
     fn lines(&self, settings: &Settings) -> String {
         let audit = if self.audit { "audit every step\n" } else { "" };
         format!("{}device {}\n{audit}", settings.lines(), self.device.name())
@@ -457,7 +460,7 @@ impl Args {
     }
 }
 
-/// Starts this very command again, as each of the ranks.
+/// Starts this same command again, once per rank.
 fn start_ranks(args: &Args, ranks: u32) -> Result<ExitCode, TrainCommandError> {
     // Before any rank is started.
     if !args.elastic {
@@ -486,8 +489,8 @@ fn start_ranks(args: &Args, ranks: u32) -> Result<ExitCode, TrainCommandError> {
     Ok(job.run()?)
 }
 
-/// The memory of this machine in bytes with its swap space, or what a container may have of it;
-/// none if it does not say.
+/// The memory of this machine in bytes, with its swap space, or what a container may have of it;
+/// `None` if unknown.
 fn memory() -> Option<f64> {
     let file = std::fs::read_to_string("/proc/meminfo").ok()?;
     let of = |name: &str| {
@@ -524,8 +527,7 @@ fn be_a_rank(args: &Args, comm: &Communicator) -> Result<ExitCode, TrainCommandE
         let report = written.is_ok().then_some(args.report.as_path());
         shown = view.summary(&runs, report, args.checkpoint.as_deref());
     }
-    // Rank 0 is still writing while the others are done; they stay so that nobody is taken for
-    // lost.
+    // Rank 0 is still writing while the others are done; they stay so that none is taken for lost.
     comm.barrier().wait()?;
     let is_stopped = runs.iter().any(|run| run.stopped);
     let code = if is_stopped { stopped(comm, &stop)? } else { ExitCode::SUCCESS };
@@ -597,8 +599,8 @@ fn train(
     Ok(run)
 }
 
-/// Takes the folder for this run, for as long as what is returned first lives, and goes on from a
-/// checkpoint in it if asked to; with the steps so far.
+/// Takes the folder for this run, and resumes from a checkpoint in it if asked to. Returns a hold
+/// on the folder, which lasts as long as the value lives, and the steps so far.
 fn keep_checkpoints(
     trainer: &mut Trainer,
     comm: &Communicator,
@@ -614,11 +616,11 @@ fn keep_checkpoints(
     if !resume {
         trainer.prepare_checkpoints(dir)?;
     }
-    // If there was no folder before.
+    // Again, if there was no folder before.
     Ok((hold(held)?, steps))
 }
 
-/// Goes on from a checkpoint; its steps so far.
+/// Resumes from a checkpoint. Returns its steps so far.
 fn go_on(trainer: &mut Trainer, dir: &Path) -> Result<Vec<StepReport>, TrainCommandError> {
     let about = trainer.resume(dir)?;
     if trainer.mesh().world().rank() == 0 {
@@ -638,7 +640,7 @@ fn save(trainer: &mut Trainer, dir: &Path, run: &Run) -> Result<(), TrainCommand
     Ok(trainer.save(dir, notes)?)
 }
 
-/// What to learn from, which rank 0 reads and gives to the others; none if it is asked to end
+/// The text to learn from, which rank 0 reads and gives to the others; `None` if it is asked to end
 /// first.
 fn text(
     args: &Args,
@@ -648,7 +650,7 @@ fn text(
     let Some(path) = &args.data else { return Ok(Some(embedded())) };
     let is_first = comm.rank() == 0;
     let mine = tell(comm, if is_first { files::read_data(path, stop) } else { Ok(None) })?;
-    // A length of its own for a wish to end, so that all ranks end alike.
+    // A special length stands for a wish to end, so that all ranks end alike.
     let length = is_first.then(|| vec![mine.as_ref().map_or(u64::MAX, |text| text.len() as u64)]);
     match comm.broadcast(length, 1, 0).wait()?[0] {
         u64::MAX => Ok(None),
@@ -659,8 +661,7 @@ fn text(
 /// Two signals within this time are one wish: some programs signal a process and then its group.
 const ONE_WISH: Duration = Duration::from_secs(1);
 
-/// The signal with which somebody has asked this process to end, or 0; asking again later ends it
-/// at once.
+/// The signal that has asked this process to end, or 0. A later signal ends it at once.
 fn watch_for_signals() -> Result<Arc<AtomicI32>, TrainCommandError> {
     let stop = Arc::new(AtomicI32::new(0));
     let asked = stop.clone();

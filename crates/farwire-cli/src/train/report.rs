@@ -11,15 +11,15 @@ use crate::units::{show_bytes, show_time};
 /// Colours that differ for most eyes, and in grey.
 const COLOURS: [&str; 8] =
     ["#1f6feb", "#d1571b", "#2f8f4e", "#8a4fbf", "#b0872a", "#c03a6b", "#2a8c99", "#5b6470"];
-/// Of a plot, in its own units.
+/// The size of a plot, in its own units.
 const SIZE: (f64, f64) = (640.0, 300.0);
 /// Left, right, top, bottom of the area with data.
 const MARGIN: (f64, f64, f64, f64) = (64.0, 16.0, 30.0, 44.0);
-/// Points of a line, bars of a split: more cannot be seen.
+/// The most points of a line, and bars of a split: more cannot be seen.
 const POINTS: usize = 400;
 const BARS: usize = 60;
 
-/// Where time goes, in the order it is stacked.
+/// Where time goes, in the order in which it is stacked.
 const PARTS: [Part; 6] = [
     ("forward", |times| times.forward),
     ("backward", |times| times.backward),
@@ -115,7 +115,7 @@ fn about(runs: &[Run]) -> String {
     )
 }
 
-/// What made this page, and on what.
+/// The command that made this page, when, and on what machine.
 fn origin() -> String {
     let words = std::env::args().skip(1).collect::<Vec<_>>().join(" ");
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
@@ -125,9 +125,9 @@ fn origin() -> String {
     format!("farwire {version}, `farwire {words}`, {date}, a machine with {cores} cores")
 }
 
-/// A day, counted from 1970-01-01, as people write it.
+/// The date of a day, counted from 1970-01-01.
 fn date(day: u64) -> String {
-    // Of 400 years, counted from a first of March, so that the day that leaps is the last of a year.
+    // Eras of 400 years, counted from a first of March, so that the leap day is the last of a year.
     let (era, day) = ((day + 719_468) / 146_097, (day + 719_468) % 146_097);
     let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
     let day = day - (365 * year + year / 4 - year / 100);
@@ -197,7 +197,7 @@ struct Line {
 }
 
 impl Line {
-    /// `x` is made of a step and of what had been sent after it.
+    /// `x` is made from a step and the bytes sent by its end.
     fn of(run: &Run, x: impl Fn(&StepReport, f64) -> f64) -> Self {
         let mut sent = 0.0;
         let points = run.steps.iter().filter_map(|step| {
@@ -208,11 +208,12 @@ impl Line {
         Self { name: run.name(), points: points.collect() }
     }
 
-    /// The same, each point the mean of those around it, which shows where it goes.
+    /// The same, smoothed: each point is the mean of those around it.
     fn smooth(&self) -> Vec<(f64, f64)> {
         let reach = self.points.len() / 40;
         let mean = |(index, (x, _)): (usize, &(f64, f64))| {
-            // As many ahead as behind, or the steep beginning would bend. At the end there are fewer.
+            // As many ahead as behind, or the steep beginning would bend. There are fewer at the
+            // end.
             let behind = reach.min(index);
             let ahead = behind.min(self.points.len() - 1 - index);
             let around = &self.points[index - behind..=index + ahead];
@@ -222,7 +223,7 @@ impl Line {
     }
 }
 
-/// From data to places in the plot.
+/// Maps data to places in the plot.
 struct Axes {
     x: (f64, f64),
     y: (f64, f64),
@@ -237,7 +238,7 @@ impl Axes {
         (x, y)
     }
 
-    /// Lines and numbers at round values, and what they mean.
+    /// Lines and numbers at round values, and labels.
     fn draw(
         &self,
         labels: (&str, &str),
@@ -420,7 +421,7 @@ fn volumes(runs: &[Run]) -> String {
     wrap(&svg, 16.0 + rows.len() as f64 * height)
 }
 
-/// One row per thing that ran, from when to when.
+/// One row per thing that ran, from its start to its end.
 fn trace(spans: &[Span]) -> String {
     let end = spans.iter().map(|span| span.end.as_secs_f64()).fold(1e-6, f64::max);
     let start = spans.iter().map(|span| span.start.as_secs_f64()).fold(end, f64::min);

@@ -1,5 +1,5 @@
-//! How a run goes, on the terminal: a line that updates, plain lines, or JSON; and a table at the
-//! end.
+//! Shows how a run goes, on the terminal: a line that updates, plain lines, or JSON; and a table at
+//! the end.
 
 use std::io::{IsTerminal, Write};
 use std::path::Path;
@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use crate::units::{show_bytes, show_time};
 
-/// Between plain lines.
+/// Time between plain lines.
 const EVERY: Duration = Duration::from_secs(2);
 
 /// One training run.
@@ -20,14 +20,14 @@ const EVERY: Duration = Duration::from_secs(2);
 pub(crate) struct Run {
     pub(crate) settings: Settings,
     pub(crate) layout: String,
-    /// What a codec that was left to measuring came to.
+    /// The codec that was chosen, if that was left to measuring.
     pub(crate) chosen: Option<String>,
     pub(crate) steps: Vec<StepReport>,
-    /// How many of them were left out since something was not finite.
+    /// How many of them were skipped because something was not finite.
     pub(crate) skipped: usize,
-    /// Of this process; steps before a checkpoint it went on from are not in it.
+    /// In this process; steps before the checkpoint that it resumed from are not included.
     pub(crate) seconds: f64,
-    /// Steps done, those included that others made before this rank joined.
+    /// Steps done, including those that others made before this rank joined.
     pub(crate) done: usize,
     pub(crate) trace: Vec<Span>,
     pub(crate) sample: String,
@@ -36,18 +36,19 @@ pub(crate) struct Run {
     pub(crate) changes: Vec<String>,
 }
 
-/// What a run came to.
+/// The result of a run.
 #[derive(Clone, Debug, Serialize)]
 pub(crate) struct Outcome {
     pub(crate) codec: String,
-    /// What `auto` came to; none where the codec was given.
+    /// What `auto` chose; `None` if the codec was given.
     pub(crate) chosen: Option<String>,
     pub(crate) steps: usize,
-    /// Of these, left out since something was not finite; and what that was, the last time.
+    /// How many of these were skipped because something was not finite; and what that was, the last
+    /// time.
     pub(crate) skipped: usize,
     pub(crate) last_skipped: Option<String>,
     pub(crate) first_loss: f64,
-    /// The mean of the last steps, for single ones are noisy.
+    /// The mean of the last steps, since single ones are noisy.
     pub(crate) final_loss: f64,
     pub(crate) seconds: f64,
     pub(crate) tokens_per_second: f64,
@@ -55,21 +56,22 @@ pub(crate) struct Outcome {
     pub(crate) cpu_seconds_per_step: f64,
     pub(crate) wire_bytes: u64,
     pub(crate) wire_bytes_per_step: f64,
-    /// Bytes of a dense exchange over bytes sent; none where there is no exchange, or more than
+    /// Bytes of a dense exchange over bytes sent; `None` if there is no exchange, or if more than
     /// that is sent.
     pub(crate) ratio: Option<f64>,
     /// The same over the last steps, when a codec has been phased in.
     pub(crate) final_ratio: Option<f64>,
-    /// The share of the exchange's time that was hidden behind backward; none without an exchange.
+    /// The share of the exchange's time that was hidden behind backward; `None` without an
+    /// exchange.
     pub(crate) hidden: Option<f64>,
-    /// The share of a step that rank 0 waited for other stages; none without a pipeline.
+    /// The share of a step that rank 0 waited for other stages; `None` without a pipeline.
     pub(crate) bubble: Option<f64>,
-    /// And what the schedule allows at best.
+    /// The least bubble that the schedule allows.
     pub(crate) bubble_formula: Option<f64>,
 }
 
 impl Run {
-    /// A run about to start, or to go on.
+    /// A run that is about to start, or to be resumed.
     pub(crate) fn new(trainer: &Trainer) -> Self {
         let is_given = matches!(trainer.settings().codec, CodecChoice::Given(_));
         Self {
@@ -94,7 +96,7 @@ impl Run {
     pub(crate) fn outcome(&self) -> Outcome {
         let Settings { dp, pp, schedule, micro_batches, .. } = self.settings;
         let last = &self.steps[self.steps.len().saturating_sub(10)..];
-        // Steps that were left out have no loss to speak of.
+        // Skipped steps have no loss to speak of.
         let losses = |steps: &[StepReport]| -> Vec<f64> {
             steps.iter().filter(|step| step.skipped.is_none()).map(|step| step.loss).collect()
         };
@@ -154,7 +156,7 @@ impl View {
         self.shown
     }
 
-    /// The group has changed.
+    /// Shows a change of the group.
     pub(crate) fn change(
         &mut self,
         change: &Change,
@@ -363,7 +365,7 @@ fn layout(settings: &Settings) -> String {
     if named.is_empty() { "alone".to_owned() } else { named.join(" × ") }
 }
 
-/// Whether the exchange of gradients is all that is sent, so that its bytes can be told.
+/// Whether the exchange of gradients is all that is sent, so that its bytes are known.
 fn only_exchange(settings: &Settings) -> bool {
     settings.dp > 1 && settings.tp == 1 && settings.pp == 1
 }

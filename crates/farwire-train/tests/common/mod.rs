@@ -1,11 +1,11 @@
-//! A tensor library of one page, to test training without a real one.
+//! A one-page tensor library, to test training without a real one.
 //!
 //! ```text
 //!  tokens ─▶ row of the embedding ─▶ [ x · scale + bias ] × layers ─▶ x · headᵀ ─▶ loss
 //! ```
 //!
-//! The embedding is cut over the ranks of tp, so all that a layout can do to a parameter happens
-//! here.
+//! The embedding is cut over the ranks of tp, so everything that a layout can do to a parameter
+//! happens here.
 
 use std::collections::HashMap;
 
@@ -14,7 +14,7 @@ use farwire_train::{
     Cut, Group, Init, Input, Library, LibraryResult, Param, Sink, Stage, StageSpec,
 };
 
-/// The library. What `disturb` makes of a loss is what the trainer sees.
+/// The library. The trainer sees each loss as `disturb` changes it.
 pub(crate) struct Toy {
     pub(crate) disturb: fn(f32) -> f32,
 }
@@ -35,9 +35,9 @@ struct ToyStage {
 #[derive(Debug)]
 struct Held {
     tokens: Option<Vec<u32>>,
-    /// The input of each layer of this stage, and what its last one gave.
+    /// The input of each layer of this stage, and the output of the last one.
     states: Vec<Vec<f32>>,
-    /// Of the logits, where this is the last stage.
+    /// Of the logits, if this is the last stage.
     gradient: Vec<f32>,
 }
 
@@ -80,7 +80,7 @@ impl ToyStage {
         of(".scale").zip(of(".bias")).map(|(scale, bias)| [scale, bias]).collect()
     }
 
-    /// Where a token's row of this rank's share of the embedding is, if it has it.
+    /// A token's row in this rank's share of the embedding, if it is there.
     fn row(&self, token: u32) -> Option<usize> {
         let rows = VOCABULARY / self.group.size();
         (token as usize).checked_sub(self.group.rank() * rows).filter(|row| *row < rows)
