@@ -41,10 +41,10 @@ fn main() -> Result<(), Error> {
     let mut elastic = Elastic::new(comm);
     while model.steps < 1000 {
         elastic.step(&mut model, |comm, model| {
-            // Of this rank's share of a batch, in real life.
+            // In real life, the gradient of this rank's share of a batch.
             let gradient = model.weights.iter().map(|weight| 0.01 * weight).collect();
             let mean = comm.all_reduce(gradient, ReduceOp::Mean).wait()?;
-            // Only after the last call: see `Elastic`.
+            // Nothing changes before the last call: see `Elastic`.
             model.weights.iter_mut().zip(mean).for_each(|(weight, mean)| *weight -= mean);
             model.steps += 1;
             Ok(())

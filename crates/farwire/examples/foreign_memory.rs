@@ -1,4 +1,4 @@
-//! Reduces memory that is no `Vec`: a mapped file, on every rank, without copying it.
+//! Reduces memory that is not a `Vec`: a mapped file, on every rank, without copying it.
 //!
 //! `farwire launch -n 4 -- target/release/examples/foreign_memory`
 
@@ -7,7 +7,7 @@ use std::fs::File;
 use farwire::{Communicator, Memory, ReduceOp};
 use rustix::mm::{MapFlags, ProtFlags};
 
-/// A file in memory. Whoever owns this owns the mapping.
+/// A mapped file. Whoever owns this owns the mapping.
 struct Mapping {
     start: *mut std::ffi::c_void,
     bytes: usize,
@@ -27,7 +27,7 @@ fn map(file: &File, elements: usize) -> Result<Memory<f32>, Box<dyn std::error::
     let bytes = elements * size_of::<f32>();
     file.set_len(bytes as u64)?;
     let access = ProtFlags::READ | ProtFlags::WRITE;
-    // SAFETY: a new mapping at an address of the system's choice takes the place of nothing.
+    // SAFETY: a new mapping at an address of the system's choice replaces nothing.
     let start = unsafe {
         rustix::mm::mmap(std::ptr::null_mut(), bytes, access, MapFlags::SHARED, file, 0)?
     };
@@ -48,7 +48,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let mean = comm.in_place().all_reduce(gradient, ReduceOp::Mean).wait()?;
     println!("rank {} of {}: {}", comm.rank(), comm.size(), mean[0]);
 
-    // Or borrowed, if waiting for it is all that there is to do.
+    // Or it is borrowed, if there is nothing to do but wait.
     let mut counts = [1u32; 3];
     comm.all_reduce_in_place(&mut counts, ReduceOp::Sum)?;
     assert_eq!(counts, [comm.size() as u32; 3]);

@@ -1,7 +1,7 @@
 //! A codec chosen by measuring.
 //!
 //! Whether a codec pays depends on the link, the cores, the number of ranks and the length of the
-//! vector. So nothing is derived from any of them: the same all-reduce is made dense and through
+//! vector. So `auto` computes nothing from these: it makes the same all-reduce dense and through
 //! each candidate, at growing lengths, and the times decide.
 //!
 //! ```text
@@ -10,8 +10,8 @@
 //!  64 KiB  …                            up to 16 MiB, or until the time is up
 //! ```
 //!
-//! Every decision, also which length is next, follows from the times that all ranks have agreed on
-//! and from nothing else; so all ranks measure the same lengths and choose the same.
+//! Every decision, also which length is next, follows only from times that all ranks have agreed
+//! on, so all ranks measure the same lengths and choose the same.
 
 use std::time::Instant;
 
@@ -23,36 +23,38 @@ use crate::compressed::Compressor;
 use crate::error::Error;
 use crate::policy::{CodecChoice, CodecPolicy, MARGIN, Step};
 
-/// What `auto` chooses from, beside dense. They lose little, and training goes as without them.
+/// The codecs that `auto` compares with dense. They lose little, and training goes as without them.
 const CANDIDATES: [&str; 2] = ["bf16", "int8"];
 
-/// Elements of the shortest and the longest vectors: 4 KiB and 16 MiB. What is shorter stays dense;
-/// what is longer goes like the longest.
+/// Elements of the shortest and the longest vectors measured: 4 KiB and 16 MiB. Shorter vectors
+/// stay dense; longer ones are treated like the longest.
 const SHORTEST: usize = 1 << 10;
 const LONGEST: usize = 1 << 22;
-/// From one length to the next. Between the last that stays dense and the first that does not, one
-/// more is measured.
+/// Factor from one length to the next. One more length is measured, between the last that stays
+/// dense and the first that does not.
 const GROWTH: usize = 4;
 
-/// Rounds at a length: so many, or for this many seconds; but at least `IN_DOUBT` at the first, and
-/// if it says otherwise than the length before, or a codec wins by less than `NARROW`.
+/// Rounds at one length: this many, or for this many seconds. But at least `IN_DOUBT` rounds if the
+/// length is the first, if its winner is not that of the length before, or if a codec wins by less
+/// than `NARROW`.
 const ROUNDS: u32 = 8;
 const SECONDS_EACH: f64 = 0.1;
 const IN_DOUBT: u32 = 3;
 const NARROW: f64 = 1.5;
 
-/// No longer length is begun that would end after this many seconds; where ranks are far apart,
-/// after that and this many of the fastest dense calls.
+/// No longer length is begun that would end after this many seconds, plus the time of this many of
+/// the fastest dense calls, which matters where ranks are far apart.
 const SECONDS: f64 = 1.0;
 const CALLS: f64 = 36.0;
 
 impl CodecChoice {
-    /// Which codec a vector takes, by its length; `auto` is measured, for about a second, or some
-    /// fifty round trips where these take longer.
+    /// Decides which codec a vector takes, by its length. `auto` measures, for about a second, or
+    /// some fifty round trips where these take longer.
     ///
-    /// All ranks of the group must call it, while they have nothing else to do. `world` is who must
-    /// choose alike: the group itself, or one that is made of several groups of the same size, as
-    /// data-parallel groups of a mesh are. In a group of one rank, and in doubt, it is dense.
+    /// All ranks of the group must call this, while they have nothing else to do. `world` holds all
+    /// ranks that must choose alike: the group itself, or a group made of several groups of the
+    /// same size, such as the data-parallel groups of a mesh. A group of one rank stays dense, and
+    /// so does any other in doubt.
     pub fn settle(&self, group: &Communicator, world: &Communicator) -> Result<CodecPolicy, Error> {
         let candidates = match self {
             Self::Given(codec) => return Ok(codec.clone().into()),
@@ -82,7 +84,7 @@ fn measure(
         if data.len() != elements {
             data = gradient(elements, group.rank());
         }
-        // As a matrix, for codecs to which that matters.
+        // Shaped as a matrix, for codecs to which the shape matters.
         let rows = 1 << (elements.ilog2() / 2);
         let mut times = Vec::with_capacity(ways.len() + 1);
         for way in &ways {
@@ -101,8 +103,8 @@ fn measure(
     Ok(survey.policy(candidates))
 }
 
-/// Numbers around zero, most of them small, that differ from rank to rank: codecs may work harder
-/// on some data than on other.
+/// Numbers around zero, most of them small, that differ from rank to rank: how hard a codec works
+/// may depend on the data.
 fn gradient(elements: usize, rank: usize) -> Vec<f32> {
     let mut state = rank as u64 + 1;
     let mut next = || {
@@ -126,25 +128,25 @@ struct Survey {
 struct Length {
     elements: usize,
     rounds: u32,
-    /// Seconds of all of them.
+    /// Seconds of all rounds together.
     total: f64,
-    /// The best of each way: dense, then the candidates.
+    /// The best time of each way: dense, then the candidates.
     best: Vec<f64>,
 }
 
 impl Length {
-    /// How many times as long as a candidate dense takes.
+    /// The time of dense as a multiple of the candidate's.
     fn gain(&self, candidate: usize) -> f64 {
         let (dense, coded) = (self.best[0], self.best[candidate + 1]);
         if coded > 0.0 { dense / coded } else { 0.0 }
     }
 
-    /// Seconds of a good round.
+    /// Seconds of a round in which each way takes its best time.
     fn round(&self) -> f64 {
         self.best.iter().sum()
     }
 
-    /// The fastest of those candidates that `may` and that beat dense.
+    /// The fastest candidate among those that beat dense and for which `may` holds.
     fn winner(&self, may: impl Fn(usize) -> bool) -> Option<usize> {
         let winners = (0..self.best.len() - 1)
             .filter(|candidate| may(*candidate) && self.gain(*candidate) >= MARGIN);
@@ -153,7 +155,7 @@ impl Length {
 }
 
 impl Survey {
-    /// Elements of the vector that the next round is about; none when all is known, or time is up.
+    /// Elements of the vector in the next round; `None` when everything is known, or time is up.
     fn next(&self) -> Option<usize> {
         let Some(last) = self.lengths.last() else { return Some(SHORTEST) };
         let before = self.lengths.iter().nth_back(1);
@@ -187,8 +189,8 @@ impl Survey {
         (is_wanted && is_new).then_some(middle)
     }
 
-    /// A round: seconds that each way took on the slowest rank, dense first, and seconds since the
-    /// start.
+    /// Notes a round: the seconds that each way took on the slowest rank, dense first, and the
+    /// seconds since the start.
     fn note(&mut self, elements: usize, times: &[f64], elapsed: f64) {
         self.elapsed = elapsed;
         if self.lengths.last().is_none_or(|last| last.elements != elements) {
@@ -201,8 +203,8 @@ impl Survey {
         length.best.iter_mut().zip(times).for_each(|(best, time)| *best = best.min(*time));
     }
 
-    /// From the longest down, while there is one: the fastest of those candidates that win at this
-    /// length and at every longer one, and its least gain at these.
+    /// From the longest length down, while there is one: the fastest candidate that wins at this
+    /// length and at every longer one, with its least gain over these lengths.
     fn winners(&self) -> impl Iterator<Item = (&Length, usize, f64)> {
         let mut lengths: Vec<&Length> = self.lengths.iter().collect();
         lengths.sort_unstable_by_key(|length| std::cmp::Reverse(length.elements));
@@ -221,7 +223,7 @@ impl Survey {
         let step = |(length, candidate, gain): (&Length, usize, f64)| Step {
             from: length.elements,
             codec: candidates[candidate].clone(),
-            // As it is printed.
+            // Cut off as it is when printed.
             gain: (gain * 100.0).floor() / 100.0,
         };
         let mut steps: Vec<Step> = self.winners().map(step).collect();
@@ -264,7 +266,7 @@ mod tests {
         CANDIDATES.iter().map(|name| name.parse().unwrap()).collect()
     }
 
-    /// A whole survey of what takes these times, by length and round.
+    /// Runs a whole survey in which rounds take these times, by length and number of the round.
     fn survey(mut times: impl FnMut(usize, u32) -> [f64; 3]) -> Survey {
         let mut survey = Survey::default();
         let (mut elapsed, mut round) = (0.0, 0);

@@ -31,7 +31,7 @@ pub(crate) struct Pool {
 }
 
 impl Pool {
-    /// Enough for many operations in flight; the oldest go first.
+    /// Enough for many operations in flight; the oldest buffers are dropped first.
     const BUFFERS: usize = 16;
 }
 
@@ -46,7 +46,7 @@ impl Buffers for Pool {
         }
     }
 
-    /// Keeps a vector of this crate's own or of a caller who does not want it back.
+    /// Keeps a vector that this crate made, or that its caller does not want back.
     fn give(&mut self, buffer: Buffer) {
         debug_assert!(!buffer.is_foreign(), "what others own goes back to them");
         if buffer.is_empty() {

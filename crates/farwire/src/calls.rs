@@ -1,10 +1,9 @@
 //! Requests and responses: a rank registers handlers by name, any rank calls them.
 //!
-//! A group that uses calls has a communicator beside its own for them. Each rank keeps a receive
-//! posted from every other for requests (tag 0) and one for responses (tag 1); both travel as
-//! parcels, because their length is nobody's business but their sender's. One thread per group
-//! deals them out; each handler runs on a thread of its own, so that it may take its time and make
-//! calls itself.
+//! A group that uses calls has a second communicator for them. From every other rank, each rank
+//! keeps a receive posted for requests (tag 0) and one for responses (tag 1). Both travel as
+//! parcels, because only the sender knows their length. One thread per group deals them out. Each
+//! handler runs on a thread of its own, so it may take its time and make calls itself.
 //!
 //! ```text
 //! request   8 id   4 length of the name   name   body
@@ -32,13 +31,13 @@ const RESPONSES: Tag = Tag(1);
 
 /// Bytes of the longest request or response.
 const LONGEST: usize = 64 << 20;
-/// What a parcel has around it.
+/// Bytes that a parcel may have around its body.
 const AROUND: usize = 1 << 16;
 /// Bytes of the longest error message in a response; the rest is cut off.
 const MAX_ERROR_LEN: usize = 1 << 16;
-/// Requests to one rank that may be without an answer. More wait in this process.
+/// Requests to one rank that may be unanswered at once. Further ones wait in this process.
 const UNANSWERED: usize = 16;
-/// Handlers that run at once. More requests wait where they are.
+/// Handlers that may run at once. Further requests stay unread.
 const RUNNING: usize = 64;
 
 /// Longer than any job.
@@ -65,13 +64,13 @@ struct Shared {
     next_id: AtomicU64,
 }
 
-/// Requests on their way. A rank that does not answer holds up requests to itself, here, and
-/// nothing else.
+/// Requests on their way. A rank that does not answer holds up only the requests to itself, which
+/// wait here.
 #[derive(Default)]
 struct Flow {
-    /// Sent and not answered, given up or not, by receiver.
+    /// Requests sent and not yet answered, by receiver, even if their callers have given up.
     unanswered: HashMap<Rank, usize>,
-    /// Those that wait until others are answered.
+    /// Requests that wait until others are answered.
     queued: HashMap<Rank, VecDeque<(u64, Vec<u8>)>>,
 }
 
@@ -83,7 +82,7 @@ struct Outstanding {
     due: Instant,
 }
 
-/// What the dealing thread hears.
+/// Messages to the dealing thread.
 #[derive(Debug)]
 enum News {
     /// A posted receive has ended.
@@ -99,7 +98,7 @@ enum News {
 impl Calls {
     /// Opens the communicator for calls and posts the first receives.
     ///
-    /// Requests that wait are answered from now on, so the first handler, if there is one, must be
+    /// Waiting requests are answered from now on, so the first handler, if there is one, must be
     /// there already.
     pub(crate) fn start(
         node: Weak<Node>,
@@ -137,7 +136,7 @@ impl Calls {
         Ok(Self { shared, news })
     }
 
-    /// Lets go of all handlers, and of what they hold.
+    /// Drops all handlers, and everything they hold.
     pub(crate) fn clear(&self) {
         lock(&self.shared.handlers).clear();
     }
@@ -204,7 +203,7 @@ impl Shared {
         sent
     }
 
-    /// Sends a request, now or when fewer are on their way.
+    /// Sends a request, now or when fewer are unanswered.
     fn request(&self, to: Rank, id: u64, parcel: Vec<u8>) -> Result<(), Error> {
         {
             let mut flow = lock(&self.flow);
@@ -218,7 +217,7 @@ impl Shared {
         self.send(to, REQUESTS, parcel)
     }
 
-    /// A rank has answered a request; the next one to it may go, if its caller still waits.
+    /// A rank has answered a request: sends it the next one whose caller still waits.
     fn next_request(&self, to: Rank) {
         let next = {
             let mut flow = lock(&self.flow);
@@ -229,12 +228,13 @@ impl Shared {
                 .find(|(id, _)| lock(&self.outstanding).contains_key(id))
         };
         if let Some((id, parcel)) = next {
-            // If it cannot be sent, the group has failed, and its caller is told with all others.
+            // If it cannot be sent, the group has failed, and its caller is told along with all
+            // others.
             let _ = self.request(to, id, parcel);
         }
     }
 
-    /// What a handler says to a request.
+    /// A handler's answer to a request.
     fn handle(&self, from: Rank, name: &str, request: Vec<u8>) -> Result<Vec<u8>, String> {
         let handler = lock(&self.handlers).get(name).cloned();
         let Some(handler) = handler else {
@@ -249,7 +249,7 @@ impl Shared {
         Ok(answer)
     }
 
-    /// A call has its response. One whose caller has given up is dropped.
+    /// Completes a call with its response. If the caller has given up, the response is dropped.
     fn answered(&self, id: u64, answer: Result<Vec<u8>, String>) {
         let Some(Outstanding { completion, to, name, .. }) = lock(&self.outstanding).remove(&id)
         else {
@@ -297,9 +297,9 @@ impl Shared {
 struct Dealer {
     shared: Arc<Shared>,
     news: Sender<News>,
-    /// The receives that wait.
+    /// Receives that are posted.
     posted: HashMap<(Rank, Tag), Arc<Completion>>,
-    /// Handlers that run.
+    /// Handlers that are running.
     running: usize,
     /// Ranks whose next request has to wait until a handler ends.
     parked: VecDeque<Rank>,
@@ -327,13 +327,13 @@ impl Dealer {
         }
     }
 
-    /// Waits for the next request or response of a rank.
+    /// Posts a receive for the next request or response from a rank.
     fn post(&mut self, from: Rank, tag: Tag) {
         let Some(node) = self.shared.node.upgrade() else { return };
         let completion = Arc::new(Completion::default());
         let call = Call::RecvParcel { from, tag, max: LONGEST + AROUND };
         let options = Options { deadline: Some(Duration::MAX), ..Options::default() };
-        // It fails once the rank is lost; then there is nothing to wait for.
+        // This fails once the rank is lost; then there is nothing to wait for.
         if node.driver().recv_parcel(self.shared.comm, &call, &options, completion.clone()).is_ok()
         {
             completion.wake(Arc::new(Doorbell { news: self.news.clone(), from, tag }).into());
@@ -374,7 +374,7 @@ impl Dealer {
             let (worked, mut body) =
                 answer.map_or_else(|why| (0, why.into_bytes()), |body| (1, body));
             body.truncate(if worked == 0 { MAX_ERROR_LEN } else { LONGEST });
-            // If it cannot be sent, its caller finds out by itself.
+            // If it cannot be sent, the caller finds out by itself.
             let _ =
                 shared.send(from, RESPONSES, [&id.to_le_bytes()[..], &[worked], &body].concat());
             let _ = news.send(News::Handled);

@@ -1,5 +1,5 @@
-//! What codecs do to vectors, away from the driver's lock: long ones on a thread of their own,
-//! short ones wherever one waits.
+//! Encoding and decoding, away from the driver's lock: long vectors on a thread of their own, short
+//! ones on whichever thread waits.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -15,8 +15,8 @@ use crate::error::Error;
 /// Vectors of up to this many elements are coded in less time than it takes to wake a thread.
 pub(crate) const SHORT: usize = 1 << 15;
 
-/// Codes for short operations, the first of which is given, until none wants it; `true` if there
-/// was one.
+/// Does the coding of short operations, beginning with `first`, until none has any to do; `true` if
+/// there was a first.
 pub(crate) fn work_short(driver: &SharedDriver, first: Option<OpId>) -> bool {
     let mut next = first;
     while let Some(op) = next {
@@ -26,16 +26,16 @@ pub(crate) fn work_short(driver: &SharedDriver, first: Option<OpId>) -> bool {
     first.is_some()
 }
 
-/// Codes for an operation that wants it.
+/// Does the coding that an operation has asked for.
 pub(crate) fn work(driver: &SharedDriver, op: OpId) {
-    // Its lock is free again before the work begins.
+    // The driver's lock is released before the work begins.
     let coding = driver.lock().take_coding(op);
     match coding {
         None => {}
         Some(Coding::Finish { rounds, tag }) => finish(driver, *rounds, &tag.completion),
         Some(Coding::Work(mut work)) => {
-            // A bug must not leave the other ranks waiting; and this thread is needed by other
-            // operations.
+            // A panic must not leave the other ranks waiting, and other operations need this
+            // thread.
             let worked = catch_unwind(AssertUnwindSafe(|| {
                 work.run(|round, made| driver.lock().supply(op, round, made))
             }));

@@ -25,7 +25,7 @@ use crate::pending::Pending;
 
 /// A group of ranks, and this process's place in it.
 ///
-/// All ranks of the group must make the same calls in the same order; ranks that do not get an
+/// All ranks of the group must make the same calls in the same order. If they do not, they get an
 /// error that shows what each side called. Several calls may be in flight at once. Cloning is cheap
 /// and gives another handle to the same group.
 #[derive(Clone)]
@@ -36,16 +36,16 @@ pub struct Communicator {
 }
 
 struct Group {
-    /// Once somebody registers or calls. They end before the membership does.
+    /// Set by the first registration or call. Dropped before the membership.
     calls: OnceLock<Calls>,
     node: Arc<Membership>,
     id: CommId,
-    /// Of the group of all members, which may change.
+    /// Only for the group of all members, which may change.
     epoch: Option<Epoch>,
     rank: Rank,
     members: Arc<[Peer]>,
     splits: AtomicU32,
-    /// How often each subgroup was made, by the id of its first.
+    /// How often each subgroup has been made, by the id it had the first time.
     subgroups: Mutex<HashMap<CommId, u32>>,
     starting: Mutex<()>,
 }
@@ -116,7 +116,7 @@ impl Communicator {
         self.node.driver().traffic()
     }
 
-    /// What this process has sent to a rank since it joined, on all of its communicators; nothing if
+    /// What this process has sent to a rank since it joined, on all of its communicators; `None` if
     /// there is no such rank.
     pub fn traffic_to(&self, rank: usize) -> Option<Traffic> {
         self.node.driver().traffic_to(*self.group.members.get(rank)?)
@@ -127,20 +127,21 @@ impl Communicator {
         self.node.driver().placement(self.group.id)
     }
 
-    /// The same, if an all-reduce of floats adds up on each host first: there are several hosts, some
-    /// with several ranks, and nobody asked for [`SumOrder::Rank`](crate::SumOrder::Rank).
+    /// The placement, if an all-reduce of floats adds up on each host first. It does if there are
+    /// several hosts, some of them with several ranks, and nobody asked for
+    /// [`SumOrder::Rank`](crate::SumOrder::Rank).
     pub fn split_placement(&self) -> Option<Placement> {
         self.node.driver().split_placement(self.group.id)
     }
 
-    /// The network between this rank and another: round trip, loss, window. Nothing where the two
+    /// The network between this rank and another: round trip, loss, window. `None` where the two
     /// share memory, and for a rank that is lost.
     pub fn path(&self, rank: usize) -> Option<NetworkPath> {
         self.node.driver().path(*self.group.members.get(rank)?)
     }
 
     /// The same group, with other settings for the calls made through this handle: algorithm,
-    /// segment, deadline. All ranks must set the same, but for the deadline.
+    /// segment, deadline. All ranks must give the same ones, except for the deadline.
     pub fn with_options(&self, options: Options) -> Self {
         Self { options, ..self.clone() }
     }
@@ -154,7 +155,7 @@ impl Communicator {
         self.start(Call::AllReduce { count: data.len(), dtype: T::DTYPE, op }, data, unwrap)
     }
 
-    /// The combination of everyone's vector, of which each rank gets its block. Blocks are as even
+    /// Combines everyone's vector, and gives each rank its block of the result. Blocks are as even
     /// as possible; the first ones are longer.
     pub fn reduce_scatter<T: Element>(&self, data: Vec<T>, op: ReduceOp) -> Pending<Vec<T>> {
         self.start(Call::ReduceScatter { count: data.len(), dtype: T::DTYPE, op }, data, unwrap)
@@ -180,7 +181,7 @@ impl Communicator {
         )
     }
 
-    /// Everyone gets the root's vector, of `count` elements. The others need give none.
+    /// Everyone gets the root's vector, of `count` elements. The others need not give one.
     ///
     /// ```
     /// # std::thread::scope(|scope| for comm in farwire::local(2).unwrap() { scope.spawn(move || {
@@ -217,7 +218,7 @@ impl Communicator {
         self.start(call, data, if root == self.rank() { unwrap_some } else { nothing })
     }
 
-    /// Each rank gets its `count` elements of the root's vector. The others need give none.
+    /// Each rank gets its `count` elements of the root's vector. The others need not give one.
     pub fn scatter<T: Element>(
         &self,
         data: Option<Vec<T>>,
@@ -262,13 +263,13 @@ impl Communicator {
         self.start(Call::ExclusiveScan { count: data.len(), dtype: T::DTYPE, op }, data, unwrap)
     }
 
-    /// Nobody leaves before everybody has come.
+    /// Completes once every rank has called it.
     pub fn barrier(&self) -> Pending<()> {
         self.start(Call::Barrier, Vec::<u8>::new(), |_| ())
     }
 
-    /// Makes any call on a vector: what the methods beside this one do, with the call as a value.
-    /// What a rank has no input for takes an empty vector, and what has no result gives one.
+    /// Makes any call on a vector: what the other methods do, with the call as a value. A rank
+    /// with no input for the call gives an empty vector, and a rank with no result gets one.
     ///
     /// ```
     /// use farwire::{Call, DType, ReduceOp};
@@ -284,7 +285,7 @@ impl Communicator {
 
     /// Sends a message. Messages to one rank with one tag arrive in the order they were sent.
     ///
-    /// It is complete when the data has left the vector, not when it has arrived.
+    /// The send is complete when the data has left the vector, not when it has arrived.
     pub fn send<T: Element>(&self, data: Vec<T>, to: usize, tag: u32) -> Pending<()> {
         self.start(
             Call::Send { to: rank(to), tag: Tag(tag), count: data.len(), dtype: T::DTYPE },
@@ -299,13 +300,13 @@ impl Communicator {
         self.start(call, Vec::<T>::new(), unwrap)
     }
 
-    /// Has `handler` answer the calls that any rank of the group makes by this name: it is given
+    /// Has `handler` answer the calls that any rank of the group makes by this name. It is given
     /// the caller's rank and the request, and returns the response, or what went wrong.
     ///
     /// Handlers run on threads of their own, several at once, and may take their time. A call that
-    /// comes before this rank has registered anything waits for it; one by a name that is not
-    /// registered fails. Registering a name again replaces its handler. A handler that makes calls
-    /// holds a clone of the communicator, until [`shutdown`](Self::shutdown).
+    /// arrives before this rank has registered anything waits until it has; a call by a name that
+    /// is not registered fails. Registering a name again replaces its handler. A handler that makes
+    /// calls holds a clone of the communicator, until [`shutdown`](Self::shutdown).
     pub fn register<F>(&self, name: &str, handler: F) -> Result<(), Error>
     where
         F: Fn(usize, Vec<u8>) -> Result<Vec<u8>, String> + Send + Sync + 'static,
@@ -333,7 +334,7 @@ impl Communicator {
         }
     }
 
-    /// The calls of this group, started with a first handler if there is one.
+    /// This group's calls, started if need be, with a first handler if one is given.
     fn calls(&self, first: Option<(&str, Arc<Handler>)>) -> Result<&Calls, Error> {
         if let Some(calls) = self.group.calls.get() {
             return Ok(calls);
@@ -347,8 +348,8 @@ impl Communicator {
         Ok(self.group.calls.get().expect("it was just set"))
     }
 
-    /// What this process has been doing: its last operations, and who those in flight wait for. See
-    /// [`flight`](crate::flight).
+    /// What this process has been doing: its last operations, and which ranks those in flight wait
+    /// for. See [`flight`](crate::flight).
     pub fn flight(&self) -> Flight {
         self.node.driver().flight("asked")
     }
@@ -377,14 +378,14 @@ impl Communicator {
         Ok(Self::new(self.node.clone(), None, id, Rank(place as u32), members, self.options))
     }
 
-    /// A group of some of this group's ranks, which alone call this: the others need not know of
-    /// it.
+    /// Makes a group of some of this group's ranks. Only those ranks call this; the others need not
+    /// know of it.
     ///
-    /// Their ranks in it are their places in `ranks`. All members must give the same `ranks`, in
-    /// the same order, and the same name; who gives another name waits for others that do, until
-    /// its deadline. Members that make a group of one name and the same ranks several times get a
-    /// new group each time, the first of each with each other, the second of each with each other,
-    /// and so on.
+    /// A member's rank in the new group is its place in `ranks`. All members must give the same
+    /// `ranks`, in the same order, and the same name; a member that gives another name waits for
+    /// others that do, until its deadline. Members may make a group of the same name and ranks
+    /// several times, and get a new group each time: each member's first joins the others' first,
+    /// its second the others' second, and so on.
     ///
     /// ```
     /// # use farwire::ReduceOp;
@@ -429,18 +430,18 @@ impl Communicator {
         self.group.epoch.map(|epoch| epoch.0)
     }
 
-    /// The group without the ranks that are lost: every survivor gets the same one, of the same
-    /// members in the same order, with ranks that have no gaps; or an error.
+    /// Makes the group without the ranks that are lost. Every survivor gets the same group, of the
+    /// same members in the same order, with ranks that have no gaps; or an error.
     ///
-    /// Call it on the communicator of all ranks, on every rank that is left, when a call has failed.
-    /// It needs nobody in particular: any rank may be lost, also more while this runs, and it need
-    /// not be known who. This communicator and what was split off it are of no more use; late
-    /// frames of it are dropped. If nobody is lost (a deadline passed, or ranks were out of step),
-    /// all are in the new group.
+    /// Call this when a call has failed, on the communicator of all ranks, on every rank that is
+    /// left. It depends on no rank in particular: any may be lost, more may be lost while this
+    /// runs, and callers need not know which. This communicator, and those split off it, are of no
+    /// more use; its late frames are dropped. If nobody is lost (a deadline passed, or ranks were
+    /// out of step), the new group has all ranks.
     ///
     /// When a network is cut in two, the side with the majority goes on, and the other side gets
-    /// [`MembershipError::NoQuorum`]; of two halves, the one that [`Builder::ties`] says. A rank
-    /// whose process is known to have ended does not count, so all but one may be killed.
+    /// [`MembershipError::NoQuorum`]; of two halves, [`Builder::ties`] says which one goes on. A
+    /// rank whose process is known to have ended does not count, so all but one may be killed.
     /// [`farwire_proto::membership`] says exactly what is enough, and why.
     ///
     /// ```no_run
@@ -460,13 +461,13 @@ impl Communicator {
         self.change(Change::Shrink)
     }
 
-    /// Lets in one process that waits to join, if there is one and [room](crate::Builder::max_ranks)
-    /// for it: all ranks call this at the same point, between two steps, and get the same group. If
-    /// nobody is let in, that is this one.
+    /// Lets in one process that waits to join, if there is one and
+    /// [room](crate::Builder::max_ranks) for it. All ranks call this at the same point, between two
+    /// steps, and get the same group: this one, if nobody is let in.
     ///
-    /// The newcomer's rank is the last. It has none of the others' data; see to it before the next
-    /// step. If a rank is lost meanwhile, the new group may be without it and without the newcomer,
-    /// the same on all; or this fails, and [`shrink`](Self::shrink) is the way on.
+    /// The newcomer's rank is the last. It has none of the others' data: give it what it needs
+    /// before the next step. If a rank is lost meanwhile, the new group may lack both that rank and
+    /// the newcomer, on all ranks alike; or this fails, and [`shrink`](Self::shrink) is the way on.
     pub fn admit(&self) -> Result<Self, Error> {
         if self.group.epoch.is_none() {
             return Err(MembershipError::Part.into());
@@ -474,13 +475,14 @@ impl Communicator {
         if self.find_waiting().wait()? { self.change(Change::Admit) } else { Ok(self.clone()) }
     }
 
-    /// Whether somebody waits to join whom [`admit`](Self::admit) could let in: the same on all
-    /// ranks, which all must ask.
+    /// Whether a process waits to join that [`admit`](Self::admit) could let in. All ranks must
+    /// ask, and all get the same answer.
     pub(crate) fn find_waiting(&self) -> Pending<bool> {
         let mut driver = self.node.driver();
         let waiting = if driver.is_full() { 0 } else { driver.waiting() as u32 };
         drop(driver);
-        // Who waits has a link to all; one that is stuck half-way costs nothing.
+        // The minimum: a process counts once it has a link to every rank. One that is stuck
+        // half-way costs nothing.
         let call = Call::AllReduce { count: 1, dtype: u32::DTYPE, op: ReduceOp::Min };
         self.start(call, vec![waiting], |least| unwrap::<u32>(least) != [0])
     }
@@ -521,10 +523,10 @@ impl Communicator {
         Ok(all.chunks_exact(2).all(|theirs| theirs == [digest, data.len() as u64]))
     }
 
-    /// Leaves the group in good order: returns once every rank has come to this point, so that
-    /// nothing is lost.
+    /// Leaves the group in good order: returns once every rank has called this, so that nothing is
+    /// lost.
     ///
-    /// Handlers of calls are let go, with the communicators that they may hold.
+    /// Drops the handlers of calls, with any communicators that they hold.
     pub fn shutdown(self) -> Result<(), Error> {
         let left = self.barrier().wait();
         if let Some(calls) = self.group.calls.get() {
@@ -541,8 +543,8 @@ impl Communicator {
     /// [`all_reduce`](Self::all_reduce) in place, blocking: the result is where the input was, and
     /// there is no second copy of it. All ranks must make this call, or [`InPlace::all_reduce`].
     ///
-    /// A call that is refused leaves the vector as it was. One that fails half-way leaves anything
-    /// in it.
+    /// A call that is refused leaves the vector as it was. One that fails half-way may leave
+    /// anything in it.
     pub fn all_reduce_in_place<T: Element>(
         &self,
         data: &mut [T],
@@ -551,9 +553,9 @@ impl Communicator {
         self.lend(data, |memory| self.in_place().all_reduce(memory, op))
     }
 
-    /// [`broadcast`](Self::broadcast) in place, blocking: all give a vector of the same length, and
-    /// have the root's in it afterwards. A call that fails half-way leaves anything in the others'
-    /// vectors.
+    /// [`broadcast`](Self::broadcast) in place, blocking: all ranks give vectors of the same
+    /// length, which hold the root's data afterwards. A call that fails half-way may leave anything
+    /// in the others' vectors.
     pub fn broadcast_in_place<T: Element>(&self, data: &mut [T], root: usize) -> Result<(), Error> {
         self.lend(data, |memory| self.in_place().broadcast(memory, root))
     }
@@ -597,7 +599,7 @@ impl Communicator {
         WorldSize::new(self.size() as u32).expect("this process is a member")
     }
 
-    /// What the root of a call gives, or nothing.
+    /// `data` on the root, and an empty vector on all other ranks.
     fn roots<T: Element>(&self, data: Option<Vec<T>>, root: usize) -> Vec<T> {
         data.filter(|_| root == self.rank()).unwrap_or_default()
     }
@@ -645,8 +647,8 @@ impl fmt::Debug for Communicator {
 /// than it gains.
 pub(crate) const OVERLAP_FROM: usize = 256 << 10;
 
-/// A rank as callers give it. One that does not fit 32 bits is outside every group, and refused as
-/// such.
+/// A rank as callers give it. One that does not fit into 32 bits is outside every group, and is
+/// refused as such.
 pub(crate) fn rank(index: usize) -> Rank {
     Rank(u32::try_from(index).unwrap_or(u32::MAX))
 }
@@ -663,7 +665,7 @@ fn nothing<T: Element>(_: Buffer) -> Option<Vec<T>> {
     None
 }
 
-/// 64 bits that differ if the data do, but for bad luck (FNV-1a, eight bytes at a time).
+/// 64 bits that almost certainly differ if the data do (FNV-1a, eight bytes at a time).
 pub(crate) fn digest(bytes: &[u8]) -> u64 {
     let step =
         |hash: u64, word: u64| (hash ^ word).wrapping_mul(0x0000_0100_0000_01b3).rotate_left(29);

@@ -1,4 +1,4 @@
-//! Where the result of an operation is left, and what it pays for earlier ones.
+//! Where an operation's result is left, and the debt that it pays for earlier operations.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
@@ -10,7 +10,7 @@ use farwire_proto::{Element, with_type};
 use crate::error::Error;
 use crate::memory::Buffer;
 
-/// Where a driver leaves the result for whoever waits.
+/// Where a driver leaves the result for whichever thread waits.
 #[derive(Debug, Default)]
 pub(crate) struct Completion {
     done: AtomicBool,
@@ -21,12 +21,12 @@ pub(crate) struct Completion {
 struct Shared {
     result: Option<Result<Buffer, Error>>,
     waker: Option<Waker>,
-    /// What the operation pays for earlier ones, until it has ended.
+    /// The debt that the operation pays for earlier ones, until it has ended.
     debt: Option<Debt>,
 }
 
 impl Completion {
-    /// Of an operation that pays a debt.
+    /// The completion of an operation that pays a debt, if it does.
     pub(crate) fn paying(debt: Option<Debt>) -> Self {
         Self { shared: Mutex::new(Shared { debt, ..Shared::default() }), ..Self::default() }
     }
@@ -35,7 +35,7 @@ impl Completion {
         self.done.load(Ordering::Acquire)
     }
 
-    /// Leaves the result. Whoever is to be woken must be woken without holding a lock: it may do
+    /// Leaves the result. The waker that this returns must be woken while no lock is held: it may do
     /// anything.
     #[must_use]
     pub(crate) fn complete(&self, result: Result<Buffer, Error>) -> Option<Waker> {
@@ -48,7 +48,7 @@ impl Completion {
         shared.waker.take()
     }
 
-    /// Has `waker` woken once the result is there; at once if it is.
+    /// Has `waker` woken once the result is there; at once if it already is.
     pub(crate) fn wake(&self, waker: Waker) {
         let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
         if shared.result.is_some() {
@@ -74,19 +74,19 @@ impl Completion {
     }
 }
 
-/// What a call without a codec takes along of what calls through one have left out.
+/// What calls through a codec have left out so far, and a call without one takes along.
 #[derive(Debug)]
 pub(crate) struct Debt {
-    /// Owes nothing any more, once it is committed.
+    /// Once this is committed, nothing is owed any more.
     pub(crate) paid: Transaction,
     /// What the caller gave, without the debt.
     pub(crate) input: Buffer,
 }
 
 impl Debt {
-    /// The call has ended. A result that is not finite will not be used, so what is owed is still
-    /// owed then. All ranks have the same result and decide alike; after a reduce-scatter each
-    /// knows of its own block only, and one that sees no NaN has paid.
+    /// Ends the call. A result that is not finite will not be used, so the debt then stays. All
+    /// ranks have the same result and decide alike; but after a reduce-scatter each rank knows only
+    /// its own block, and a rank that sees nothing wrong there has paid.
     pub(crate) fn settle(self, result: Result<Buffer, Error>) -> Result<Buffer, Error> {
         match result {
             Ok(result) => {

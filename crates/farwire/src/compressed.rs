@@ -39,8 +39,8 @@ fn floats<T: Float>(elements: Vec<T>) -> Floats {
 
 /// A codec, and what it owes: the state of compression on one rank.
 ///
-/// Every rank makes one of its own, with the same settings, and keeps it for the whole run: what a
-/// codec leaves out of a step is remembered by the tensor's name and sent with the next (error
+/// Every rank makes its own, with the same settings, and keeps it for the whole run. What the codec
+/// leaves out of a step is remembered under the tensor's name and sent with the next step (error
 /// feedback). Cloning gives another handle to the same state.
 ///
 /// ```
@@ -76,7 +76,7 @@ impl Compressor {
         Self::by_size(codec.into())
     }
 
-    /// A codec for each length of vectors, with error feedback. The same on all ranks.
+    /// A codec for each length of vectors, with error feedback. Must be the same on all ranks.
     pub fn by_size(policy: CodecPolicy) -> Self {
         Self {
             policy,
@@ -88,9 +88,9 @@ impl Compressor {
         }
     }
 
-    /// bf16 or int8 where that is faster than dense between these ranks, and dense elsewhere, with
-    /// error feedback: measured here and now, for about a second. All ranks must call it, and all
-    /// choose the same.
+    /// Uses bf16 or int8 where that is faster than dense between these ranks, and dense elsewhere,
+    /// with error feedback. Measures that here and now, for about a second. All ranks must call it,
+    /// and all choose the same.
     ///
     /// ```
     /// use farwire::{Compressor, ReduceOp};
@@ -116,57 +116,57 @@ impl Compressor {
         Self { feedback: None, ..self }
     }
 
-    /// The same, going on with what was saved ([`ErrorFeedback::save`]).
+    /// The same, continuing with residuals that were saved ([`ErrorFeedback::save`]).
     pub fn with_feedback(self, feedback: ErrorFeedback) -> Self {
         Self { feedback: Some(Arc::new(feedback)), ..self }
     }
 
-    /// Vectors of fewer elements travel as they are. The same on all ranks.
+    /// Vectors with fewer elements than this are sent uncompressed. Must be the same on all ranks.
     pub fn dense_below(self, elements: usize) -> Self {
         Self { dense_below: elements, ..self }
     }
 
-    /// Another stream of random numbers, for codecs that use them. The same on all ranks.
+    /// Another stream of random numbers, for codecs that use them. Must be the same on all ranks.
     pub fn seed(self, seed: u64) -> Self {
         Self { seed, ..self }
     }
 
-    /// The same state, for a step with this number: random choices then depend on it, and not on
-    /// how many calls were made before, so that a run can be resumed bit for bit. The same on all
-    /// ranks.
+    /// The same state, for a step with this number. Random choices then depend on the number, and
+    /// not on how many calls were made before, so a run can be resumed bit for bit. Must be the
+    /// same on all ranks.
     pub fn at_step(&self, step: u64) -> Self {
         Self { step: Some(step), ..self.clone() }
     }
 
-    /// The same state, for calls through another codec, or none: what was left out by one is made
-    /// up for by the other. The same on all ranks.
+    /// The same state, for calls through another codec, or none: each makes up for what the other
+    /// left out. Must be the same on all ranks.
     pub fn with_codec(&self, codec: CodecSpec) -> Self {
         Self { policy: codec.into(), ..self.clone() }
     }
 
-    /// The same state, for a tensor of these dimensions: PowerSGD sees it as a matrix of the first
-    /// by the rest.
+    /// The same state, for a tensor of these dimensions. PowerSGD treats it as a matrix: the first
+    /// dimension by all others.
     pub fn shaped(&self, dimensions: &[usize]) -> Self {
         Self { dimensions: Some(dimensions.to_vec()), ..self.clone() }
     }
 
-    /// What is owed, unless there is no error feedback.
+    /// What is owed; `None` without error feedback.
     pub fn feedback(&self) -> Option<&ErrorFeedback> {
         self.feedback.as_deref()
     }
 
-    /// The codec's name; where it depends on the length, a list of them.
+    /// The codec's name; a list of names where the codec depends on the length.
     pub fn name(&self) -> String {
         self.policy.to_string()
     }
 
-    /// What a vector goes through in an all-reduce, and none if it stays dense.
+    /// The codec that a vector goes through in an all-reduce; `None` if it stays dense.
     pub fn codec_for(&self, elements: usize, dtype: DType) -> Option<CodecSpec> {
         self.codec(elements, elements, dtype)
     }
 
-    /// What a rank's vector goes through, and none if it stays dense. The whole is longer than that
-    /// only in an all-gather.
+    /// The codec that a rank's vector goes through; `None` if it stays dense. The whole is longer
+    /// than the vector only in an all-gather.
     fn codec(&self, elements: usize, whole: usize, dtype: DType) -> Option<CodecSpec> {
         let codec = (elements >= self.dense_below).then(|| self.policy.codec_for(whole, dtype));
         codec.filter(|codec| !codec.is_none())
@@ -176,8 +176,8 @@ impl Compressor {
 impl Communicator {
     /// [`all_reduce`](Self::all_reduce) of a gradient through a codec: sum or mean only.
     ///
-    /// `tensor` names the vector, and what is owed for it; one call at a time by each name. The
-    /// result has the same bits on every rank. If the call fails, everything owed is as it was
+    /// `tensor` names the vector, and what is owed for it. Only one call at a time may use a name.
+    /// The result has the same bits on every rank. If the call fails, everything owed is as it was
     /// before. If any rank's input holds a NaN or an infinity, all ranks get the same error.
     pub fn all_reduce_compressed<T: Float>(
         &self,
@@ -210,7 +210,7 @@ impl Communicator {
     }
 
     /// [`all_gather`](Self::all_gather) through a codec: every rank, the sender included, gets what
-    /// the codec makes of each vector. All must have the same length.
+    /// the codec makes of each vector. All vectors must have the same length.
     pub fn all_gather_compressed<T: Float>(
         &self,
         tensor: &str,
@@ -226,12 +226,12 @@ impl Communicator {
     }
 
     /// [`all_reduce_compressed`](Self::all_reduce_compressed) of a vector that is not in host
-    /// memory, through `codec`, with what `compressor` owes. Others' vectors may be: the messages
-    /// are the same.
+    /// memory, through `codec`, with what `compressor` owes. Other ranks' vectors may be in host
+    /// memory: the messages are the same.
     ///
-    /// This is how the vectors of a device get their operations, as in `farwire-cuda`; with a card,
-    /// call what is there. `vectors` is asked for once the residuals are at hand, and works on the
-    /// thread that codes. The result is where the vectors say.
+    /// `farwire-cuda` builds its operations on this; for vectors on a card, call those. `vectors`
+    /// is called once the residuals are at hand. What it returns works on the thread that codes,
+    /// and determines where the result is.
     pub fn all_reduce_elsewhere<V: Vectors + 'static>(
         &self,
         tensor: &str,
@@ -278,7 +278,7 @@ impl Communicator {
         }
     }
 
-    /// Submits an all-reduce of vectors that are not vectors of this crate's.
+    /// Submits an all-reduce of vectors that this crate does not hold itself.
     fn start_elsewhere(
         &self,
         (tensor, len, op, codec, compressor): (
@@ -314,7 +314,7 @@ impl Communicator {
         node.driver().submit_coded(self.id(), exchange, on_its_thread, self.options(), completion)
     }
 
-    /// Whether the coding thread runs. Where it cannot be had, whoever waits does the work.
+    /// Whether the coding thread runs. If it cannot be started, threads that wait do its work.
     fn has_coder(&self) -> bool {
         let started = self.node().ensure_coder();
         let started = started
@@ -322,20 +322,20 @@ impl Communicator {
         started.is_ok()
     }
 
-    /// Has an operation in host memory that was just submitted go on.
+    /// Keeps an operation moving that was just submitted, on vectors in host memory.
     fn go_on_with_coded(&self, bytes: usize) {
         let node = self.node();
         if node.code_short() && node.is_waited_for() {
-            node.nudge(); // what has ended may be another thread's
+            node.nudge(); // another thread may wait for what has ended
         }
         if bytes > OVERLAP_FROM {
             node.call_keeper();
         }
     }
 
-    /// A call without a codec. What earlier calls through one have left out goes with it.
+    /// Starts a call without a codec, and sends along what earlier calls through one have left out.
     ///
-    /// Ranks need not owe alike: each adds its debt to its own vector, and the call is the same.
+    /// Ranks need not owe the same: each adds its debt to its own vector, and the call is the same.
     fn start_dense<T: Float>(
         &self,
         tensor: &str,
@@ -345,7 +345,7 @@ impl Communicator {
     ) -> Pending<Vec<T>> {
         let mut input = floats(data);
         let long = input.len() * input.dtype().size() > OVERLAP_FROM;
-        // A minimum or a maximum has no room for what is missing in a sum.
+        // What is missing in a sum cannot be added to a minimum or a maximum.
         let sum = match call {
             Call::AllReduce { op, .. } | Call::ReduceScatter { op, .. } => match op {
                 ReduceOp::Sum | ReduceOp::Mean => Some(true),
@@ -366,7 +366,7 @@ impl Communicator {
                 }
             };
             let before = input.clone();
-            // With a NaN in it the result is of no use, and what is owed stays owed.
+            // With a NaN in it, the result is of no use, and the debt stays.
             if paid.pay(&mut input, sum) {
                 debt = Some(Debt { paid, input: before.into() });
             }
@@ -422,7 +422,7 @@ impl Communicator {
         let long = (input.len() > coder::SHORT || matches!(codec.travels(), Travel::Whole(_)))
             && self.has_coder();
         let begin = |feedback: &Arc<ErrorFeedback>| match &collective {
-            Collective::AllGather(_) => feedback.begin(tensor), // of a part, as large as any
+            Collective::AllGather(_) => feedback.begin(tensor), // of a part, of any length
             _ => feedback.begin_of(tensor, input.len()),
         };
         let feedback = match compressor.feedback.as_ref().map(begin) {
@@ -430,7 +430,7 @@ impl Communicator {
             Some(Ok(feedback)) => Some(feedback),
             Some(Err(error)) => return Err(Error::from(error).with_input(input)),
         };
-        // Calls are numbered alike on all ranks, so all draw the same numbers.
+        // Calls are numbered alike on all ranks, so all draw the same random numbers.
         let step = compressor.step.unwrap_or_else(|| node.driver().next_collective(self.id()));
         let output = node.driver().take_floats(match &collective {
             Collective::AllReduce(_) => input.len(),

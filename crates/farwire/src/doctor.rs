@@ -4,12 +4,12 @@ use std::fmt;
 
 use crate::link;
 
-/// One thing that was looked at.
+/// One thing that was examined.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Finding {
-    /// What was looked at.
+    /// What was examined.
     pub what: String,
-    /// How it is.
+    /// What state it is in.
     pub state: State,
     /// What was found.
     pub found: String,
@@ -32,12 +32,12 @@ impl Finding {
     }
 }
 
-/// How a thing is.
+/// The state of a thing that was examined.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum State {
     /// As it should be, or plain information.
     Good,
-    /// It works, and could be faster.
+    /// It works, but could be faster.
     Slow,
     /// It does not work.
     Broken,

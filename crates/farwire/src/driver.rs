@@ -1,4 +1,4 @@
-//! Runs a [`Machine`] over links: it carries frames, and tells those who wait.
+//! Runs a [`Machine`] over links: carries its frames, and notifies waiting callers.
 
 pub(crate) mod members;
 
@@ -33,36 +33,36 @@ use members::Members;
 /// Bytes of the widest element.
 const WIDEST: usize = 8;
 
-/// Everything that moves.
+/// A machine, the links that it uses, and everything else that serves its operations.
 #[derive(Debug)]
 pub(crate) struct Driver {
     machine: Machine<Pool, CodedCollective, Job>,
-    /// By peer; none to oneself.
+    /// By peer; `None` for this process and for lost peers.
     links: Vec<Option<Box<dyn Link>>>,
-    /// Whether any of them crosses a network.
+    /// Whether any of the links crosses a network.
     has_network: bool,
     /// Peers that have said goodbye. What they sent is still being read.
     closed: HashSet<Peer>,
-    /// Bytes that a frame's payload may have.
+    /// The most bytes that a frame's payload may have.
     longest: usize,
     /// By peer.
     sent: Vec<Traffic>,
     received: Vec<Traffic>,
     observer: Observer,
     afterwards: Afterwards,
-    /// The way to the coding thread; absent until there is one.
+    /// Takes jobs to the coding thread; `None` until that runs.
     coder: Option<Sender<OpId>>,
     /// Jobs queued for the coding thread.
     queued: usize,
-    /// Operations that want coding, and are too short to be worth waking that thread.
+    /// Operations that want coding, but are too short to be worth waking that thread.
     short: VecDeque<OpId>,
     /// Who is in the group, unless it is too large to change.
     members: Option<Members>,
-    /// When time zero was.
+    /// The time that the machine counts from.
     origin: Instant,
-    /// Who helps to move bytes.
+    /// The threads that help to move bytes.
     team: Teamed,
-    /// Links may have something for their peers that those were not told of yet.
+    /// Whether links may have something for their peers that the peers have not been told of yet.
     unrung: bool,
 }
 
@@ -80,9 +80,10 @@ impl SharedDriver {
     }
 }
 
-/// The driver, locked. What it wants done without its lock is done when this is dropped.
+/// The driver, locked. Dropping this frees the lock, and then does what the driver wants done
+/// without it.
 pub(crate) struct DriverGuard<'a> {
-    /// Until it is dropped.
+    /// `Some` until this is dropped.
     driver: Option<MutexGuard<'a, Driver>>,
 }
 
@@ -120,11 +121,12 @@ impl Drop for DriverGuard<'_> {
 #[derive(Debug, Default)]
 pub(crate) struct Afterwards {
     pub(crate) wake: Vec<Waker>,
-    /// Results in memory that others own, whose code runs when nobody wants the result.
+    /// Results in memory that others own. Where nobody wants the result, dropping it runs their
+    /// code.
     pub(crate) foreign: Vec<Arc<Completion>>,
-    /// Owners of memory elsewhere, of operations that have failed.
+    /// Owners of memory elsewhere, whose operations have failed.
     pub(crate) owners: Vec<Box<dyn Any + Send>>,
-    /// A communicator has failed, for this reason.
+    /// The record to save because a communicator has failed.
     pub(crate) failure: Option<Box<Flight>>,
 }
 
@@ -137,7 +139,7 @@ impl Afterwards {
     }
 }
 
-/// What went one way, counted where it is handed to the links.
+/// What went one way, counted between the machine and the links.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Traffic {
     /// Frames.
@@ -153,13 +155,13 @@ impl Traffic {
     }
 }
 
-/// Who waits for an operation, and what is recorded of it.
+/// Who waits for an operation, and what is recorded about it.
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) completion: Arc<Completion>,
     ticket: Ticket,
     span: tracing::Span,
-    /// Whether it is coded on the coding thread, rather than by whoever waits.
+    /// Whether the coding thread codes for it, rather than a thread that waits.
     long: bool,
 }
 
@@ -198,7 +200,7 @@ impl Driver {
         }
     }
 
-    /// These threads help to move and to combine bytes.
+    /// Lets these threads help to move and to combine bytes.
     pub(crate) fn set_team(&mut self, team: &'static dyn Team) {
         self.team = Some(team);
         self.machine.set_team(team);
@@ -251,18 +253,18 @@ impl Driver {
         Ok(self.machine.engine().placement(comm)?.clone())
     }
 
-    /// Where they are, if that matters to an all-reduce.
+    /// Where these ranks are, if an all-reduce depends on it.
     pub(crate) fn split_placement(&self, comm: CommId) -> Option<Placement> {
         self.machine.engine().split_placement(comm).cloned()
     }
 
-    /// Whether anything comes over a network, rather than from ranks of this host.
+    /// Whether anything arrives over a network, rather than from ranks of this host.
     pub(crate) fn has_network(&self) -> bool {
         self.has_network
     }
 
-    /// What was sent and received, by peer, and what carries it: nothing to oneself and to those
-    /// that are lost.
+    /// What was sent and received, by peer, and the kind of link that carries it: `None` for this
+    /// process and for lost peers.
     pub(crate) fn traffic_by_peer(
         &self,
     ) -> impl Iterator<Item = (Traffic, Traffic, Option<&'static str>)> {
@@ -283,13 +285,13 @@ impl Driver {
         &self.observer
     }
 
-    /// The last operations, and who those in flight wait for.
+    /// The last operations, and which ranks those in flight wait for.
     pub(crate) fn flight(&self, reason: &str) -> Flight {
         let links = self.traffic_by_peer().map(|(.., link)| link);
         self.observer.recorder.flight(reason, links, &self.machine.engine().waits())
     }
 
-    /// What is to be done now that the lock is free; once.
+    /// Takes what is to be done once the lock is free.
     pub(crate) fn take_afterwards(&mut self) -> Option<Afterwards> {
         (!self.afterwards.is_nothing()).then(|| std::mem::take(&mut self.afterwards))
     }
@@ -313,8 +315,8 @@ impl Driver {
         input: Buffer,
         completion: Arc<Completion>,
     ) -> Result<(), Error> {
-        // Frames must fit the links, which are the same on all ranks; a longer segment than that is
-        // cut down on all of them alike.
+        // Frames must fit the links. The limit is the same on all ranks, so all cut a longer
+        // segment down alike.
         let fits = NonZeroUsize::new(self.longest / WIDEST).unwrap_or(NonZeroUsize::MIN);
         let options =
             Options { segment: options.segment.map(|segment| segment.min(fits)), ..*options };
@@ -349,8 +351,8 @@ impl Driver {
         self.start(plan, Input::Nothing, completion, false)
     }
 
-    /// Starts a collective through a codec. The coding thread does the rest; or, if it is not
-    /// `long`, whoever waits.
+    /// Starts a collective through a codec. The coding thread does the rest, if it is `long`;
+    /// otherwise a thread that waits does.
     pub(crate) fn submit_coded(
         &mut self,
         comm: CommId,
@@ -359,7 +361,7 @@ impl Driver {
         options: &Options,
         completion: Arc<Completion>,
     ) -> Result<(), Error> {
-        // A segment in elements says nothing of parcels.
+        // A segment, which is in elements, means nothing for parcels.
         let options = Options { segment: None, algorithm: None, ..*options };
         match self.machine.plan(comm, exchange.call(), &options) {
             Ok(plan) => self.start(plan, Input::Rounds(Box::new(exchange)), completion, long),
@@ -381,7 +383,7 @@ impl Driver {
         let (now, observer) = (self.now(), &mut self.observer);
         let (comm, call, endless) = (plan.comm(), plan.fingerprint(), plan.is_endless());
         let started = self.machine.submit(now, plan, input, |op, seq| {
-            // A receive that may wait for ever is not something that happens.
+            // A receive that may wait for ever is not an event to record.
             let ticket = if endless { Ticket::NONE } else { observer.began(op, comm, seq, call) };
             Job { completion, ticket, span: observer.span(comm, seq, call), long }
         });
@@ -425,7 +427,7 @@ impl Driver {
         true
     }
 
-    /// Whether a peer is gone that others are to go on without. One that has said goodbye is
+    /// Whether a peer is gone that the others are to go on without. If it has said goodbye, it is
     /// answered, and is no loss.
     pub(crate) fn let_go(&mut self, peer: Peer) -> bool {
         if self.closed.remove(&peer)
@@ -436,7 +438,7 @@ impl Driver {
         self.links[peer.index()].is_none()
     }
 
-    /// Tells peers of what was put off: all that was done since the lock was taken, at once.
+    /// Tells peers, all at once, of everything that was put off since the lock was taken.
     fn ring(&mut self) {
         if std::mem::take(&mut self.unrung) {
             self.links.iter_mut().flatten().for_each(|link| link.ring());
@@ -451,8 +453,8 @@ impl Driver {
         due.0.saturating_sub(self.now().0)
     }
 
-    /// Says goodbye to all peers. From then on this process has no part in who is in the group:
-    /// others answer its goodbye with theirs, which does not mean that they end.
+    /// Says goodbye to all peers. From then on this process has no part in agreeing on the group's
+    /// members: others answer its goodbye with theirs, which does not mean that they end.
     pub(crate) fn close(&mut self) {
         self.observer.flush();
         let members = self.members.take();
@@ -514,14 +516,14 @@ impl Driver {
         }
     }
 
-    /// Gives a peer up, unless it has said goodbye and is answered.
+    /// Loses a peer: answers its goodbye if it said one, and gives it up if not.
     fn lose(&mut self, peer: Peer, said_goodbye: bool) {
         if let Some(mut link) = self.links[peer.index()].take() {
             if said_goodbye {
                 link.close();
             } else {
                 let (loss, liveness) = (link.loss(), link.liveness());
-                // Before anything is done without it: it must not take this process for one that
+                // Before anything is done without the peer: it must not believe that this process
                 // was with it to the end.
                 link.give_up();
                 self.member_lost(peer, loss, liveness);
@@ -539,7 +541,7 @@ impl Driver {
         }
     }
 
-    /// Offers the machine what is at the head of a lane, for as long as it takes it.
+    /// Offers the machine the frames at the head of a lane, for as long as it takes them.
     fn offer(&mut self, lane: Lane) {
         let Some(link) = &mut self.links[lane.from.index()] else { return };
         self.unrung = true;
@@ -562,7 +564,7 @@ impl Driver {
         }
     }
 
-    /// Does all that the machine asks for.
+    /// Does everything that the machine asks for.
     fn settle(&mut self) {
         for notice in self.machine.take_held_notices() {
             self.send(notice);
@@ -604,7 +606,7 @@ impl Driver {
 
     fn happened(&mut self, event: MachineEvent<Buffer, CodedCollective, Job>) {
         match event {
-            // Nothing has failed.
+            // It was replaced: nothing has failed.
             MachineEvent::CommFailed { fault: Fault::Replaced { .. }, .. } => {}
             MachineEvent::CommFailed { comm, fault, reporter } => {
                 tracing::debug!(?comm, %fault, %reporter, "a communicator has failed");
@@ -634,7 +636,7 @@ impl Driver {
         self.coder.is_some()
     }
 
-    /// From now on, this thread is told of operations that want coding.
+    /// From now on, the thread behind `coder` does the coding of long operations.
     pub(crate) fn set_coder(&mut self, coder: Sender<OpId>) {
         self.coder = Some(coder);
     }
@@ -643,7 +645,7 @@ impl Driver {
         let Some(job) = self.machine.tag(op) else { return };
         match &self.coder {
             Some(coder) if job.long => {
-                // It lives as long as the node.
+                // The thread lives as long as the node.
                 self.queued += usize::from(coder.send(op).is_ok());
             }
             _ => self.short.push_back(op),
@@ -660,7 +662,7 @@ impl Driver {
         self.queued > 0
     }
 
-    /// A short operation that wants coding. Whoever turns the driver asks, and does it.
+    /// A short operation that wants coding, for the thread that turns the driver.
     pub(crate) fn take_short(&mut self) -> Option<OpId> {
         self.short.pop_front()
     }
@@ -674,13 +676,13 @@ impl Driver {
         Some(coding)
     }
 
-    /// A round of parcels was made.
+    /// Takes over a round of parcels that was made.
     pub(crate) fn supply(&mut self, op: OpId, round: u32, made: Vec<Bytes>) {
         self.machine.supply(op, round, made);
         self.settle();
     }
 
-    /// Whoever coded is done for now.
+    /// Takes an operation back from the thread that coded for it, which is done for now.
     pub(crate) fn give_coding_back(
         &mut self,
         op: OpId,
@@ -706,7 +708,7 @@ impl Driver {
     }
 }
 
-/// What a caller gets back of what it gave, if that was a vector.
+/// What a caller gets back of its input, if that was a vector.
 fn given_back(
     input: Input<Buffer, CodedCollective>,
     afterwards: &mut Afterwards,

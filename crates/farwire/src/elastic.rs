@@ -7,21 +7,23 @@ use crate::error::Error;
 use crate::pending::Pending;
 use crate::sync::StateSync;
 
-/// What all ranks of an elastic job have in common, and newcomers must get: weights, an optimizer's
-/// state, where in the data the run is.
+/// The state that all ranks of an elastic job share, and that newcomers must get: weights, the
+/// optimizer's state, how far the run is in the data.
 pub trait ElasticState {
-    /// What its own work fails with.
+    /// The error of this state's own work.
     type Error: From<Error> + GroupFault;
-    /// How far it is: grows by one with every step that counts, and nowhere else.
+    /// How far the state is: grows by one with every step that counts, and never otherwise.
     fn revision(&self) -> u64;
     /// All of it, as named buffers; the same names and lengths on all ranks.
     fn save(&self) -> Vec<(String, Vec<u8>)>;
     /// Goes on from what another rank saved, as of that revision.
     fn load(&mut self, revision: u64, buffers: Vec<(String, Vec<u8>)>) -> Result<(), Self::Error>;
-    /// The group has changed: gives all ranks the newest state. All ranks call it at the same point.
+    /// The group has changed: gives all ranks the newest state. All ranks call it at the same
+    /// point.
     ///
-    /// As provided, every rank has all of the state. A state of which ranks have shares does this
-    /// its own way, and says in what it returns who has received something.
+    /// The provided method assumes that every rank has the whole state. A state of which ranks have
+    /// shares does this its own way, and says in what it returns which ranks have received
+    /// something.
     fn synchronize(&mut self, comm: &Communicator) -> Result<StateSync, Self::Error> {
         let mut saved = self.save();
         let sync = {
@@ -34,18 +36,20 @@ pub trait ElasticState {
         }
         Ok(sync)
     }
-    /// The group has changed, and all have the same state: whatever depends on who is in it, say
-    /// communicators that were split off, has to be made anew. All ranks call it at the same point.
+    /// The group has changed, and all ranks have the same state: makes anew whatever depends on who
+    /// is in the group, such as communicators that were split off. All ranks call it at the same
+    /// point.
     fn regroup(&mut self, _comm: &Communicator) -> Result<(), Self::Error> {
         Ok(())
     }
-    /// Which of the ranks in `asking` can [leave](Elastic::part): those without whom nothing of the
-    /// state is lost. The same on all ranks. As provided, all of them.
+    /// Which of the ranks in `asking` can [leave](Elastic::part) without the loss of any state.
+    /// Must be the same on all ranks. By default, all of them can.
     fn dispensable(&self, asking: &[usize]) -> Vec<usize> {
         asking.to_vec()
     }
-    /// The ranks in `leaving` are about to [leave](Elastic::part): what only they have, say what
-    /// error feedback owes, goes to another. All ranks call it at the same point.
+    /// The ranks in `leaving` are about to [leave](Elastic::part): hands what only they have, such
+    /// as the residuals of error feedback, over to another rank. All ranks call it at the same
+    /// point.
     fn hand_over(&mut self, _comm: &Communicator, _leaving: &[usize]) -> Result<(), Self::Error> {
         Ok(())
     }
@@ -53,15 +57,15 @@ pub trait ElasticState {
 
 /// Makes steps on a group whose ranks come and go.
 ///
-/// A lost rank costs at most the step at hand: the others agree on who is left, see to it that all
+/// A lost rank costs at most the step at hand: the others agree on who is left, make sure that all
 /// have the same state, and make the step again. Processes that wait to join are let in between two
 /// steps, one at a time, and get the state.
 ///
 /// **A step counts on all ranks or on none.** A step must change the state, and its revision, only
-/// after its last call on the communicator. When a rank is lost, some may have come that far and
-/// others not. The newest revision among those that are left counts, and whoever does not have it
-/// gets it; if nobody that is left has it, the step is made again. As long as nobody is lost or
-/// waits, all of this costs an all-reduce of one number in a step.
+/// after its last call on the communicator. When a rank is lost, some ranks may have come that far
+/// and others not. The newest revision among the survivors counts: those that lack it get it, and
+/// if none has it, the step is made again. As long as nobody is lost or waits, all of this costs
+/// one all-reduce of one number per step.
 ///
 /// ```no_run
 /// use farwire::{Communicator, Elastic, ElasticState, Error, ReduceOp};
@@ -102,10 +106,10 @@ pub trait ElasticState {
 #[derive(Debug)]
 pub struct Elastic {
     comm: Communicator,
-    /// Whether all are known to have the same state.
+    /// Whether all ranks are known to have the same state.
     in_sync: bool,
-    /// Whether somebody waits to join, which all ranks began to find out before the last step. The
-    /// answer has come by the time that it is needed, so it costs a step next to nothing.
+    /// Whether a process waits to join. All ranks began to find that out before the last step, so
+    /// the answer has come by the time it is needed, and costs a step next to nothing.
     wanted: Option<Pending<bool>>,
     changes: Vec<Change>,
 }
@@ -117,9 +121,9 @@ pub struct Change {
     pub revision: u64,
     /// The epoch that began with it.
     pub epoch: u32,
-    /// How many ranks there were before, and then.
+    /// How many ranks there were before, and afterwards.
     pub ranks: (usize, usize),
-    /// The ranks, of the new group, that had missed a step or are new, and got the state.
+    /// The ranks, in the new group, that got the state because they had missed a step or are new.
     pub received: Vec<usize>,
     /// The ranks that had drifted: the same revision with other bits.
     pub differed: Vec<usize>,
@@ -128,28 +132,29 @@ pub struct Change {
 }
 
 impl Elastic {
-    /// For the communicator of all ranks, whether this process was there from the start or has just
-    /// joined.
+    /// Takes the communicator of all ranks, whether this process was there from the start or has
+    /// just joined.
     pub fn new(comm: Communicator) -> Self {
         Self { comm, in_sync: false, wanted: None, changes: Vec::new() }
     }
 
-    /// The group as it is.
+    /// The group as it is now.
     pub fn comm(&self) -> &Communicator {
         &self.comm
     }
 
-    /// How the group has changed since this was last asked.
+    /// How the group has changed since the last time this was called.
     pub fn take_changes(&mut self) -> Vec<Change> {
         std::mem::take(&mut self.changes)
     }
 
-    /// Makes a step that counts: lets in who was waiting when the last one began, and makes it again
-    /// for as long as ranks are lost on the way. All ranks must call it. What `step` returns on this rank comes back; if
-    /// this rank missed the end of a step that counted elsewhere, the next step is made instead.
+    /// Makes a step that counts. First lets in a process that was waiting when the last step began;
+    /// and if ranks are lost on the way, makes the step again. All ranks must call it. Returns what
+    /// `step` returned on this rank; if this rank missed the end of a step that counted elsewhere,
+    /// that is the next step's.
     ///
-    /// Fails if `step` does for another reason than a fault of the group, or if the group cannot go
-    /// on from here.
+    /// Fails if `step` fails for another reason than a fault of the group, or if the group cannot
+    /// go on from here.
     pub fn step<S: ElasticState, R>(
         &mut self,
         state: &mut S,
@@ -173,15 +178,16 @@ impl Elastic {
 
     /// Lets ranks leave in good order: they [hand over](ElasticState::hand_over) what only they
     /// have, and the others go on without them and without losing a step. All ranks must call it at
-    /// the same point, say when a step has told all that somebody wants to leave.
+    /// the same point, say when a step has told all of them that one wants to leave.
     ///
-    /// Returns whether this rank, which called it with `leave`, is out. If it is not, because it is
-    /// [not dispensable](ElasticState::dispensable) or because another was lost just then, it can ask
-    /// again after the next step. At least one has to stay.
+    /// Returns whether this rank is out, if it called with `leave`. If it is not, because it is
+    /// [not dispensable](ElasticState::dispensable) or because another rank was lost just then, it
+    /// can ask again after the next step. At least one rank has to stay.
     pub fn part<S: ElasticState>(&mut self, state: &mut S, leave: bool) -> Result<bool, S::Error> {
         let mut is_out = false;
         match self.try_part(state, leave, &mut is_out) {
-            // Whoever is lost now leaves as well, with what it has. The next step mends the group.
+            // A rank that is lost now leaves as well, with what it has. The next step mends the
+            // group.
             Err(error) if error.is_group_fault() => {
                 tracing::warn!(error = %error.describe(), "a rank is lost while others leave");
             }
@@ -202,12 +208,12 @@ impl Elastic {
         if leaving.is_empty() {
             return Ok(());
         }
-        // From here on others may have what it had.
+        // From here on, others may have taken over what this rank had.
         *is_out = leaving.contains(&self.comm.rank());
         state.hand_over(&self.comm, &leaving)?;
-        // All have what they were to get. Then those that leave say goodbye, and the others wait for
-        // that. Some may do so, and go on, before all have passed the barrier; whoever is still there
-        // then goes on with them.
+        // All have what they were to get. Now those that leave say goodbye, and the others wait for
+        // that. Some may do so, and go on, before all have passed the barrier; those that are still
+        // there then go on with them.
         if let Err(error) = self.comm.barrier().wait()
             && !error.is_group_fault()
         {
@@ -220,7 +226,7 @@ impl Elastic {
         Ok(())
     }
 
-    /// Lets in who waits, and sees to it that all have the same state.
+    /// Lets in a process that waits, and makes sure that all ranks have the same state.
     fn prepare<S: ElasticState>(&mut self, state: &mut S) -> Result<(), S::Error> {
         if self.in_sync {
             let wanted = self.wanted.take().map_or(Ok(false), Pending::wait)?;
@@ -262,9 +268,9 @@ impl Elastic {
     }
 }
 
-/// Whether an error of a step means that the group is broken, and can be mended.
+/// Tells whether an error of a step means that the group is broken, and can be mended.
 pub trait GroupFault {
-    /// Whether it is so.
+    /// Whether the error means that.
     fn is_group_fault(&self) -> bool;
     /// What happened, for the log.
     fn describe(&self) -> String;

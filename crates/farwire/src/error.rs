@@ -21,11 +21,11 @@ use crate::token::TokenError;
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// The call was wrong: it was not made, and nothing was sent. Ranks whose call was not wrong
-    /// wait for this one's next.
+    /// The call was wrong: it was not made, and nothing was sent. Ranks whose call was right wait
+    /// for this rank's next.
     #[error("{error}")]
     Call {
-        /// How.
+        /// What is wrong with it.
         error: CallError,
         /// The input, as it was.
         input: Option<Box<Buffer>>,
@@ -33,31 +33,31 @@ pub enum Error {
     /// The operation failed on its way. All ranks get an error.
     #[error("{}", failed(error, members.as_deref()))]
     Failed {
-        /// Why. Ranks in it are the world's.
+        /// Why. The ranks in it are ranks of the world.
         error: Box<OpError>,
         /// The ranks of the group, as ranks of the world, if it is not the world.
         members: Option<Arc<[Peer]>>,
-        /// The input, as it was; unspecified, if that was in place.
+        /// The input, as it was; if the operation worked in place, anything may be in it.
         input: Option<Box<Buffer>>,
     },
-    /// A collective through a codec moved all its data, and somebody's could not be encoded. All
-    /// ranks get the same error, and nobody's residuals have changed.
+    /// A collective through a codec moved all its data, but a rank's input could not be encoded.
+    /// All ranks get the same error, and no rank's residuals have changed.
     #[error("{error}")]
     NotEncodable {
-        /// Whose, and what.
+        /// Whose input, and what is wrong with it.
         error: CodingError,
         /// The input, as it was.
         input: Option<Box<Buffer>>,
     },
-    /// A collective through a codec was asked for in a way that cannot be; nothing was sent.
+    /// A collective through a codec was called in a way that is not possible; nothing was sent.
     #[error("{error}")]
     Order {
-        /// How so.
+        /// What is wrong with the call.
         error: OrderError,
         /// The input, as it was.
         input: Option<Box<Buffer>>,
     },
-    /// The residuals that a codec needs cannot be had.
+    /// The residuals that a codec needs are not available.
     #[error("{error}")]
     Feedback {
         /// Why not.
@@ -65,10 +65,10 @@ pub enum Error {
         /// The input, as it was.
         input: Option<Box<Buffer>>,
     },
-    /// The members of a new group are not as they must be.
+    /// The list of a new group's members is wrong.
     #[error(transparent)]
     Subgroup {
-        /// How so.
+        /// What is wrong with it.
         #[from]
         source: SubgroupError,
     },
@@ -79,14 +79,14 @@ pub enum Error {
         #[from]
         source: OpenError,
     },
-    /// The environment does not say where this process stands.
+    /// The environment does not say which place in the job this process has.
     #[error(transparent)]
     Env {
         /// What is wrong with it.
         #[from]
         source: EnvError,
     },
-    /// What `FARWIRE_TOKEN` says is not a cluster token.
+    /// `FARWIRE_TOKEN` does not hold a cluster token.
     #[error("FARWIRE_TOKEN is {error}")]
     Token {
         /// Why.
@@ -99,7 +99,7 @@ pub enum Error {
         #[from]
         source: JoinError,
     },
-    /// The group does not change as asked.
+    /// The group could not change as asked.
     #[error(transparent)]
     Membership {
         /// Why not.
@@ -113,14 +113,14 @@ pub enum Error {
         #[from]
         source: StateError,
     },
-    /// The handler of a call, on the other rank, could not do it.
+    /// The rank that was called could not answer the call.
     #[error("rank {rank} could not answer the call `{name}`: {message}")]
     Remote {
-        /// Who was called.
+        /// The rank that was called.
         rank: usize,
-        /// What was called.
+        /// The name that was called.
         name: String,
-        /// What it said.
+        /// What that rank said.
         message: String,
     },
     /// A call was not answered in time.
@@ -128,21 +128,21 @@ pub enum Error {
         "rank {rank} has not answered the call `{name}` within {after:?}; see whether it has registered a handler, or allow more time"
     )]
     Unanswered {
-        /// Who was called.
+        /// The rank that was called.
         rank: usize,
-        /// What was called.
+        /// The name that was called.
         name: String,
-        /// The time it had.
+        /// The time allowed.
         after: Duration,
     },
-    /// A request that is too long.
+    /// Something is too long to be sent this way.
     #[error("a {what} of {len} bytes is longer than {limit}; send it in pieces, or as a message")]
     TooLong {
-        /// What it is.
+        /// What is too long.
         what: &'static str,
         /// Its length in bytes.
         len: usize,
-        /// What is allowed.
+        /// The most that is allowed.
         limit: usize,
     },
     /// The operating system refused something.
@@ -150,7 +150,7 @@ pub enum Error {
     System {
         /// What was attempted.
         what: &'static str,
-        /// What it said.
+        /// What the system said.
         error: std::io::Error,
     },
 }
@@ -159,12 +159,12 @@ fn failed(error: &OpError, members: Option<&[Peer]>) -> String {
     members.map_or_else(|| error.to_string(), |members| error.in_group(members).to_string())
 }
 
-/// Why a group of these ranks cannot be made. Ranks are those of the group that it would be part
-/// of.
+/// Why a group of these ranks cannot be made. Ranks are numbered as in the group that it would be
+/// part of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum SubgroupError {
-    /// A rank that is not there.
+    /// A rank is not in that group.
     #[error("rank {rank} is not in this group of {size} ranks; use 0 to {}", size - 1)]
     NoSuchRank {
         /// The rank.
@@ -172,7 +172,7 @@ pub enum SubgroupError {
         /// How many there are.
         size: usize,
     },
-    /// A rank that is listed twice.
+    /// A rank is listed twice.
     #[error("rank {rank} is listed twice among the members of the new group; list each once")]
     Twice {
         /// The rank.
@@ -195,7 +195,7 @@ impl fmt::Debug for Error {
 }
 
 impl Error {
-    /// What went wrong on the way, if that is what happened.
+    /// What went wrong on the way, if the operation failed on its way.
     pub fn fault(&self) -> Option<&Fault> {
         match self {
             Self::Failed { error, .. } => Some(&error.fault),
@@ -203,14 +203,14 @@ impl Error {
         }
     }
 
-    /// Says what the input was, where the operation worked on another.
+    /// Puts in the caller's input, where the operation worked on another vector.
     pub(crate) fn put_input(&mut self, was: Buffer) {
         if let Some(input) = self.input() {
             *input = Some(Box::new(was));
         }
     }
 
-    /// The vector that the operation was given, as it was; once. If it worked [in
+    /// Takes the vector that the operation was given, as it was; once. If the operation worked [in
     /// place](crate::Communicator::in_place) and had started, anything may be in it.
     pub fn take_input<T: Element>(&mut self) -> Option<Vec<T>> {
         let input = self.input()?;
@@ -223,7 +223,7 @@ impl Error {
         }
     }
 
-    /// The memory that the operation was given, a vector or not, with its owner; once. See
+    /// Takes the memory that the operation was given, a vector or not, with its owner; once. See
     /// [`take_input`](Self::take_input) for what is in it.
     pub fn take_memory<T: Element>(&mut self) -> Option<Memory<T>> {
         self.input()?

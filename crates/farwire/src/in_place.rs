@@ -13,9 +13,9 @@ use crate::pending::Pending;
 ///
 /// Each takes the memory, which comes back with the result, or with the error
 /// ([`take_memory`](crate::Error::take_memory)). A call that is refused leaves it as it was. The
-/// price of working in place: a call that fails half-way leaves anything in it. The result has the
-/// bits of the call that keeps its input; but as that may move its data in another way, all ranks
-/// must make the one call or all the other.
+/// price of working in place: a call that fails half-way may leave anything in it. The result has
+/// the same bits as with the call that keeps its input. But the two may move their data in
+/// different ways, so all ranks must make the same one.
 ///
 /// ```
 /// use farwire::ReduceOp;
@@ -49,8 +49,8 @@ impl<'a> InPlace<'a> {
         self.start(data, |count| Call::AllReduce { count, dtype: T::DTYPE, op })
     }
 
-    /// The root gets the combination of everyone's vector. What is in the others' afterwards is
-    /// unspecified.
+    /// The root gets the combination of everyone's vector. The others' vectors may hold anything
+    /// afterwards.
     pub fn reduce<T: Element>(
         &self,
         data: impl Into<Memory<T>>,
@@ -60,9 +60,9 @@ impl<'a> InPlace<'a> {
         self.start(data, |count| Call::Reduce { count, dtype: T::DTYPE, op, root: rank(root) })
     }
 
-    /// Each rank gets its block of the combination of everyone's vector, at its place in the
-    /// vector: that of an even division of it, in which the first blocks are the longer ones. The
-    /// rest is as it was.
+    /// Each rank gets its block of the combination of everyone's vector, at the block's place in
+    /// the vector. Blocks are as even as possible; the first ones are longer. The rest is as it
+    /// was.
     pub fn reduce_scatter<T: Element>(
         &self,
         data: impl Into<Memory<T>>,
@@ -72,7 +72,7 @@ impl<'a> InPlace<'a> {
     }
 
     /// Everyone gets everyone's block: the memory is cut into equal blocks, one per rank, and each
-    /// rank's holds what it gives.
+    /// rank gives what its own block holds.
     pub fn all_gather<T: Element>(&self, data: impl Into<Memory<T>>) -> Pending<Memory<T>> {
         let ranks = self.comm.size();
         self.start(data, |count| Call::AllGather {
@@ -101,7 +101,7 @@ impl<'a> InPlace<'a> {
         self.start(data, |count| Call::Send { to: rank(to), tag: Tag(tag), count, dtype: T::DTYPE })
     }
 
-    /// Receives a message into the memory, which has its length.
+    /// Receives a message into the memory, which must have the message's length.
     pub fn recv<T: Element>(
         &self,
         data: impl Into<Memory<T>>,
@@ -116,14 +116,15 @@ impl<'a> InPlace<'a> {
         })
     }
 
-    /// [`Communicator::all_reduce_compressed`] of a gradient through `codec`, whatever
-    /// `compressor`'s own is, with what `compressor` owes. The result takes the gradient's place,
-    /// and has the same bits: ranks may make either call. (Not where
-    /// [hosts have several ranks](Communicator::split_placement): this one goes from rank to rank.)
-    /// A codec that sends whole vectors is refused.
+    /// [`Communicator::all_reduce_compressed`] of a gradient through `codec`, which replaces
+    /// `compressor`'s own, with what `compressor` owes. The result takes the gradient's place, and
+    /// has the same bits: each rank may make either call. (Not where [hosts have several
+    /// ranks](Communicator::split_placement): this one goes from rank to rank.) A codec that sends
+    /// whole vectors is refused.
     ///
-    /// The memory does not come back: its owner is dropped when the operation has ended, and, if it
-    /// ended with the result or with a NaN in somebody's gradient, before the [`Pending`] is done.
+    /// The memory does not come back: its owner is dropped when the operation has ended. If it
+    /// ended with the result, or with a NaN in some rank's gradient, that is before the [`Pending`]
+    /// is done.
     ///
     /// ```
     /// use farwire::{Compressor, Memory, ReduceOp};

@@ -23,7 +23,7 @@
 #[cfg(not(target_os = "linux"))]
 compile_error!("farwire runs on Linux alone: it rests on memfd, futexes and UDP offload");
 
-/// The code in the README compiles.
+/// Makes sure that the code in the README compiles.
 #[cfg(doctest)]
 #[doc = include_str!("../../../README.md")]
 struct Readme;
@@ -95,7 +95,8 @@ pub use settings::{Builder, Preset};
 pub use sync::{StateError, StateSync};
 pub use token::{Token, TokenError};
 
-/// Reads any bytes as what a process of the cluster says, while it joins and over TCP. For fuzzing.
+/// Reads any bytes as messages from a process of the cluster, as it joins and over TCP. For
+/// fuzzing.
 #[doc(hidden)]
 pub fn read_anything(bytes: &[u8]) {
     join::rendezvous::read_anything(bytes);

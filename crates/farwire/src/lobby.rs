@@ -1,4 +1,4 @@
-//! Where processes wait that want to join a job that runs: each member's side of
+//! Where processes wait to join a running job: each member's side of
 //! [`join::running`](crate::join::running).
 
 use std::collections::HashMap;
@@ -20,22 +20,22 @@ use crate::process::{Healths, acquaint, longest_payload};
 use crate::quic::control::Beats;
 use crate::shm::bell::Bell;
 
-/// Processes that may stand at the door of the lobby.
+/// Processes that may wait to be received in the lobby.
 pub(crate) const MAX_NEWCOMERS: usize = 64;
-/// How long it may take to set up a link with one.
+/// How long setting up a link with a newcomer may take.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Where processes are, by what they call themselves. Nothing for this one.
+/// Where processes are, by their numbers for themselves; `None` for this process.
 pub(crate) type Addresses = Arc<Mutex<HashMap<u64, (Member, Option<SocketAddr>)>>>;
 
-/// What a member needs to receive those that want to join.
+/// What a member needs to receive processes that want to join.
 #[derive(Clone, Debug)]
 pub(crate) struct Lobby {
     pub(crate) node: Weak<Node>,
     pub(crate) addresses: Addresses,
     pub(crate) again: Arc<Again>,
     pub(crate) healths: Healths,
-    /// What this process calls its host.
+    /// This process's name for its host.
     pub(crate) host: String,
     pub(crate) link: LinkChoice,
     pub(crate) config: Config,
@@ -45,7 +45,7 @@ pub(crate) struct Lobby {
 }
 
 impl Lobby {
-    /// Receives all that come, until the node is gone.
+    /// Receives all processes that come, until the node is gone.
     pub(crate) async fn keep(self, mut newcomers: Receiver<Newcomer>) {
         while let Some(newcomer) = newcomers.recv().await {
             let lobby = self.clone();
@@ -99,7 +99,7 @@ impl Lobby {
         Ok(())
     }
 
-    /// Who is in the job, and who says so.
+    /// Who is in the job, and the number of this process, which says so.
     fn book(&self) -> Option<(Book, Peer)> {
         let node = self.node.upgrade()?;
         let (view, me) = {

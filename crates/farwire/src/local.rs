@@ -58,8 +58,9 @@ pub fn local_with(ranks: usize, config: Config) -> Result<Vec<Communicator>, Err
     local_on_hosts(&vec![0; ranks], config)
 }
 
-/// [`local_with`], as if the ranks were on several hosts: `hosts[r]` is the number of rank r's. An
-/// all-reduce then goes the way it would between them, though all of it is through memory.
+/// [`local_with`], as if the ranks were on several hosts: `hosts[r]` is the number of rank r's
+/// host. An all-reduce then takes the same way as between such hosts, though all of it is through
+/// memory.
 ///
 /// # Panics
 ///
@@ -73,7 +74,7 @@ pub fn local_on_hosts(hosts: &[u64], config: Config) -> Result<Vec<Communicator>
     drivers(hosts, config)?.into_iter().map(start).collect()
 }
 
-/// The drivers of such ranks, with links to each other, and the bells that wake them.
+/// The drivers of these ranks, with links to each other, and the bells that wake them.
 pub(crate) fn drivers(hosts: &[u64], config: Config) -> Result<Vec<(Driver, Bell)>, Error> {
     let ranks = hosts.len();
     let world = u32::try_from(ranks).ok().and_then(WorldSize::new);

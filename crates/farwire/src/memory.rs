@@ -1,19 +1,19 @@
-//! The memory that operations work on: vectors, and what somebody else owns.
+//! The memory that operations work on: vectors, and memory that somebody else owns.
 //!
 //! # Rules of access
 //!
 //! 1. A [`Buffer`]'s bytes are the `bytes` bytes from `start`: initialised, aligned for its element
-//!    type, and valid to read and write for as long as the buffer lives. A vector promises that of
-//!    its own, an owner's `AsMut` of the slice it lends, and for anything else the caller of
-//!    [`Memory::from_raw`] does.
+//!    type, and valid to read and write for as long as the buffer lives. A vector promises that for
+//!    its own bytes, an owner's `AsMut` for the slice it lends, and the caller of
+//!    [`Memory::from_raw`] for anything else.
 //! 2. While a buffer lives, its bytes are accessed through it alone, and so by Rust's usual rules:
 //!    a shared slice borrows it, a mutable one borrows it mutably.
 //! 3. Its owner is not touched until the buffer ends. Then it is dropped or handed back. It is held
-//!    by a raw pointer, because a `Box` that moves claims what is in it for itself, and the bytes
-//!    may be in it.
-//! 4. Elements are plain data: any bytes are a value, and nothing has to be dropped. The types that
-//!    implement [`Element`], which nobody can add to, each have a [`DType`] of their own, so that
-//!    tells which one a buffer is of.
+//!    by a raw pointer, because a `Box` that moves claims sole access to its contents, and the
+//!    bytes may be among them.
+//! 4. Elements are plain data: any bytes are a value, and nothing has to be dropped. Nobody can add
+//!    to the types that implement [`Element`]. Each has a [`DType`] of its own, which therefore
+//!    tells a buffer's element type.
 
 #![allow(unsafe_code, reason = "memory that others own; see the rules above")]
 
@@ -69,14 +69,14 @@ pub struct Buffer {
 
 /// What becomes of the bytes in the end.
 enum Owner {
-    /// A vector's, with this capacity; by its element type.
+    /// A vector's, with this capacity. `free` is the one for its element type.
     Vec { capacity: usize, free: unsafe fn(NonNull<u8>, usize) },
     /// Somebody else's, boxed.
     Other { owner: NonNull<dyn Send>, type_id: TypeId },
 }
 
 impl Owner {
-    /// Puts an owner where it stays until the buffer ends; and where that is.
+    /// Puts an owner where it stays until the buffer ends, and returns where that is.
     fn other<O: Send + 'static>(owner: O) -> (NonNull<O>, Self) {
         let owner = NonNull::from(Box::leak(Box::new(owner)));
         (owner, Self::Other { owner, type_id: TypeId::of::<O>() })
@@ -92,35 +92,35 @@ unsafe impl Sync for Buffer {}
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MemoryError {
-    /// A null pointer to more than no elements.
+    /// A null pointer to one or more elements.
     #[error("a null pointer to {len} elements; only an empty vector may be at null")]
     Null {
         /// How many there should be.
         len: usize,
     },
-    /// An address that the element type cannot be at.
+    /// The address is not aligned for the element type.
     #[error("memory at {address:#x} is not aligned for {dtype}, which needs a multiple of {align}")]
     Misaligned {
-        /// Where it is.
+        /// The address.
         address: usize,
         /// The element type.
         dtype: DType,
-        /// What its address must be a multiple of.
+        /// What the address must be a multiple of.
         align: usize,
     },
-    /// More than can be in memory.
+    /// More elements than can be in memory.
     #[error("{len} elements of {dtype} do not fit in memory")]
     TooLong {
         /// How many.
         len: usize,
-        /// Of what.
+        /// Of which type.
         dtype: DType,
     },
 }
 
 impl<T: Element> Memory<T> {
-    /// The elements that `owner` gives access to. They are asked for once, and used until the owner
-    /// is dropped or taken back.
+    /// The elements that `owner` gives access to. It is asked for them once, and they are used
+    /// until the owner is dropped or taken back.
     pub fn from_owner<O: AsMut<[T]> + Send + 'static>(owner: O) -> Self {
         // This borrow ends with the buffer, before anything else is done with the owner (rule 3).
         // So whatever its `as_mut` returns is valid until then, and nobody else's meanwhile.
@@ -128,20 +128,20 @@ impl<T: Element> Memory<T> {
         // SAFETY: nobody else has a reference to the owner, which was just put there.
         let elements = unsafe { whole.as_mut() }.as_mut();
         let (start, len) = (NonNull::from(&mut *elements).cast::<T>(), elements.len());
-        // SAFETY: they are a slice's, which is borrowed until the buffer ends.
+        // SAFETY: these are a slice's elements, and the slice is borrowed until the buffer ends.
         unsafe { Self::new(start, len, owner) }
     }
 
-    /// `len` elements from `start`, in memory that stays valid until `owner` is dropped. Null may
-    /// only be the address of no elements.
+    /// `len` elements from `start`, in memory that stays valid until `owner` is dropped. `start`
+    /// may be null only if `len` is 0.
     ///
     /// # Safety
     ///
     /// From this call until `owner` is dropped, or comes back by [`into_owner`](Self::into_owner):
     ///
     /// - the elements are initialised, and can be read and written, on any thread;
-    /// - nobody accesses them but through this `Memory`, whoever has that: also not through the
-    ///   owner.
+    /// - nobody accesses them except through this `Memory`, whoever holds that: not through the
+    ///   owner, either.
     ///
     /// If this call fails, the owner is dropped at once.
     pub unsafe fn from_raw<O: Send + 'static>(
@@ -166,8 +166,8 @@ impl<T: Element> Memory<T> {
         Ok(unsafe { Self::new(start, len, owner) })
     }
 
-    /// The owner that this memory was made with, if it is of this type: it was, and it is not a
-    /// vector.
+    /// The owner that this memory was made with, if it was made with one of this type. A vector has
+    /// none.
     pub fn into_owner<O: 'static>(self) -> Result<O, Self> {
         match self.buffer.owner {
             Owner::Other { owner, type_id } if type_id == TypeId::of::<O>() => {
@@ -187,7 +187,7 @@ impl<T: Element> Memory<T> {
 
     /// # Safety
     ///
-    /// Rule 1: `len` elements from `start` are as it says until the owner ends.
+    /// `len` elements from `start` are as rule 1 says, until the owner ends.
     unsafe fn new(start: NonNull<T>, len: usize, owner: Owner) -> Self {
         let bytes = len * size_of::<T>();
         Self::from_buffer(Buffer { start: start.cast(), bytes, dtype: T::DTYPE, owner })
@@ -195,7 +195,7 @@ impl<T: Element> Memory<T> {
 
     /// # Panics
     ///
-    /// If it is of another type.
+    /// If the buffer is of another type.
     pub(crate) fn from_buffer(buffer: Buffer) -> Self {
         assert_eq!(buffer.dtype, T::DTYPE, "a result has the type of its call");
         Self { buffer, elements: PhantomData }
@@ -270,7 +270,7 @@ impl Buffer {
         self.bytes == 0
     }
 
-    /// Whether it is somebody else's, whose own code runs when it ends.
+    /// Whether somebody else owns it, whose own code runs when it ends.
     pub(crate) fn is_foreign(&self) -> bool {
         matches!(self.owner, Owner::Other { .. })
     }
@@ -293,8 +293,8 @@ impl Buffer {
             Owner::Vec { capacity, .. } if self.dtype == T::DTYPE => {
                 let len = self.len();
                 let start = ManuallyDrop::new(self).start.cast().as_ptr();
-                // SAFETY: these are the parts that `from` took a vector of this type to, and it was
-                // left for this to free.
+                // SAFETY: these are the parts that `from` split a vector of this type into, and
+                // freeing it was left to this.
                 Ok(unsafe { Vec::from_raw_parts(start, len, capacity) })
             }
             _ => Err(self),
@@ -318,7 +318,7 @@ impl<T: Element> From<Vec<T>> for Buffer {
     fn from(elements: Vec<T>) -> Self {
         /// # Safety
         ///
-        /// They are the start and capacity of a vector of `T` that is used no more.
+        /// `start` and `capacity` are those of a vector of `T` that is used no more.
         unsafe fn free<T>(start: NonNull<u8>, capacity: usize) {
             // SAFETY: as the caller says. There is nothing to drop in its elements.
             drop(unsafe { Vec::<T>::from_raw_parts(start.cast().as_ptr(), 0, capacity) });
@@ -369,9 +369,9 @@ impl Loan {
     }
 }
 
-/// Has `run` use borrowed memory, and ends only when nothing holds that memory any more, also if
-/// `run` panics: an operation that is still in flight is then waited for, and `hurry` is told,
-/// because nobody else may be waiting for it.
+/// Lets `run` use borrowed memory, and returns only when nothing holds that memory any more, even
+/// if `run` panics. It then waits for an operation that is still in flight, and calls `hurry`,
+/// because nobody else may be waiting for that.
 pub(crate) fn lend<T: Element, R>(
     data: &mut [T],
     hurry: impl Fn(),
@@ -408,8 +408,8 @@ pub(crate) fn lend<T: Element, R>(
     let _until_released = UntilReleased { hurry, loan };
     let start = NonNull::from(&mut *data).cast();
     let (_, owner) = Owner::other(holds);
-    // SAFETY: `data` is borrowed until this function ends, which by the guard above is after the
-    // end of whoever got the memory, however this function ends.
+    // SAFETY: `data` is borrowed until this function ends. However it ends, the guard above lets it
+    // end only once whatever got the memory has ended.
     run(unsafe { Memory::new(start, data.len(), owner) })
 }
 

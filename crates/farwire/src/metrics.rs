@@ -1,9 +1,9 @@
 //! Counters for Prometheus, in its text format, over HTTP.
 //!
 //! `FARWIRE_METRICS=addr:port` asks for it. Several ranks on one host share the setting: each takes
-//! the first free port from there on, among 64 or as many as there are ranks, and every line
-//! carries the rank. `/flight` gives the flight record. Whoever can reach the port can read; bind
-//! it to loopback or a private address.
+//! the first free port from there on, among 64 or, in a larger world, as many as there are ranks.
+//! Every line carries the rank. `/flight` gives the flight record. Whoever can reach the port can
+//! read; bind it to loopback or a private address.
 
 use std::fmt::Write as _;
 use std::net::SocketAddr;
@@ -106,10 +106,10 @@ pub(crate) fn render(driver: &Driver, rank: u32) -> String {
     text
 }
 
-/// Ports that are tried at least; in a larger world, one for each rank.
+/// The fewest ports that are tried; in a larger world, one for each rank.
 const MIN_PORTS: u32 = 64;
 
-/// The first free port from `address` on.
+/// Listens at the first free port from `address` on.
 pub(crate) fn listen(
     address: SocketAddr,
     world: WorldSize,
@@ -137,7 +137,7 @@ pub(crate) fn listen(
 const CONNECTIONS: usize = 8;
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Answers whoever asks, for as long as the node is there.
+/// Answers requests, for as long as the node is there.
 pub(crate) async fn serve(listener: std::net::TcpListener, rank: u32, node: Weak<Node>) {
     let Ok(listener) = TcpListener::from_std(listener) else { return };
     let free = Arc::new(Semaphore::new(CONNECTIONS));
@@ -160,7 +160,7 @@ pub(crate) async fn serve(listener: std::net::TcpListener, rank: u32, node: Weak
 async fn answer(mut stream: TcpStream, rank: u32, node: &Weak<Node>) -> std::io::Result<()> {
     let mut request = [0; 1024];
     let mut len = 0;
-    // The first line is all that counts.
+    // Only the first line counts.
     while len < request.len() && !request[..len].contains(&b'\n') {
         match stream.read(&mut request[len..]).await? {
             0 => break,

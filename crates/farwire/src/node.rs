@@ -1,10 +1,10 @@
-//! One process (or, in-process, one rank): its driver, and who turns it.
+//! One process (or, in-process, one rank): its driver, and the threads that turn it.
 //!
-//! Data moves when somebody calls [`Driver::turn`]. A thread that waits for a result does so
-//! itself: no hand-over to another thread lies between a frame's arrival and its effect. One thread
-//! at a time has this role; others sleep until their result is there or the role is free. When
-//! nobody waits but something is pending (async callers, work that overlaps, dropped results), the
-//! node's own *keeper* thread takes the role.
+//! Data moves when a thread calls [`Driver::turn`]. A thread that waits for a result does so
+//! itself, so no hand-over to another thread lies between a frame's arrival and its effect. One
+//! thread at a time has this role; others sleep until their result is there or the role is free.
+//! When nobody waits but something is pending (async callers, work that overlaps, dropped results),
+//! the node's own *keeper* thread takes the role.
 
 use std::fmt;
 use std::num::NonZeroUsize;
@@ -34,25 +34,24 @@ pub(crate) struct Node {
     /// Threads that wait for a result: while there are any, the keeper steps aside.
     waiting: AtomicU32,
     keeper: Arc<Keeper>,
-    /// Whether threads that wait would take cores from others; and while the coding thread wants
-    /// one, too.
+    /// Whether threads that wait would take cores from others: in general, and while the coding
+    /// thread wants a core, too.
     crowded: [bool; 2],
-    /// How long waiting takes, lately, in microseconds.
+    /// How long waits have taken lately, in microseconds.
     typical: AtomicU32,
     /// Threads that work for this rank.
     share: usize,
-    /// Places for results that have been taken, for operations to come.
+    /// Places for results, emptied, for operations to come.
     spare: Mutex<Spare<Arc<Completion>>>,
 }
 
 /// What callers hold. When the last of these is dropped, on the caller's thread, the node says
-/// goodbye and leaves the job; the keeper, which holds the node itself now and then, can neither
+/// goodbye and leaves the job. The keeper, which holds the node itself now and then, can neither
 /// delay that nor be the one to do it.
 #[derive(Debug)]
 pub(crate) struct Membership {
     node: Arc<Node>,
-    /// The network, if there is one. Its end is to leave the job, after the driver has said
-    /// goodbye.
+    /// The network, if there is one. Dropping it leaves the job, after the driver has said goodbye.
     _network: Option<Box<dyn Network>>,
 }
 
@@ -60,7 +59,7 @@ pub(crate) struct Membership {
 pub(crate) trait Network: fmt::Debug + Send + Sync {}
 
 impl Membership {
-    /// The node, so that it can end while this is held.
+    /// A reference to the node that does not keep it alive.
     pub(crate) fn downgrade(&self) -> Weak<Node> {
         Arc::downgrade(&self.node)
     }
@@ -80,7 +79,7 @@ impl Membership {
     }
 }
 
-/// How often the coding thread looks whether its node is still there.
+/// How often the coding thread checks whether its node is still there.
 const LOOK: Duration = Duration::from_millis(500);
 
 /// The coding thread.
@@ -121,22 +120,23 @@ struct Keeper {
     called: Condvar,
 }
 
-/// How long a thread that waits spins where waiting usually ends sooner. To wake one that sleeps
-/// takes some tens of microseconds.
+/// How long a waiting thread spins if waits usually end sooner. Waking a thread that sleeps takes
+/// some tens of microseconds.
 const LONG_SPIN: Duration = Duration::from_micros(200);
-/// And where it usually takes longer.
+/// How long it spins if waits usually take longer.
 const SHORT_SPIN: Duration = Duration::from_micros(10);
-/// And where all peers are on this host: as long as it takes 16 ranks that were asleep to wake each
-/// other.
+/// How long it spins if all peers are on this host: as long as it takes 16 ranks that were asleep
+/// to wake each other.
 const HOST_SPIN: Duration = Duration::from_micros(500);
-/// Turns that it makes in any case: the last of these let others have the core.
+/// Turns that it makes in any case; in the later ones it lets others have the core.
 const LEAST_TURNS: u32 = 20;
-/// The longest that anyone sleeps without looking around.
+/// The longest that a thread sleeps without looking around.
 const NAP: Duration = Duration::from_millis(100);
 
 impl Node {
-    /// A node whose peers ring `bell`; `threads` of this and other ranks want this host's cores
-    /// while it waits. It works with `wanted` threads, or with as many as there are cores for.
+    /// Starts a node whose peers ring `bell`. While it waits, `threads` threads of this and other
+    /// ranks want this host's cores. It works with `wanted` threads, or with as many as there are
+    /// cores for.
     pub(crate) fn start(
         mut driver: Driver,
         bell: Bell,
@@ -176,7 +176,7 @@ impl Node {
         self.spare().take()
     }
 
-    /// Its result has been taken.
+    /// Takes a place back whose result has been taken.
     pub(crate) fn recycle(&self, mut completion: Arc<Completion>) {
         // Another thread may be just about to let go of it.
         if let Some(only) = Arc::get_mut(&mut completion) {
@@ -189,13 +189,13 @@ impl Node {
         self.spare.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Codes for short operations that want it; `true` if there was one.
+    /// Does the coding that short operations want; `true` if there was one.
     pub(crate) fn code_short(&self) -> bool {
         let first = self.driver().take_short();
         coder::work_short(&self.driver, first)
     }
 
-    /// A result is there that the driver knows nothing of: whoever waits should look.
+    /// Makes waiting threads look: a result is there that the driver knows nothing of.
     pub(crate) fn nudge(&self) {
         drop(self.role());
         self.role_changed.notify_all();
@@ -212,21 +212,21 @@ impl Node {
         self.waiting.load(Ordering::SeqCst) > 0
     }
 
-    /// Something is pending that nobody may be waiting for.
+    /// Calls the keeper, since something is pending, unless a thread waits and so moves data.
     pub(crate) fn call_keeper(&self) {
         if !self.is_waited_for() {
             self.keeper.call();
         }
     }
 
-    /// Moves data until the result is there, or until a time that is up to a [`NAP`] late.
+    /// Moves data until the result is there, or until `end`, which may pass by up to a [`NAP`].
     pub(crate) fn drive_until(&self, completion: &Completion, end: Option<Instant>) {
         self.drive_until_true(|| {
             completion.is_done() || end.is_some_and(|end| Instant::now() >= end)
         });
     }
 
-    /// Moves data until something is so. (If that depends on the time, up to a [`NAP`] longer.)
+    /// Moves data until `done` is true. (If that depends on the time, up to a [`NAP`] longer.)
     pub(crate) fn drive_until_true(&self, done: impl Fn() -> bool) {
         if done() {
             return;
@@ -252,7 +252,7 @@ impl Node {
         self.role.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Turns the driver until `done`. Only for who has the role.
+    /// Turns the driver until `done`. Only for the thread that has the role.
     fn drive(&self, done: impl Fn() -> bool) {
         // Turns without effect, and since when.
         let (mut idle, mut since) = (0, None);
@@ -300,11 +300,12 @@ impl Node {
         }
     }
 
-    /// For how long to look around before sleeping. On a core that another thread needs, that would
-    /// only delay what is waited for.
+    /// How long to spin before sleeping. On a core that another thread needs, spinning would only
+    /// delay what is waited for.
     ///
-    /// Ranks of one host do not go by how long waiting takes, lately: one that sleeps makes the others
-    /// wait longer, so that they would sleep, too, and from then on all would wake each other.
+    /// Ranks of one host do not go by how long waits have taken lately: a rank that sleeps makes
+    /// the others wait longer, so that they would sleep, too, and from then on all would wake each
+    /// other.
     fn spin(&self, coding: bool, network: bool) -> Duration {
         let typical = Duration::from_micros(self.typical.load(Ordering::Relaxed).into());
         match self.crowded[usize::from(coding)] {
@@ -315,15 +316,15 @@ impl Node {
         }
     }
 
-    /// Takes note of how long something took to come.
+    /// Notes how long a wait took.
     fn waited(&self, time: Duration) {
         let time = time.min(10 * LONG_SPIN).as_micros() as u32;
         let typical = self.typical.load(Ordering::Relaxed);
         self.typical.store((7 * typical + time) / 8, Ordering::Relaxed);
     }
 
-    /// Takes the role, if it is free and nobody waits for a result, until nothing is pending or
-    /// somebody does.
+    /// Takes the role, if it is free and no thread waits for a result, until nothing is pending or
+    /// a thread waits.
     fn keep_going(&self) {
         let taken = self.role();
         if *taken || self.waiting.load(Ordering::SeqCst) > 0 {
@@ -334,8 +335,8 @@ impl Node {
     }
 }
 
-/// A thread that waits for a result, until this is dropped: also by a panic in somebody's waker,
-/// which must not leave the others without a thread that moves their data.
+/// Counts a thread that waits for a result, until this is dropped. A panic in somebody's waker
+/// drops it, too, and must not leave the others without a thread that moves their data.
 struct Waiting<'a>(&'a Node);
 
 impl<'a> Waiting<'a> {
@@ -356,7 +357,7 @@ impl Drop for Waiting<'_> {
 /// The role of turning the driver, given back when this is dropped.
 struct Role<'a> {
     node: &'a Node,
-    /// How many of those that wait have it: none if it is the keeper's.
+    /// How many of the waiting threads have it: 1, or 0 if it is the keeper's.
     own: u32,
 }
 
@@ -370,9 +371,9 @@ impl<'a> Role<'a> {
 impl Drop for Role<'_> {
     fn drop(&mut self) {
         *self.node.role() = false;
-        // Whoever has seen that the role was taken has said before that it waits.
+        // A thread that has seen the role taken was counted as waiting before that.
         if self.node.waiting.load(Ordering::SeqCst) > self.own {
-            self.node.role_changed.notify_all(); // which asks the system, also if nobody waits
+            self.node.role_changed.notify_all(); // a system call, even if nobody waits
         }
     }
 }
@@ -383,7 +384,7 @@ impl Keeper {
         self.called.notify_one();
     }
 
-    /// The keeper thread: until the node is gone.
+    /// The keeper thread, which runs until the node is gone.
     fn keep(&self, node: &Weak<Node>) {
         loop {
             {

@@ -1,14 +1,14 @@
-//! Copies that do not come into the caches.
+//! Copies that bypass the caches.
 //!
 //! An ordinary store brings its cache line in from memory first, and pushes another one out. A
-//! streaming store does neither: where what is written is not read again soon, that is a third less
-//! for memory to do, and on a host whose cores are all at it, memory is what they wait for.
+//! streaming store does neither. If what is written is not read again soon, that leaves memory a
+//! third less to do; and on a host whose cores are all copying, memory is what they wait for.
 
 #![allow(unsafe_code, reason = "the processor's streaming stores")]
 
 /// Bytes of a cache line.
 const LINE: usize = 64;
-/// Fewer bytes than these are not worth the fence behind them.
+/// Fewer bytes than these are not worth the fence that follows them.
 #[cfg(target_arch = "x86_64")]
 const LEAST: usize = 64 * LINE;
 
@@ -43,8 +43,8 @@ fn stream(target: &mut [u8], source: &[u8]) {
             unsafe { _mm_stream_si128(line.add(part), _mm_loadu_si128(from.add(part))) };
         }
     }
-    // SAFETY: every x86-64 processor has it. Nobody touches the lines before it, which streaming
-    // stores require.
+    // SAFETY: every x86-64 processor has it. Nobody touches the lines before this fence, which
+    // streaming stores require.
     unsafe { _mm_sfence() };
 }
 

@@ -24,8 +24,8 @@ pub struct Pending<T> {
     state: State<T>,
 }
 
-/// The other end of a [`Pending`] whose operation is made of others, on a thread of the caller's: it
-/// says how that ended. Dropped, it says that it has failed.
+/// The other end of a [`Pending`] whose operation is made up of others, on a thread of the
+/// caller's. It says how that operation ended. If it is dropped, the operation has failed.
 #[derive(Debug)]
 pub struct Promise<T> {
     shared: Arc<Promised<T>>,
@@ -67,7 +67,7 @@ impl<T> Promised<T> {
         }
     }
 
-    /// Waits until it is kept, or so long.
+    /// Waits until it is kept, or for this long.
     fn wait(&self, time: Option<Duration>) -> MutexGuard<'_, PromiseState<T>> {
         let (state, waits) = (self.lock(), |state: &mut PromiseState<T>| !state.is_kept);
         match time {
@@ -81,7 +81,7 @@ impl<T> Promised<T> {
 }
 
 impl<T> Promise<T> {
-    /// The operation has ended.
+    /// Says how the operation has ended.
     pub fn keep(self, result: Result<T, Error>) {
         self.shared.keep(result);
     }
@@ -97,20 +97,20 @@ impl<T> Drop for Promise<T> {
 enum State<T> {
     /// Refused, or there was nothing to do.
     Ready(Option<Result<T, Error>>),
-    /// Made of others, elsewhere.
+    /// Made up of other operations, elsewhere.
     Promised(Arc<Promised<T>>),
     Running {
         node: Arc<Membership>,
         /// The members of the group that was called on, if it is not the world.
         group: Option<Arc<[Peer]>>,
         completion: Arc<Completion>,
-        /// From what the operation leaves behind to what its caller gets.
+        /// Turns what the operation leaves behind into what its caller gets.
         finish: fn(Buffer) -> T,
     },
 }
 
 impl<T> Pending<T> {
-    /// An operation that is made of others, and whoever is to say how it ended.
+    /// An operation that is made up of others, and the promise that is to say how it ended.
     ///
     /// ```
     /// use farwire::{Pending, ReduceOp};
@@ -172,9 +172,9 @@ impl<T> Pending<T> {
         }
     }
 
-    /// Blocks until the operation has ended, or about this long: whether it has ended. The calling
-    /// thread moves data meanwhile. It is for callers that have to look at something else now and
-    /// then, such as a signal, and may be a tenth of a second late.
+    /// Blocks until the operation has ended, or for about this long; returns whether it has ended.
+    /// The calling thread moves data meanwhile. This is for callers that have to look at something
+    /// else now and then, such as a signal. It may be a tenth of a second late.
     ///
     /// ```
     /// use std::time::Duration;

@@ -6,11 +6,11 @@ use std::str::FromStr;
 use farwire_codec::{CodecSpec, SpecError};
 use farwire_proto::DType;
 
-/// A codec counts as faster than dense if dense takes this many times as long: less is noise, and
+/// A codec counts as faster than dense if dense takes this many times as long. Less is noise, and
 /// not worth an approximation.
 pub(crate) const MARGIN: f64 = 1.2;
 
-/// What people ask for: a codec, or that one be chosen by measuring.
+/// What people ask for: a codec, or one that is chosen by measuring.
 ///
 /// ```
 /// use farwire::CodecChoice;
@@ -22,11 +22,11 @@ pub(crate) const MARGIN: f64 = 1.2;
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub enum CodecChoice {
-    /// `int8`: this one, for vectors of any length.
+    /// `int8`: this codec, for vectors of any length.
     Given(CodecSpec),
     /// `auto`: bf16 or int8, which train like dense, each where it is faster, and dense elsewhere.
     Auto,
-    /// `auto:topk:0.01`: this one where it is faster, and dense elsewhere.
+    /// `auto:topk:0.01`: this codec where it is faster, and dense elsewhere.
     WhereFaster(CodecSpec),
 }
 
@@ -78,8 +78,8 @@ impl FromStr for CodecChoice {
     }
 }
 
-/// Which codec a vector takes, by its length. It comes from a [`CodecSpec`], which serves any
-/// length, or of measuring: [`CodecChoice::settle`].
+/// Which codec a vector takes, by its length. It is made from a [`CodecSpec`], which then serves
+/// any length, or by measuring: [`CodecChoice::settle`].
 ///
 /// ```
 /// use farwire::{CodecPolicy, DType};
@@ -97,13 +97,13 @@ pub struct CodecPolicy {
     steps: Vec<Step>,
 }
 
-/// A codec, and from where it is used.
+/// A codec, and the length from which it is used.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Step {
     /// Elements of the shortest vector.
     pub(crate) from: usize,
     pub(crate) codec: CodecSpec,
-    /// How many times as long dense takes for vectors of f32, at least; not finite if that was not
+    /// For vectors of f32, dense takes at least this many times as long; not finite if that was not
     /// measured.
     pub(crate) gain: f64,
 }
@@ -115,7 +115,8 @@ impl CodecPolicy {
         Self { steps }
     }
 
-    /// The codec for a vector of this many elements; for an all-gather, of all ranks together.
+    /// The codec for a vector of this many elements; in an all-gather, of all ranks' elements
+    /// together.
     pub fn codec_for(&self, elements: usize, dtype: DType) -> CodecSpec {
         // A dense vector with half the bytes takes at least half the time, while the codec sees as
         // many elements.
@@ -162,7 +163,7 @@ impl fmt::Display for CodecPolicy {
     }
 }
 
-/// A text that says no codec by length.
+/// A text that is not a codec policy.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "`{0}` is not a codec policy; write a codec, or a list such as `bf16 from 16 KiB (1.3×); int8 from 256 KiB (2.5×)`"

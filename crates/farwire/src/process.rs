@@ -49,7 +49,7 @@ impl Communicator {
         Self::builder().join()
     }
 
-    /// Joins a job with settings of one's own; what is not set comes from the environment.
+    /// Joins a job with your own settings; what is not set comes from the environment.
     pub fn builder() -> Builder {
         Builder::default()
     }
@@ -60,7 +60,7 @@ impl Builder {
     pub fn join(self) -> Result<Communicator, Error> {
         let system = |what| move |error| Error::System { what, error };
         let settings = self.settings(&|name| std::env::var_os(name))?;
-        // What cannot be had is found out before anyone waits for this rank.
+        // Whatever is not available is found out before anyone waits for this rank.
         let (rank, world) = (settings.place.rank, settings.place.world);
         let (trace, records) = (settings.trace.as_deref(), settings.records.clone());
         let observer = Observer::new(rank, world, settings.config.epoch, trace, records)?;
@@ -102,12 +102,12 @@ impl Builder {
         Communicator::of_world(node)
     }
 
-    /// Joins a job that runs, and that others may join ([`elastic`](Self::elastic)): calls one of
-    /// its members, and blocks until the members [admit](Communicator::admit) this process. Its rank
-    /// is then the last.
+    /// Joins a running job that lets others join ([`elastic`](Self::elastic)): calls one of its
+    /// members, and blocks until the members [admit](Communicator::admit) this process. Its rank is
+    /// then the last.
     ///
     /// `addresses` are a host and a port, or several, separated by commas: the first that answers
-    /// counts. Every member can be called, not only rank 0, and none is needed by the others.
+    /// counts. Any member can be called, not only rank 0, and the others can do without it.
     pub fn join_running(mut self, addresses: &str) -> Result<Communicator, Error> {
         let system = |what| move |error| Error::System { what, error };
         let listed = addresses.split(',').map(str::trim).filter(|address| !address.is_empty());
@@ -160,7 +160,7 @@ impl Builder {
 
 const NO_METRICS: &str = "could not serve metrics (FARWIRE_METRICS or Builder::metrics)";
 
-/// A thread for each of the connections that a link may have for each direction.
+/// One thread for each connection that a link may have in each direction.
 fn network_threads(connections: Wanted) -> Result<Runtime, Error> {
     tokio::runtime::Builder::new_multi_thread()
         .worker_threads(connections.most)
@@ -170,7 +170,7 @@ fn network_threads(connections: Wanted) -> Result<Runtime, Error> {
         .map_err(|error| Error::System { what: "could not start the network thread", error })
 }
 
-/// How long network threads may take to let go of what they have open.
+/// How long network threads may take to close what they have open.
 const LETTING_GO: Duration = Duration::from_secs(1);
 
 /// Ends the network threads, so that their port can be used again.
@@ -181,7 +181,7 @@ fn end(runtime: Runtime) {
     });
 }
 
-/// Runs on a thread of its own, because the caller may be inside a runtime of its own.
+/// Runs a task on a separate thread, because the caller may be inside a runtime of its own.
 fn apart<T: Send>(runtime: &Runtime, task: impl Future<Output = T> + Send) -> T {
     std::thread::scope(|scope| {
         let join = scope.spawn(|| runtime.block_on(task));
@@ -189,27 +189,27 @@ fn apart<T: Send>(runtime: &Runtime, task: impl Future<Output = T> + Send) -> T 
     })
 }
 
-/// What is known of all peers, to say goodbye to them.
+/// The health of all peers, to say goodbye to them.
 pub(crate) type Healths = Arc<Mutex<Vec<Arc<Health>>>>;
 
 /// What a process has once it is part of a job.
 #[derive(Debug)]
 struct Joined {
-    /// By peer; none to itself.
+    /// By peer; `None` for this process.
     links: Vec<Option<Box<dyn Link>>>,
-    /// The number of each one's host.
+    /// By peer: the number of its host.
     hosts: Vec<u64>,
     /// Threads of all ranks on this host that want a core while they wait.
     threads: usize,
     endpoint: Option<quinn::Endpoint>,
     healths: Healths,
     addresses: Addresses,
-    /// Nothing for a process that nobody can call.
+    /// `None` for a process that nobody can call.
     again: Option<Arc<Again>>,
 }
 
 impl Settings {
-    /// What receives those that want to join later.
+    /// What receives processes that want to join later.
     fn lobby(
         &self,
         node: std::sync::Weak<Node>,
@@ -351,25 +351,25 @@ impl Settings {
     }
 }
 
-/// By how much a crowded host stretches the time that a peer has to answer: a thread that has to
-/// wait for eight others to have their turn is not lost. `members` are all but this process.
+/// How many times as long a peer may take to answer on a crowded host: a thread that waits while
+/// eight others have their turn is not lost. `members` are all but this process.
 fn crowd(member: &Member, same_host: bool, members: &[Member]) -> u32 {
     let there = members.iter().filter(|other| other.host == member.host).count();
-    // Each has a thread that computes and one for the network.
+    // Each process has a thread that computes and one for the network.
     let threads = 2 * (there + usize::from(same_host));
     (threads as u32).div_ceil(8 * member.cores.max(1)).max(1)
 }
 
-/// The longest payload of a frame: partial results of 16-bit types travel in 32 bits, and what is
-/// said about members must fit, too.
+/// The longest payload of a frame: partial results of 16-bit types travel in 32 bits, and messages
+/// about members must fit, too.
 pub(crate) fn longest_payload(config: &Config, same_host: bool) -> usize {
     let Tuning { segment_bytes, host_segment_bytes, .. } = config.tuning;
     let on_host = if same_host { host_segment_bytes.get() } else { 0 };
     (2 * segment_bytes.get().max(on_host)).max(MAX_MESSAGE)
 }
 
-/// Agrees with a peer on how data will travel, and begins to ask whether it lives: at once, because
-/// the peer does the same.
+/// Agrees with a peer on how data will travel, and begins to exchange heartbeats with it: at once,
+/// because the peer does the same.
 pub(crate) async fn acquaint(
     pair: Pair,
     mut known: Acquaintance,
@@ -388,7 +388,7 @@ pub(crate) async fn acquaint(
     Ok(linked)
 }
 
-/// What a node needs beside its driver while it is part of a job.
+/// What a node needs besides its driver while it is part of a job.
 #[derive(Debug)]
 pub(crate) struct Network {
     runtime: Option<Runtime>,

@@ -2,11 +2,12 @@
 //!
 //! 1. Every rank tells all others its revision, and digests of its buffers' names and lengths and
 //!    of their content.
-//! 2. The newest revision counts. Of the ranks that have it, those whose digests most of them share
-//!    are the *sources* (of several such groups, the one with the lowest rank). All others receive;
-//!    so does a replica that has the revision with other bits, and everyone learns of it.
-//! 3. The buffers, one after the other, are cut into pieces. Piece i comes from source i modulo
-//!    their number. The first source also sends the digest of every piece.
+//! 2. The newest revision counts. Of the ranks that have it, the largest group with equal digests
+//!    are the *sources* (of several such groups, the one with the lowest rank). All other ranks
+//!    with the same names and lengths receive; so does a replica that has the revision with other
+//!    bits, and everyone learns of it.
+//! 3. The buffers, one after the other, are cut into pieces. Piece i comes from source i modulo the
+//!    number of sources. The first source also sends the digest of every piece.
 //!
 //! A rank that neither gives nor gets anything goes on after step 1, which is one small collective.
 
@@ -24,12 +25,12 @@ const WINDOW: usize = 8;
 const DIGESTS: u32 = 0;
 const PIECES: u32 = 1;
 
-/// What came of [`Communicator::sync_state`], the same on all ranks.
+/// The outcome of [`Communicator::sync_state`], the same on all ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StateSync {
-    /// The revision that all have now.
+    /// The revision that all ranks have now.
     pub revision: u64,
-    /// The ranks that had it.
+    /// The ranks that had it already.
     pub sources: Vec<usize>,
     /// The ranks that got it.
     pub receivers: Vec<usize>,
@@ -49,29 +50,29 @@ pub enum StateError {
          give all ranks the same model, data and settings"
     )]
     Layout {
-        /// A rank that has what counts.
+        /// A rank that has the state that counts.
         source_rank: usize,
     },
-    /// What came is not what was announced.
+    /// What arrived is not what was announced.
     #[error(
         "a piece of the state from rank {source_rank} is not what rank {announced_by} announced; \
          one of them has changed its buffers meanwhile"
     )]
     Damaged {
-        /// Who sent it.
+        /// The rank that sent it.
         source_rank: usize,
-        /// Who sent its digest.
+        /// The rank that sent its digest.
         announced_by: usize,
     },
 }
 
 impl Communicator {
-    /// Has all ranks end up with the same buffers: those of the ranks whose `revision` is newest,
-    /// say the number of steps they have done. All ranks must call it.
+    /// Gives all ranks the same buffers: those of the ranks whose `revision`, say the number of
+    /// steps they have done, is newest. All ranks must call it.
     ///
     /// Newcomers, and ranks that missed a step, get what they lack from several ranks at once, and
     /// check it against digests. A replica that has drifted, with the same revision and other bits,
-    /// is found and set right, and all ranks learn of it.
+    /// is found and put right, and all ranks learn of it.
     ///
     /// ```
     /// # std::thread::scope(|scope| for comm in farwire::local(3).unwrap() { scope.spawn(move || {
@@ -92,7 +93,7 @@ impl Communicator {
         let all = self.all_gather(mine).wait()?;
         let said: Vec<[u64; 3]> = all.as_chunks().0.to_vec();
         let (sync, expected) = decide(&said);
-        // On every rank, so that all count alike how often it was made.
+        // On every rank, so that all count alike how often this group was made.
         let all_ranks: Vec<_> = (0..self.size()).collect();
         let group = self.subgroup(&all_ranks, "farwire sync_state")?;
         let me = self.rank();
@@ -112,7 +113,8 @@ impl Communicator {
     }
 }
 
-/// Who gives and who gets, from what all have said; and the digest of what counts.
+/// Decides who gives and who gets, from what all ranks have said; also the digest of the state that
+/// counts.
 fn decide(said: &[[u64; 3]]) -> (StateSync, u64) {
     let revision = said.iter().map(|[revision, ..]| *revision).max().unwrap_or(0);
     let newest = || said.iter().enumerate().filter(|(_, [theirs, ..])| *theirs == revision);
@@ -154,7 +156,8 @@ fn total(buffers: &[(&str, &mut [u8])]) -> usize {
     buffers.iter().map(|(_, buffer)| buffer.len()).sum()
 }
 
-/// Calls `visit` for every stretch of a buffer that belongs to the piece, with where it is in it.
+/// Calls `visit` for every stretch of a buffer that belongs to the piece, with its place in the
+/// piece.
 fn visit_piece(
     buffers: &mut [(&str, &mut [u8])],
     piece: usize,
@@ -256,7 +259,7 @@ mod tests {
         assert_eq!((sync.revision, digest), (4, 3));
         assert_eq!((sync.sources, sync.receivers), (vec![2, 3], vec![0, 1]));
         assert_eq!((sync.differed, sync.misfits), (vec![1], vec![4]));
-        // One against one: the lower.
+        // One against one: the lower rank counts.
         let (sync, _) = decide(&[[4, 7, 2], [4, 7, 3]]);
         assert_eq!((sync.sources, sync.differed), (vec![0], vec![1]));
     }

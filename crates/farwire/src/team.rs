@@ -1,8 +1,8 @@
-//! Threads that help whoever moves data, on cores that would be idle.
+//! Threads that help the thread that moves data, on cores that would be idle.
 //!
-//! Whoever moves data offers a *mate* half of what is to be done with a frame, does the other
-//! half, and takes the first back if no mate has begun with it. So it never waits for a thread
-//! that sleeps or has no core. Mates look for work for a while after the last they had, then sleep.
+//! The thread that moves data offers a *mate* half of the work on a frame, does the other half, and
+//! takes the first half back if no mate has begun it. So it never waits for a thread that sleeps or
+//! has no core. Mates look for work for a while after the last they had, then sleep.
 //!
 //! # Rules of access
 //!
@@ -13,15 +13,16 @@
 //!   FREE ───────────▶ a job ──────────▶ BUSY ──▶ FREE
 //!    │  ◀───────────    │
 //!    ▼     take back
-//!  ASLEEP ──▶ FREE, by whoever has work and finds it so
+//!  ASLEEP ──▶ FREE, by a thread that has work and finds it so
 //! ```
 //!
-//! 1. A job is on the stack of who offers it, and stays there until it was taken back or says that
-//!    it is done. So it is valid for as long as a post holds its address, and while it runs.
+//! 1. A job is on the stack of the thread that offers it, and stays there until it was taken back
+//!    or says that it is done. So it is valid for as long as a post holds its address, and while it
+//!    runs.
 //! 2. To offer, to begin and to take back are one exchange of the post's word each, so just one
-//!    thread runs a job: the mate that begins it, or whoever takes it back.
-//! 3. That it is done is the last that its mate says of a job. After that, only who offered it
-//!    touches it.
+//!    thread runs a job: the mate that begins it, or the thread that takes it back.
+//! 3. Saying that a job is done is the last that its mate does with it. After that, only the thread
+//!    that offered it touches it.
 
 #![allow(unsafe_code, reason = "jobs are on the stack of another thread; see the rules above")]
 
@@ -37,24 +38,24 @@ use farwire_proto::Team;
 
 use crate::past_caches;
 
-/// How many threads work on a frame at the most; with more, each would have too little to do.
+/// The most threads that work on a frame; with more, each would have too little to do.
 const MOST: usize = 4;
 /// How long a mate looks for more work. While a long vector is moved, there is some every few
-/// microseconds, and to wake a thread takes tens of them.
+/// microseconds, and waking a thread takes tens of them.
 const LOOK: Duration = Duration::from_micros(150);
-/// How often it looks before it looks at the clock.
+/// How often it looks for work before it looks at the clock.
 const LOOKS: u32 = 128;
-/// Offers in a row that nobody took up although a mate looked for work: it has no core.
+/// Offers in a row that nobody took up although a mate looked for work: then it has no core.
 const MISSES: u32 = 16;
-/// Jobs that are then done alone, before mates are offered some again: about one long vector's, as
-/// a core that was taken for a moment should not be missed for longer.
+/// Jobs that are then done alone, before mates are offered some again: about as many as one long
+/// vector makes, since a core that was taken for a moment should not be missed for longer.
 const ALONE: u32 = 1 << 10;
 
 /// The mates of this process, however many communicators it has.
 static MATES: [Mate; MOST - 1] = [const { Mate::new() }; MOST - 1];
 static CREWS: [Crew; MOST] = [Crew::new(0), Crew::new(1), Crew::new(2), Crew::new(3)];
 
-/// Whoever moves data, and some mates.
+/// The thread that moves data, and some mates.
 #[derive(Debug)]
 pub(crate) struct Crew {
     mates: usize,
@@ -64,7 +65,7 @@ pub(crate) struct Crew {
     alone: AtomicU32,
 }
 
-/// As many threads as are wanted, or as make sense.
+/// A crew of as many threads as are wanted, or as make sense.
 pub(crate) fn crew(threads: usize) -> io::Result<&'static dyn Team> {
     static STARTED: Mutex<usize> = Mutex::new(0);
     let mates = threads.min(MOST).saturating_sub(1);
@@ -81,8 +82,8 @@ impl Crew {
         Self { mates, missed: AtomicU32::new(0), alone: AtomicU32::new(0) }
     }
 
-    /// A mate that has nothing to do. If all have, one that sleeps is woken for the next time: to
-    /// wait for it would take longer than to do its part.
+    /// A mate that is free. If none is, one that sleeps is woken for the next time: waiting for it
+    /// would take longer than doing its part.
     fn free_mate(&self) -> Option<&'static Mate> {
         let alone = self.alone.load(Ordering::Relaxed);
         if alone > 0 {
@@ -97,7 +98,7 @@ impl Crew {
         free
     }
 
-    /// Takes note of whether a mate that looked for work has taken up what it was offered.
+    /// Notes whether a mate that looked for work has taken up what it was offered.
     fn note(&self, taken_up: bool) {
         let missed = if taken_up { 0 } else { self.missed.load(Ordering::Relaxed) + 1 };
         if missed >= MISSES {
@@ -121,7 +122,7 @@ impl Team for Crew {
             // SAFETY: nobody was offered the job.
             return unsafe { (*job).run() };
         };
-        // If this half panics, the other may still be running, with what is on this stack.
+        // If this half panics, the other may still be running, and using what is on this stack.
         let here = catch_unwind(AssertUnwindSafe(one));
         let there = if mate.post.take_back(address) {
             self.note(false);
@@ -129,7 +130,7 @@ impl Team for Crew {
             catch_unwind(AssertUnwindSafe(|| unsafe { (*job).run() })).is_ok()
         } else {
             self.note(true);
-            // SAFETY: rule 1, and a mate only ever shares what tells of progress.
+            // SAFETY: rule 1, and `progress` is all that a mate ever shares.
             unsafe { &(*job).progress }.wait()
         };
         if let Err(panic) = here {
@@ -159,7 +160,7 @@ impl Job<'_> {
 #[derive(Debug)]
 struct Mate {
     post: Post<AtomicUsize>,
-    /// There once it has started.
+    /// Set once it has started.
     thread: OnceLock<Thread>,
 }
 
@@ -175,7 +176,7 @@ impl Mate {
         Ok(())
     }
 
-    /// The thread: for as long as the process lasts.
+    /// The thread, which runs for as long as the process lasts.
     fn keep_helping(&self) {
         self.post.free();
         loop {
@@ -188,16 +189,16 @@ impl Mate {
         }
     }
 
-    /// Does what it is offered, until there was nothing for a while.
+    /// Does what it is offered, until there has been nothing for a while.
     fn help_until_idle(&self) {
         let mut since = Instant::now();
         loop {
             for _ in 0..LOOKS {
                 if let Some(job) = self.post.begin() {
                     let job: *mut Job<'static> = ptr::with_exposed_provenance_mut(job);
-                    // SAFETY: rules 1 and 2: it is there until it says that it is done, and until
-                    // then its work is this thread's alone. Its lifetime is not 'static, but longer
-                    // than that of this borrow.
+                    // SAFETY: rules 1 and 2: the job is there until it says that it is done, and
+                    // until then its work is this thread's alone. Its lifetime is not 'static, but
+                    // longer than that of this borrow.
                     let work = unsafe { &mut *(*job).work };
                     let went_well = catch_unwind(AssertUnwindSafe(work)).is_ok();
                     // SAFETY: rule 1.
@@ -223,7 +224,7 @@ impl Mate {
     }
 }
 
-/// What a post says beside the address of a job, which is never as low.
+/// What a post says when it does not hold the address of a job, which is never as low as these.
 const FREE: usize = 0;
 const BUSY: usize = 1;
 const ASLEEP: usize = 2;
@@ -280,7 +281,7 @@ impl<W: Word> Progress<W> {
         self.0.store(if well { ENDED } else { PANICKED });
     }
 
-    /// Waits for the end of a job that has begun; `false` if that was a panic.
+    /// Waits for the end of a job that has begun; `false` if it panicked.
     fn wait(&self) -> bool {
         for look in 0u32.. {
             match self.0.load() {
@@ -293,8 +294,8 @@ impl<W: Word> Progress<W> {
     }
 }
 
-/// A word that threads share. What one has done before it stores or exchanges, another that finds
-/// the word so can rely on.
+/// A word that threads share. Whatever a thread has done before it stores or exchanges a value, a
+/// thread that finds that value can rely on.
 trait Word {
     fn load(&self) -> usize;
     fn store(&self, value: usize);

@@ -25,7 +25,7 @@ pub struct Token([u8; 32]);
 pub struct TokenError(&'static str);
 
 impl Token {
-    /// A new one, from the operating system's randomness.
+    /// A new token, from the operating system's randomness.
     ///
     /// # Panics
     ///
@@ -53,7 +53,7 @@ impl Token {
         key
     }
 
-    /// The token in a file, which nobody but its owner may be able to read.
+    /// Reads the token in a file, which only its owner may be able to read.
     pub(crate) fn read(path: &Path) -> io::Result<Self> {
         let at =
             |error: io::Error| io::Error::new(error.kind(), format!("{}: {error}", path.display()));

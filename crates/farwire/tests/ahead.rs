@@ -42,7 +42,7 @@ fn the_message_after_one_that_timed_out_arrives() {
 }
 
 /// Nobody receives: the sender is stopped, both processes stay small, and everything else goes on.
-/// Then all arrive.
+/// Then all messages arrive.
 #[test]
 fn messages_that_nobody_receives_are_held_back() {
     hold_back("messages_that_nobody_receives_are_held_back", 70_000);
@@ -67,7 +67,7 @@ fn hold_back(test: &str, messages: u32) {
                 let held = sends.enumerate().find_map(|(i, sent)| Some((i, sent.err()?)));
                 let (sent, error) = held.expect("sends are held back");
                 assert!(error.to_string().contains("rank 0"), "{error}");
-                comm.send(vec![1u8], 0, 2).wait().unwrap(); // another tag is not
+                comm.send(vec![1u8], 0, 2).wait().unwrap(); // another tag is not held back
                 let sum = other.all_reduce(vec![1f32; 1_000_000], ReduceOp::Sum).wait().unwrap();
                 assert_eq!(sum, vec![2.0; 1_000_000]);
                 assert_small(link, "sender, held back", before);

@@ -14,11 +14,11 @@ use std::time::Instant;
 use counting::ALLOCATIONS;
 use farwire::{Communicator, ReduceOp};
 
-/// Operations before those that count, and those.
+/// Operations before counting begins, and operations that are counted.
 const WARM: usize = 200;
 const COUNTED: usize = 400;
-/// What other threads may ask for in a second, for heartbeats and the like: on a busy machine, many
-/// seconds go by in few operations.
+/// What other threads may ask for in a second, for heartbeats and the like: on a busy machine, a
+/// few operations take many seconds.
 const MEANWHILE: f64 = 200.0;
 /// Elements of a message in one frame, and of one in many.
 const LENGTHS: [usize; 2] = [256, 1 << 18];
@@ -34,7 +34,7 @@ enum Way {
     Slice,
 }
 
-/// How often this rank asks for memory in one all-reduce, on average, but for [`MEANWHILE`].
+/// How often this rank asks for memory in one all-reduce, on average, less [`MEANWHILE`].
 fn allocations(comm: &Communicator, len: usize, way: Way) -> f64 {
     let mut data = vec![0.0f32; len];
     let (mut before, mut start) = (0, Instant::now());
@@ -60,12 +60,12 @@ fn bound(link: &str, way: Way) -> [f64; 2] {
     match (link, way) {
         // Nothing.
         ("shm", Way::Apart) => [0.05, 0.05],
-        // The call in a box.
+        // The boxed call.
         ("shm", Way::InPlace) => [1.05, 1.05],
-        // And what tells the lender of the slice that it is free again.
+        // That, and what tells the lender of the slice that it is free again.
         ("shm", Way::Slice) => [4.05, 4.05],
         // Frames, packets and tasks of the network's threads, heartbeats among them: some for each
-        // frame, and with QUIC for each few packets.
+        // frame and, with QUIC, for every few packets.
         _ => [200.0, 1500.0],
     }
 }

@@ -12,11 +12,11 @@ fn gradient(rank: usize, len: usize) -> Vec<f32> {
     (0..len).map(|i| ((i * 31 + rank * 17) % 101) as f32 / 50.0 - 1.0).collect()
 }
 
-/// Through a choice by length, every call gives what the codec of its length gives.
+/// With a codec by length, every call gives what the codec of its length gives.
 fn equals_the_codec_of_its_length(comm: &Communicator, policy: &CodecPolicy) {
     for len in [0, 1000, 1024, 5000, 70_000] {
         let mine = gradient(comm.rank(), len);
-        // Of an all-gather, the result's length counts.
+        // For an all-gather, the result's length counts.
         let part = mine[..len / comm.size()].to_vec();
         let both = |compressor: Compressor, other: Compressor| {
             let reduced = comm.all_reduce_compressed(
@@ -75,7 +75,7 @@ fn each_length_takes_its_codec() {
     let policy: CodecPolicy = "bf16 from 4 KiB (1.5×); int8 from 256 KiB (3×)".parse().unwrap();
     on_threads(3, |comm| {
         equals_the_codec_of_its_length(&comm, &policy);
-        // What each owes is kept by name, whichever codec it is.
+        // What is owed is kept by name, whichever codec owes it.
         let compressor = Compressor::by_size(policy.clone());
         for (name, len, owes) in
             [("short", 1000, false), ("middle", 5000, true), ("long", 70_000, true)]
@@ -88,7 +88,7 @@ fn each_length_takes_its_codec() {
     });
 }
 
-/// One chooses, the other does something else, or chooses among others.
+/// One rank chooses. The other does something else, or chooses among other codecs.
 #[test]
 fn ranks_that_do_not_choose_together_get_an_error() {
     for other in 0..3 {

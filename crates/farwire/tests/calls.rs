@@ -30,7 +30,7 @@ fn serve_and_call(comm: &Communicator) {
     comm.barrier().wait().unwrap();
 
     for to in 0..comm.size() {
-        // Many at once, of all lengths, also several frames long, and a collective between them.
+        // Many at once, of all lengths, some several frames long, and a collective between them.
         let lens = [0, 1, 1000, 65_536, 200_000];
         let calls: Vec<_> =
             lens.iter().map(|len| comm.call(to, "echo", vec![7; *len], LONG)).collect();
@@ -76,7 +76,7 @@ fn any_process_calls_any_process() {
     }
 }
 
-/// A thousand callers' worth of requests to one rank, whose handlers are slow to start with.
+/// Three ranks make 300 requests each to one rank: far more than it runs handlers at once.
 #[test]
 fn more_calls_than_handlers_wait_their_turn() {
     on_threads(3, |comm| {
@@ -109,7 +109,7 @@ fn a_call_that_nobody_answers_ends_at_its_deadline() {
     });
 }
 
-/// Calls are futures, too, and the last handle may be dropped by whoever is woken.
+/// Calls are futures, too.
 #[test]
 fn calls_can_be_awaited() {
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();

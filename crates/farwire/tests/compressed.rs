@@ -1,5 +1,5 @@
-//! Tier 3: collectives through codecs between threads and processes, against the same on the
-//! simulated network.
+//! Tier 3: collectives through codecs between threads and processes, compared with the same calls
+//! on the simulated network.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -21,7 +21,7 @@ use rand::{RngExt, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 use rustix::process::{Signal, getpid, kill_process};
 
-/// What people use, and what goes other ways between the ranks.
+/// The codecs that people use, and two that travel between the ranks in other ways.
 fn codecs() -> impl Iterator<Item = &'static str> {
     farwire_codec::typical()
         .chain(["topk:0.02,mode=union", "powersgd:2"])
@@ -33,7 +33,8 @@ fn gradient(rank: usize, step: u64, len: usize) -> Vec<f32> {
     (0..len).map(|_| rng.random_range(-1.0f32..1.0).powi(3)).collect()
 }
 
-/// What the simulator makes of the same calls: all steps, and the residuals of all ranks.
+/// What the simulator makes of the same calls: the results of all steps, and the residuals of all
+/// ranks.
 fn simulated(codec: &str, ranks: usize, len: usize, steps: u64) -> (Vec<Vec<f32>>, Vec<Vec<u8>>) {
     let feedback: Vec<_> = (0..ranks).map(|_| ErrorFeedback::new()).collect();
     let results = (0..steps).map(|step| {
@@ -199,7 +200,7 @@ fn what_is_owed_is_sent_whatever_codec_comes_next() {
     }
 }
 
-/// A dense call that fails, or whose result is of no use, pays nothing: on no rank.
+/// A dense call that fails, or whose result is of no use, pays nothing, on any rank.
 #[test]
 fn what_is_owed_stays_owed_if_a_dense_call_does_not_succeed() {
     let together = std::sync::Barrier::new(3);
@@ -218,7 +219,7 @@ fn what_is_owed_stays_owed_if_a_dense_call_does_not_succeed() {
         assert!(mean[7].is_nan());
         assert_eq!(top.feedback().unwrap().to_bytes(), before, "rank {}: a NaN", comm.rank());
 
-        // Ranks that are out of step, once all are done with the call before.
+        // Ranks that are out of step, once all are done with the previous call.
         together.wait();
         let mine = gradient(comm.rank(), 1, if comm.rank() == 2 { 101 } else { 100 });
         let failed = comm.all_reduce_compressed("w", mine.clone(), ReduceOp::Mean, &none).wait();
@@ -233,8 +234,8 @@ fn what_is_owed_stays_owed_if_a_dense_call_does_not_succeed() {
     });
 }
 
-/// Many tensors in flight at once, dense calls between them, in f32 and bf16, and waited for in
-/// another order.
+/// Many tensors in flight at once, dense calls between them, in f32, f64 and bf16, and waited for
+/// in another order.
 #[test]
 fn coded_and_dense_calls_overlap() {
     on_threads(3, |comm| {
@@ -277,8 +278,8 @@ fn coded_and_dense_calls_overlap() {
     });
 }
 
-/// Short vectors are coded by whoever waits, long ones on a thread of their own: any thread may
-/// find another's result, and has to tell it.
+/// Short vectors are coded by a thread that waits, long ones on a thread of their own. Any thread
+/// may find another's result, and has to tell it.
 #[test]
 fn every_thread_gets_its_own_result_however_long() {
     on_threads(2, |comm| {

@@ -1,4 +1,5 @@
-//! Tier 3: processes that are killed, and a group that goes on without them; processes that join it.
+//! Tier 3: processes that are killed, and a group that goes on without them; processes that join
+//! it.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -11,7 +12,7 @@ use common::{assert_succeeds, start_processes, start_processes_with};
 use farwire::{Communicator, Error, Fault, MembershipError, ReduceOp, Token};
 use rustix::process::{Signal, getpid, kill_process};
 
-/// The sum of everyone's number, over as many elements as make several frames.
+/// The sum of everyone's number, over enough elements for several frames.
 fn sum(comm: &Communicator, mine: u32) -> Result<u32, Error> {
     let sums = comm.all_reduce(vec![mine; 50_000], ReduceOp::Sum).wait()?;
     assert!(sums.iter().all(|sum| *sum == sums[0]));
@@ -34,7 +35,7 @@ fn outlive(mut comm: Communicator, victims: &[usize]) {
     loop {
         match sum(&comm, 1 << me) {
             Ok(sum) if sum == left => break,
-            // Some of several may still have been there.
+            // Some of several victims may still have been there.
             Ok(_) => {}
             Err(error) => {
                 assert!(matches!(error.fault(), Some(Fault::PeerLost(_))), "{error}");
@@ -88,14 +89,14 @@ fn two_of_five_go_on_when_three_are_killed_at_once() {
 }
 
 /// Ranks 0 and 1 share a group of their own. Rank 1 learns of the death of another rank first, and
-/// goes on to the new group; what rank 0 waits for on theirs will never come.
+/// goes on to the new group. What rank 0 waits for in their own group will never come.
 #[test]
 fn what_waits_on_a_group_of_living_ranks_ends_when_the_world_changes() {
     std::thread::scope(|scope| {
         for comm in farwire::local(3).unwrap() {
             scope.spawn(move || {
                 let pair = comm.split(comm.rank() as u32 / 2, 0).unwrap();
-                // Rank 2 goes when both others are here: a death ends what is under way.
+                // Rank 2 leaves once both others are here: a death ends what is under way.
                 match comm.rank() {
                     2 => (0..2).for_each(|rank| drop(comm.recv::<u32>(1, rank, 0).wait().unwrap())),
                     _ => drop(comm.send(vec![0_u32], 2, 0)),
@@ -116,8 +117,8 @@ fn what_waits_on_a_group_of_living_ranks_ends_when_the_world_changes() {
     });
 }
 
-/// Over QUIC nobody knows whether the other has ended or cannot be reached. Of two, the lower goes
-/// on; the higher one gets an error that says why not.
+/// Over QUIC nobody knows whether the other has ended or cannot be reached. Of two, the lower rank
+/// goes on; the higher one gets an error that says why it does not.
 #[test]
 fn of_two_that_lose_sight_of_each_other_only_the_lower_goes_on() {
     const TEST: &str = "of_two_that_lose_sight_of_each_other_only_the_lower_goes_on";
@@ -187,8 +188,8 @@ fn processes_join_a_running_group_that_has_lost_rank_0() {
     }
 }
 
-/// One that waits to join, and is not let in before the job ends, is told so: it does not wait for
-/// as long as it may.
+/// A process that waits to join, and is not let in before the job ends, is told so, and does not
+/// wait for as long as it may.
 #[test]
 fn one_that_waits_hears_that_the_job_has_ended() {
     const TEST: &str = "one_that_waits_hears_that_the_job_has_ended";
@@ -234,12 +235,13 @@ fn start_joiner(test: &str, mark: &str, port: u16, token: &Token, link: &str) ->
         .unwrap()
 }
 
-/// Works and lets others in until the group has one member more than `wanted`; the victim then kills
-/// itself, and the rest makes one more step.
+/// Works and lets others in until the group has one member more than `wanted`. The victim then
+/// kills itself, and the others make one more step.
 fn work_until(mut comm: Communicator, wanted: usize, victim: Option<usize>) {
     let mut complete = false;
     loop {
-        // Also where the step fails: the victim may have its result, and end before all others do.
+        // Set even if the step fails: the victim may have its result, and end before all others
+        // have theirs.
         complete |= comm.size() > wanted;
         let step = || {
             let mine = vec![1u32, u32::from(complete)];

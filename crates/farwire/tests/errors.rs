@@ -117,8 +117,8 @@ fn refused_calls_give_their_vector_back() {
     });
 }
 
-/// It sends nothing, so the others wait: for the call as it should have been, or for another, which
-/// is an error on all.
+/// A refused call sends nothing, so the others wait for this rank's next: the call as it should
+/// have been, or another one, which is an error on all ranks.
 #[test]
 fn a_call_that_is_refused_on_one_rank_was_not_made() {
     let ints = || vec![1i32, 2, 3];
@@ -141,7 +141,7 @@ fn a_call_that_is_refused_on_one_rank_was_not_made() {
     });
 }
 
-/// Who gives none where one is needed is told so.
+/// A root that gives no vector where one is needed is told so.
 #[test]
 fn a_root_without_a_vector_is_refused() {
     on_threads(1, |comm| {

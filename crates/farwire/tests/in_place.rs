@@ -17,7 +17,7 @@ fn bytes<T: Element>(elements: &[T]) -> &[u8] {
     bytemuck::cast_slice(elements)
 }
 
-/// Everything that works in place against the call that keeps its input, bit for bit.
+/// Compares everything that works in place with the call that keeps its input, bit for bit.
 fn compare<T: Element>(comm: &Communicator, len: usize, op: ReduceOp) {
     let (me, n) = (comm.rank(), comm.size());
     let what = format!("{len} {} on rank {me} of {n}", T::DTYPE);
@@ -135,7 +135,7 @@ fn a_refused_call_leaves_the_memory_as_it_was() {
     });
 }
 
-/// Memory that tells when it is let go.
+/// Memory that tells when it is dropped.
 struct Lender {
     elements: Box<[f32]>,
     dropped: Sender<usize>,
@@ -168,8 +168,8 @@ fn memory_of_others_comes_back_with_its_owner() {
     assert_eq!(drops.try_iter().collect::<Vec<_>>(), [100_000; 3]);
 }
 
-/// The driver is the last to hold it, and lets it go without holding its own lock: the owner may do
-/// anything.
+/// The driver is the last to hold the memory, and drops it without holding its own lock: the owner
+/// may do anything.
 #[test]
 fn memory_that_nobody_waits_for_lives_until_its_operation_has_ended() {
     struct Nosy(Lender, Communicator);
@@ -232,8 +232,8 @@ fn a_lost_rank_gives_the_memory_back_with_the_error() {
     });
 }
 
-/// A waker of another task that panics, on the thread that waits for borrowed memory: the memory is
-/// let go before the panic goes on, and the group still works.
+/// Another task's waker panics on the thread that waits for borrowed memory. The memory is let go
+/// before the panic goes on, and the group still works.
 #[test]
 fn a_panic_while_waiting_lets_go_of_borrowed_memory_first() {
     use std::future::Future;

@@ -61,13 +61,13 @@ fn a_vector_of_another_type_than_its_call_is_refused_and_comes_back() {
             assert!(error.to_string().contains("takes no vector of f32"), "{error}");
             assert_eq!(error.take_input::<f32>(), Some(vec![1.0; count]));
         }
-        // It does not count as called.
+        // The refused calls do not count as made.
         assert_eq!(comm.run(sum(DType::F32), vec![1.0f32; count]).wait().unwrap(), [2.0; 4]);
         assert!(comm.run(Call::Barrier, Vec::<f32>::new()).wait().unwrap().is_empty());
     });
 }
 
-/// Segments that no slot holds are cut down, the same on all ranks.
+/// Segments that fit no slot are cut down, alike on all ranks.
 #[test]
 fn segments_of_any_size_work() {
     for segment in [1, 1000, 1 << 20, usize::MAX] {
@@ -197,7 +197,7 @@ fn members_alone_make_their_groups_and_the_wrong_ones_are_refused() {
         assert!(says(&[me, 5]).contains("use 0 to 4"));
         assert!(says(&[me, (me + 1) % 5, me]).contains(&format!("rank {me} is listed twice")));
 
-        // One alone; and groups of a group, whose ranks are the group's.
+        // A group of one; and a group made from a group, by that group's ranks.
         let alone = comm.subgroup(&[me], "alone").unwrap();
         assert_eq!(alone.all_reduce(vec![7u8], ReduceOp::Sum).wait().unwrap(), [7]);
         if me == 0 {
@@ -234,7 +234,7 @@ fn groups_of_the_same_name_and_ranks_are_new_ones_each_time() {
         drop((first, second));
         let third = make();
         assert_eq!(third.all_gather(mine(30)).wait().unwrap(), [30, 32]);
-        // Not the ids of children by split, nor those of another name.
+        // Their ids are not those of groups made by split, nor of groups with another name.
         let other = comm.subgroup(&[0, 2], "another").unwrap();
         assert_eq!(other.split(0, 0).unwrap().size(), 2);
     });
@@ -258,7 +258,7 @@ fn a_fault_in_a_group_names_ranks_of_the_group_and_of_the_world() {
         }
         let group = comm.subgroup(&[3, 2, 1], "some").unwrap();
         for _ in 0..2 {
-            // On the way, and before it has begun.
+            // The first fails on its way, the second before it has begun.
             let error =
                 group.all_reduce(vec![1.0f32; 10], ReduceOp::Sum).wait().unwrap_err().to_string();
             assert!(error.contains("rank 1 of the group (rank 2 of the world) is lost"), "{error}");
@@ -359,7 +359,7 @@ fn a_deadline_ends_the_wait() {
     });
 }
 
-/// Whoever is woken may do anything, also let go of the last handle.
+/// A waker may do anything, even drop the last handle.
 #[test]
 fn a_waker_may_drop_the_last_handle() {
     use std::future::Future;

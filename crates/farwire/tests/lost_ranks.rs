@@ -13,7 +13,7 @@ use rustix::process::{Pid, Signal, getpid, kill_process};
 
 const VICTIM: usize = 1;
 
-/// All-reduces until it fails; the victim does something to itself on the way.
+/// Makes all-reduces until one fails; the victim sends itself the signal on the way.
 fn loop_until_lost(comm: &Communicator, signal: Signal) {
     for round in 0.. {
         if round == 100 && comm.rank() == VICTIM {

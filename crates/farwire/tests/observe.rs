@@ -152,7 +152,7 @@ fn metrics_are_served_to_prometheus() {
         }
         comm.barrier().wait().unwrap();
         if comm.rank() == 0 {
-            // Somebody on this host has the port, and somebody the next.
+            // One rank has the port, and the other the next.
             let ranks: Vec<_> = [port, port + 1]
                 .into_iter()
                 .map(|port| {
@@ -178,7 +178,7 @@ fn metrics_are_served_to_prometheus() {
     }
 }
 
-/// Whoever set a variable is told which one, what it says, and what to do.
+/// The error names the variable, its value, and what to do.
 #[test]
 fn settings_that_cannot_be_used_are_named_with_their_value() {
     let folder = std::env::temp_dir().join(format!("farwire-settings-{}", std::process::id()));

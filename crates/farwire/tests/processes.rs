@@ -1,4 +1,5 @@
-//! Tier 3: ranks as processes of one machine, through shared memory and over QUIC on loopback.
+//! Tier 3: ranks as processes of one machine, through shared memory, and over QUIC and TCP on
+//! loopback.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -32,7 +33,7 @@ fn every_collective_equals_the_oracle_over_every_link() {
     }
 }
 
-/// Frames of one operation go over all of them, and are put together again.
+/// Frames of one operation go over all connections, and are put together again.
 #[test]
 fn several_connections_to_a_peer_carry_one_link() {
     const TEST: &str = "several_connections_to_a_peer_carry_one_link";
@@ -51,7 +52,7 @@ fn several_connections_to_a_peer_carry_one_link() {
     }
 }
 
-/// Also if there are more threads than cores, so that mates come late or not at all.
+/// Even if there are more threads than cores, so that mates come late or not at all.
 #[test]
 fn threads_that_help_change_no_bit() {
     const TEST: &str = "threads_that_help_change_no_bit";
@@ -74,7 +75,7 @@ fn threads_that_help_change_no_bit() {
     }
 }
 
-/// A notebook does that, and a program that trains twice.
+/// As a notebook does, or a program that trains twice.
 #[test]
 fn a_process_leaves_and_joins_again_at_the_same_port_at_once() {
     const TEST: &str = "a_process_leaves_and_joins_again_at_the_same_port_at_once";
@@ -115,7 +116,7 @@ fn resident() -> u64 {
     line.split_whitespace().nth(1).unwrap().parse().unwrap()
 }
 
-/// A long job: ranks that are ahead and behind by turns, and nothing piles up.
+/// A long job: ranks are ahead and behind by turns, and nothing piles up.
 #[test]
 fn ten_thousand_operations_keep_memory_flat() {
     const TEST: &str = "ten_thousand_operations_keep_memory_flat";
@@ -164,7 +165,7 @@ fn a_process_that_leaves_right_after_sending_loses_nothing() {
     }
 }
 
-/// The receiver asks only when the sender's process is gone.
+/// The receiver asks only once the sender's process is gone.
 #[test]
 fn a_message_outlives_its_sender() {
     for link in common::links() {

@@ -1,5 +1,5 @@
-//! Tier 3: whoever is not of the cluster, or not who it says, is refused, and a running job does
-//! not notice.
+//! Tier 3: a process that is not of the cluster, or not who it says it is, is refused, and a
+//! running job does not notice.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -49,12 +49,12 @@ fn builder(rank: u32, world: u32, port: u16, token: &Token, seconds: u64) -> Bui
         .join_timeout(Duration::from_secs(seconds))
 }
 
-/// What a process is told that must not get in.
+/// What a process is told when it is refused.
 fn refusal(builder: Builder) -> String {
     builder.join().map(|_| "it was let in").unwrap_err().to_string()
 }
 
-/// All ranks are there, and of one job.
+/// Checks that all ranks are there, and of one job.
 fn sum_to(expected: u32, comms: Vec<Communicator>) {
     std::thread::scope(|scope| {
         let sums: Vec<_> = comms
@@ -69,8 +69,8 @@ fn sum_to(expected: u32, comms: Vec<Communicator>) {
     });
 }
 
-/// Half-open handshakes in number, more than a process keeps at once, all at the one address that
-/// the ranks have, too.
+/// The number of half-open handshakes: more than a process keeps at once, all from one address,
+/// which the ranks have, too.
 const SLOW: usize = 300;
 
 #[test]
@@ -79,7 +79,7 @@ fn slow_handshakes_do_not_keep_ranks_from_joining() {
     std::thread::scope(|scope| {
         let zero = scope.spawn(|| join(0, 2, port, &token, 60).unwrap());
         let strangers = network().block_on(half_open(([127, 0, 0, 1], port).into(), SLOW));
-        // In less time than it would take for them to be given up.
+        // In less time than it takes to give the strangers up.
         let one = join(1, 2, port, &token, 8).unwrap();
         let zero = zero.join().unwrap();
         let sums = [zero, one]
@@ -108,8 +108,8 @@ fn silent_connections_do_not_keep_ranks_from_having_a_tcp_link() {
     });
 }
 
-/// All-reduces until the test says that it is enough, and checks each sum and the growth of this
-/// process.
+/// Makes all-reduces until the test says that it is enough, and checks each sum and the growth of
+/// this process.
 fn reduce_until_told(comm: &Communicator) {
     let enough = Arc::new(AtomicBool::new(false));
     let told = enough.clone();
@@ -138,8 +138,8 @@ fn reduce_until_told(comm: &Communicator) {
     }
 }
 
-/// Without a token in the environment, and with a key file of its own, which is another user's on
-/// the same machine.
+/// Joins without a token in the environment, and with a key file of its own, as another user of the
+/// same machine has.
 fn join_without_token(test: &str, port: u16) -> String {
     const MARK: &str = "FARWIRE_TEST_STRANGER";
     if std::env::var_os(MARK).is_some() {
@@ -184,7 +184,7 @@ fn strangers_come(test: &str, link: &str) {
         return; // this is one of them
     }
     for rank in &mut ranks {
-        // Byte by byte, so that what comes later is left for whoever reads then.
+        // Byte by byte, so that what comes later is left for later reads.
         let (mut said, mut byte) = (Vec::new(), [0]);
         while !said.ends_with(b"ready\n") {
             let read = rank.stdout.as_mut().unwrap().read_exact(&mut byte);
@@ -260,7 +260,7 @@ fn a_stray_of_another_job_does_not_end_a_healthy_one() {
         let rest = [1, 2].map(|rank| scope.spawn(move || of("healthy", rank, 3).join().unwrap()));
         let mut comms = vec![zero.join().unwrap()];
         comms.extend(rest.map(|rank| rank.join().unwrap()));
-        // Nor do they end it when it is complete.
+        // Nor do strays end it when it is complete.
         let error = refusal(of("stray", 1, 3));
         assert!(error.contains("belongs to job \"stray\""), "{error}");
         let error = refusal(of("healthy", 1, 3));
@@ -288,7 +288,7 @@ fn strays_in_a_loop_do_not_keep_a_job_from_starting() {
         });
         let comms = ranks.map(|rank| rank.join().unwrap());
         enough.store(true, SeqCst);
-        // Rank 0 stays until the last of them was told.
+        // Rank 0 stays until the last stray was told.
         for stray in strays {
             stray.join().unwrap();
         }
@@ -296,7 +296,8 @@ fn strays_in_a_loop_do_not_keep_a_job_from_starting() {
     });
 }
 
-/// Two jobs of one cluster are sent to one port: the first gets it, and all of the other are told.
+/// Two jobs of one cluster are sent to one port: the first gets it, and all ranks of the other are
+/// told.
 #[test]
 fn of_two_jobs_at_one_port_one_runs_and_the_other_is_told() {
     for order in 0..24 {
@@ -356,7 +357,7 @@ fn a_rank_that_is_taken_is_refused_and_the_job_goes_on() {
             let (token, tell) = (&token, tell.clone());
             scope.spawn(move || tell.send(join(1, 3, port, token, 60)));
         }
-        // One waits for rank 2, which comes when the other was refused.
+        // One of the two waits for rank 2, which comes once the other was refused.
         let error = told.recv().unwrap().unwrap_err().to_string();
         assert!(error.contains("there already is a rank 1"), "{error}");
         let two = join(2, 3, port, &token, 60).unwrap();
@@ -364,7 +365,8 @@ fn a_rank_that_is_taken_is_refused_and_the_job_goes_on() {
     });
 }
 
-/// It cannot say goodbye, so rank 0 still believes it to be there when its successor comes.
+/// A killed rank cannot say goodbye, so rank 0 still believes it to be there when its successor
+/// comes.
 #[test]
 fn a_rank_that_is_killed_while_it_joins_can_be_started_again() {
     const TEST: &str = "a_rank_that_is_killed_while_it_joins_can_be_started_again";
@@ -377,8 +379,8 @@ fn a_rank_that_is_killed_while_it_joins_can_be_started_again() {
     let (token, port) = (Token::generate(), free_port());
     std::thread::scope(|scope| {
         let zero = scope.spawn(|| join(0, 3, port, &token, 60).unwrap());
-        // What follows the handshake has a short header. By the third that it gets of these, rank 0
-        // has answered its greeting.
+        // What follows the handshake has a short header. By the third such packet that the rank
+        // gets, rank 0 has answered its hello.
         let (answer, heard) = std::sync::mpsc::channel();
         let relay = Relay::start(([127, 0, 0, 1], port).into(), move |way, datagram| {
             if way == Way::ToClient && datagram.first().is_some_and(|byte| byte & 0x80 == 0) {

@@ -1,5 +1,5 @@
 //! All-reduces between ranks that take themselves for ranks on several hosts: as threads, and as
-//! processes that share memory with those of their host alone.
+//! processes that share memory only with those of their own host.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -33,7 +33,7 @@ fn hosts_of(comm: &Communicator) -> Vec<u64> {
     (0..comm.size() as u32).map(|rank| placement.seat(farwire::Rank(rank)).host as u64).collect()
 }
 
-/// One all-reduce, against the oracle, with input and output apart and in one.
+/// Checks one all-reduce against the oracle, with a separate result and in place.
 fn check<T: Element>(comm: &Communicator, len: usize, op: ReduceOp, algorithm: Algorithm) {
     let world = WorldSize::new(comm.size() as u32).unwrap();
     let shape = Shape { hosts: hosts_of(comm), ..Shape::even(world, len, T::DTYPE, op) };
@@ -215,8 +215,8 @@ fn ranks_that_would_add_up_in_different_orders_refuse_each_other() {
     }
 }
 
-/// Two on one host and one on another, of which one is lost: then there is one on each. One more
-/// joins: again there are two levels, and all agree on who is where.
+/// Two ranks on one host and one on another. One of the two is lost: then there is one on each
+/// host. One more joins: again there are two levels, and all agree on who is where.
 #[test]
 fn members_that_join_and_leave_change_the_placement_on_all() {
     const TEST: &str = "members_that_join_and_leave_change_the_placement_on_all";
@@ -240,7 +240,7 @@ fn members_that_join_and_leave_change_the_placement_on_all() {
     let mut ranks = start_each(TEST, &[port; 3], &token, "auto", &settings, |comm| {
         assert_eq!(hosts_of(&comm), [0, 0, 1]);
         check::<f32>(&comm, 1009, ReduceOp::Sum, Algorithm::TwoLevel);
-        // Once the others have their results.
+        // Rank 1 dies once the others have their results.
         if comm.rank() == 1 {
             for other in [0, 2] {
                 comm.recv::<u8>(0, other, 0).wait().unwrap();

@@ -1,4 +1,4 @@
-//! Tier 3: who reads along on the wire learns neither the token nor what is sent.
+//! Tier 3: whoever listens on the wire learns neither the token nor what is sent.
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on should say where")]
 
@@ -10,7 +10,7 @@ use common::relay::{Relay, TcpRelay, Way};
 use common::{assert_succeeds, free_port, start_processes_at};
 use farwire::{Communicator, ReduceOp, Token};
 
-/// So short that no packet of payload can be without it.
+/// So short that every packet of payload has it.
 const PATTERN: &[u8] = b"FARWIRE IN CLEAR";
 const REPEATS: usize = 1 << 16;
 
@@ -59,7 +59,7 @@ fn exchange(comm: &Communicator) {
     assert!(comm.all_reduce(payload.clone(), ReduceOp::Max).wait().unwrap() == payload);
 }
 
-/// Starts two ranks, the second of which finds the first by way of `relay`. Nothing in the ranks
+/// Starts two ranks, the second of which finds the first by way of `relay`. `None` in the ranks
 /// themselves.
 fn run(test: &str, port: u16, relay: u16, token: &Token, link: &str) -> Option<()> {
     let ranks = start_processes_at(test, &[port, relay], token, link, &[], |comm| {
@@ -75,7 +75,7 @@ fn run(test: &str, port: u16, relay: u16, token: &Token, link: &str) -> Option<(
     Some(())
 }
 
-/// Nothing that went one way is to be understood.
+/// Checks that nothing that went one way can be understood.
 fn assert_secret(texts: &[Vec<u8>], token: &Token) {
     let bytes: usize = texts.iter().map(Vec::len).sum();
     println!("{} datagrams or connections, {bytes} bytes", texts.len());

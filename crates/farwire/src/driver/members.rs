@@ -1,11 +1,11 @@
 //! Who is in the group, as the driver sees it: it carries messages between members, says who is
 //! lost, and opens the communicator of each new view.
 //!
-//! Three rules of [`farwire_proto::membership`] are kept here. Messages go in the order in which they
-//! were made: one that finds no room holds up all that come after it, to whomever. And a process
-//! that gives a peer up says so in memory that they share, or closes their connection, so the peer
-//! never takes its death as completely proven. And one that has said goodbye says nothing more: it
-//! drops its [`Members`] then.
+//! This file keeps three rules of [`farwire_proto::membership`]. Messages leave in the order in
+//! which they were made: one that finds no room holds up all that come after it, whoever they are
+//! for. A process that gives a peer up says so in memory that they share, or closes their
+//! connection, so the peer never takes this process's death as completely proven. And a process
+//! that has said goodbye says nothing more: it drops its [`Members`] then.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::fmt;
@@ -21,17 +21,17 @@ use crate::link::{Arrival, Link, Liveness, Loss};
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MembershipError {
-    /// Those that can be reached are not enough.
+    /// Too few members can be reached.
     #[error(
-        "only {} of the group can be reached, and {} may have gone on without them; what runs on is \
-         the side with the majority. End this process, or join that side",
+        "only {} of the group can be reached, and {} may have gone on without them; the side \
+         with the majority goes on. End this process, or join that side",
         names(reached),
         names(missing)
     )]
     NoQuorum {
-        /// Who has answered, this process included, by their numbers.
+        /// The numbers of those that have answered, this process included.
         reached: Vec<Peer>,
-        /// Who has not, and is not known to be dead.
+        /// The numbers of those that have not, and are not known to be dead.
         missing: Vec<Peer>,
     },
     /// The group went on without this process.
@@ -43,7 +43,7 @@ pub enum MembershipError {
     Evicted {
         /// The group's newest epoch.
         epoch: Epoch,
-        /// How many are in it.
+        /// How many members it has.
         members: usize,
     },
     /// A member did not answer, and is not lost either.
@@ -52,20 +52,20 @@ pub enum MembershipError {
          for, or set a longer deadline"
     )]
     TimedOut {
-        /// The time it had.
+        /// The time allowed.
         after: std::time::Duration,
     },
-    /// A group that is only a part of the world.
+    /// The group is only a part of the world.
     #[error("only the communicator of all ranks can shrink or admit; do that, and split it again")]
     Part,
-    /// A group that is too large.
+    /// The group is too large to change.
     #[error("a group of more than 256 ranks cannot change; use fewer ranks, or restart the job")]
     TooLarge,
 }
 
 fn names(peers: &[Peer]) -> String {
     if peers.is_empty() {
-        return "others".to_owned(); // with whom those may have gone on that are dead by now
+        return "others".to_owned(); // members that are dead by now may have gone on with them
     }
     peers.iter().map(Peer::to_string).collect::<Vec<_>>().join(", ")
 }
@@ -77,13 +77,13 @@ struct Waiting {
     host: String,
 }
 
-/// A number for the host of a process, by the host's name. A process whose host has no name is on
-/// its own.
+/// A number for a process's host, made from the host's name. A process whose host has no name
+/// counts as alone on its host.
 pub(crate) fn host_number(name: &str, peer: Peer) -> u64 {
     if name.is_empty() {
         return u64::from(peer.0);
     }
-    // Longer than any peer's number; FNV-1a, since only equality counts.
+    // Above any peer's number; FNV-1a, since only equality counts.
     let step = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
     name.bytes().fold(0xcbf2_9ce4_8422_2325, step) | 1 << 63
 }
@@ -98,7 +98,7 @@ pub(crate) struct Members {
     /// Lost peers whose process may yet be seen to end.
     fading: Vec<(Peer, Arc<dyn Liveness>)>,
     trouble: Option<MembershipError>,
-    /// With so many members, nobody is let in.
+    /// With this many members, nobody more is let in.
     limit: usize,
 }
 
@@ -121,12 +121,13 @@ impl Members {
         }
     }
 
-    /// Lets nobody in while there are so many.
+    /// Lets nobody in while there are this many members.
     pub(crate) fn limited_to(self, limit: usize) -> Self {
         Self { limit, ..self }
     }
 
-    /// The same for the processes that a job starts with; `None` if they are too many to change.
+    /// The part of process `me` among those that a job starts with; `None` if they are too many to
+    /// change.
     pub(crate) fn founding(me: Peer, world: WorldSize, settings: Settings) -> Option<Self> {
         View::founding(Epoch(0), world.get()).map(|view| Self::new(me, view, settings))
     }
@@ -144,7 +145,7 @@ impl Members {
         self.agreement.poll_timeout()
     }
 
-    /// Says goodbye to those that wait to join: they will not, by way of this process.
+    /// Says goodbye to those that wait to join: they cannot, by way of this process.
     pub(super) fn close_lobby(self) {
         for mut waiting in self.lobby.into_values() {
             waiting.link.close();
@@ -171,7 +172,7 @@ impl Driver {
         self.members.as_ref().map_or(0, |members| members.lobby.len())
     }
 
-    /// Whether there are as many members as may be.
+    /// Whether the group has as many members as it may have.
     pub(crate) fn is_full(&self) -> bool {
         let is_full = |members: &Members| members.agreement.view().members().len() >= members.limit;
         self.members.as_ref().is_some_and(is_full)
@@ -188,7 +189,7 @@ impl Driver {
     }
 
     /// Begins as a member that has just been let in: opens the communicator of its first view, and
-    /// takes what has come before.
+    /// handles what has already arrived.
     pub(crate) fn enter(&mut self, early: Vec<(Peer, Arrival)>) {
         let Some(view) = self.view().cloned() else { return };
         self.machine.close(CommId::WORLD);
@@ -216,7 +217,7 @@ impl Driver {
         Ok(())
     }
 
-    /// The view after `epoch`, or why there is none; nothing, as long as that is not settled.
+    /// The view after `epoch`, or why there is none; `None` as long as that is not settled.
     pub(crate) fn answer(&self, epoch: Epoch) -> Option<Result<View, MembershipError>> {
         let members = self.members.as_ref()?;
         let view = members.agreement.view();
@@ -257,7 +258,8 @@ impl Driver {
         self.settle_members();
     }
 
-    /// What has become of lost peers and of those that wait, and what is due.
+    /// Notices lost peers that have ended, does what is due, and tries again to send what found no
+    /// room.
     pub(super) fn turn_members(&mut self, now: Time) -> bool {
         let Some(members) = &mut self.members else { return false };
         if members.is_idle() && members.fading.is_empty() {
@@ -279,7 +281,7 @@ impl Driver {
         false
     }
 
-    /// Forgets those that waited to join and are gone.
+    /// Forgets processes that waited to join and are gone.
     fn look_into_the_lobby(&mut self) {
         let Some(members) = &mut self.members else { return };
         let lost = |link: &dyn Link| link.liveness().is_some_and(|it| it.loss().is_some());
@@ -301,7 +303,8 @@ impl Driver {
                 members.outbox.push_back((outgoing.to, outgoing.message.encode()));
             }
             while let Some((to, message)) = members.outbox.front() {
-                // One that has said goodbye reads no more, so its link may never have room again.
+                // A peer that has said goodbye reads no more, so its link may never have room
+                // again.
                 let listens = !self.closed.contains(&to.peer);
                 let link = self.links.get_mut(to.peer.index()).and_then(Option::as_mut);
                 let link = link.filter(|_| listens);
@@ -339,7 +342,7 @@ impl Driver {
         }
     }
 
-    /// Goes on to a new view: new members get their links, and the communicator before it is
+    /// Goes on to a new view: new members get their links, and the previous communicator is
     /// replaced.
     fn change(&mut self, view: &View) {
         let now = self.now();

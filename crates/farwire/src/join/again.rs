@@ -24,8 +24,8 @@ pub(crate) struct Met {
     pub(crate) connection: Connection,
     /// Whether this process has called the other.
     pub(crate) called: bool,
-    /// The other, as its certificate has it. Its number may have changed since, or it may have none
-    /// yet.
+    /// The other process, by its number in its certificate. The number may have changed since, or
+    /// the process may have none yet.
     pub(crate) peer: Peer,
     pub(crate) again: Arc<Again>,
 }
@@ -39,7 +39,7 @@ pub(crate) struct Again {
     deadline: Instant,
 }
 
-/// Whom this process has given a ticket.
+/// The holders of tickets that this process has given out.
 #[derive(Debug, Default)]
 pub(super) struct Expected {
     holders: Mutex<HashMap<u64, Holder>>,
@@ -73,12 +73,12 @@ impl Again {
         Self { caller, expected, deadline: Instant::now() + patience }
     }
 
-    /// This process, as its certificate has it.
+    /// This process, by its number in its certificate.
     pub(crate) fn me(&self) -> Peer {
         self.caller.rank()
     }
 
-    /// How this process is connected to over TCP, and connects.
+    /// How this process makes and takes connections over TCP.
     pub(crate) fn tcp(&self) -> &Arc<TcpPort> {
         &self.caller.tcp
     }
@@ -160,7 +160,7 @@ impl Expected {
         self.holders.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Who waits for the holder of a ticket, if it was given to that rank.
+    /// Who waits for the holder of a ticket, if the ticket was given to the rank that shows it.
     pub(super) fn take(&self, shown: &Ticket) -> Option<(Peer, oneshot::Sender<Connection>)> {
         let mut holders = self.holders();
         holders.get(&shown.ticket).filter(|holder| holder.peer.0 == shown.rank)?;

@@ -1,10 +1,10 @@
 //! How a launcher learns how far its ranks are with finding each other.
 //!
-//! Until rank 0 has told all where the others are, one that dies can be replaced by itself: the others
-//! wait for it, and there is nothing to join yet. From when all are part of the group, another can
-//! join in its place. In between they *meet*, each waits for all others, and nobody has done anything
-//! yet: if one dies then, all had better begin once more. So a launcher shares a byte of memory with
-//! each of its ranks, and the rank notes there how far it is.
+//! Until rank 0 has told all ranks where the others are, one that dies can simply be replaced: the
+//! others wait for it, and there is nothing to join yet. Once all are part of the group, another
+//! process can join in its place. In between they *meet*: each waits for all others, and no rank
+//! has done anything yet. If one dies then, it is best that all begin once more. So a launcher
+//! shares a byte of memory with each of its ranks, and the rank notes there how far it is.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -14,14 +14,14 @@ use std::path::PathBuf;
 
 use rustix::fs::{MemfdFlags, OFlags, memfd_create};
 
-/// Set by a launcher to where a rank notes how far it is.
+/// Set by a launcher: where a rank notes how far it is.
 pub(crate) const VARIABLE: &str = "FARWIRE_BEGINNING";
 
-/// How far a rank is. What a rank that has noted nothing has, is 0.
+/// How far a rank is. The note of a rank that has made none is 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Note {
-    /// It knows where all others are, and gets to know them.
+    /// It knows where all others are, and is meeting them.
     Meets = 1,
     /// It is part of the group.
     IsIn = 2,
@@ -34,7 +34,7 @@ pub struct Beginning {
 }
 
 impl Beginning {
-    /// Of a job that has not begun.
+    /// The notes of a job that has not begun.
     pub fn new() -> io::Result<Self> {
         Ok(Self { notes: memfd_create("farwire-beginning", MemfdFlags::CLOEXEC)?.into() })
     }
@@ -44,8 +44,8 @@ impl Beginning {
         self.notes.set_len(0)
     }
 
-    /// The variable by which a rank is told of it, and its value. It serves as long as this process
-    /// lives.
+    /// The variable that tells a rank where its note is, and the variable's value. It is valid as
+    /// long as this process lives.
     pub fn variable(&self, rank: u32) -> (&'static str, String) {
         let (process, file) = (std::process::id(), self.notes.as_fd().as_raw_fd());
         (VARIABLE, format!("{rank}:/proc/{process}/fd/{file}"))
@@ -56,7 +56,8 @@ impl Beginning {
         self.notes.metadata().is_ok_and(|about| about.len() > 0)
     }
 
-    /// Whether all ranks have come: any of this launcher's has been part of the group.
+    /// Whether all ranks have come, which is so if any of this launcher's has been part of the
+    /// group.
     pub fn has_come(&self) -> bool {
         any_is_in(&self.notes)
     }
@@ -69,7 +70,7 @@ impl Beginning {
     }
 }
 
-/// The most notes that are looked at: more than ranks can be, and an end, whatever the file is.
+/// The most notes that are read: more than there can be ranks, and an end to files that have none.
 const NOTES: u64 = 1 << 20;
 
 fn any_is_in(notes: &File) -> bool {
@@ -93,13 +94,13 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// As a launcher writes it.
+    /// Parses what a launcher has written.
     pub(crate) fn parse(text: &str) -> Option<Self> {
         let (rank, path) = text.split_once(':')?;
         Some(Self { path: path.into(), rank: rank.parse().ok()? })
     }
 
-    /// Notes how far this rank is, unless it was further before: a program may join once more.
+    /// Notes how far this rank is, unless it was further before: a program may join more than once.
     pub(crate) fn note(&self, note: Note) {
         let noted = self.open(OpenOptions::new().read(true).write(true)).and_then(|file| {
             let (mut before, at) = ([0], self.rank.into());
@@ -120,7 +121,7 @@ impl Place {
         file.is_ok_and(|file| !any_is_in(&file))
     }
 
-    /// Opens what is there, without being held up, whatever it is.
+    /// Opens what is there, whatever it is, without blocking.
     fn open(&self, how: &mut OpenOptions) -> io::Result<File> {
         how.custom_flags(OFlags::NONBLOCK.bits().cast_signed()).open(&self.path)
     }

@@ -17,13 +17,13 @@ use super::tunnel::Tunnels;
 use crate::quic::transport::Transport;
 use crate::tcp::port::TcpPort;
 
-/// How long to wait for a peer to answer before asking again; each time twice as long, up to a
-/// limit. A peer that is not there yet should be found soon, a slow one needs time.
+/// How long to wait for a peer to answer before asking again; twice as long each time, up to a
+/// limit. A peer that is not there yet should be found soon; a slow one needs time.
 const FIRST_RETRY: Duration = Duration::from_secs(3);
 const MAX_RETRY: Duration = Duration::from_secs(12);
-/// How long it may take to connect a tunnel, while UDP is not tried.
+/// How long connecting a tunnel may take. UDP is not tried meanwhile.
 const TUNNEL: Duration = Duration::from_millis(1500);
-/// How long a process with another token may be at a peer's address.
+/// How long a process with another token may answer at a peer's address before that is an error.
 const OTHER_JOB: Duration = Duration::from_secs(5);
 
 /// A process that calls others.
@@ -46,7 +46,7 @@ impl Caller {
         Peer(self.hello.member.rank)
     }
 
-    /// A connection to a process whose certificate has this name. It may not let this one in yet.
+    /// Connects to a process whose certificate has this name. It may not let this process in yet.
     pub(super) async fn dial(&self, name: &str, address: SocketAddr) -> Result<Connection, String> {
         let mut client = self.client.clone();
         client.transport_config(self.transport.to(address));
@@ -86,7 +86,7 @@ impl Caller {
                     return Err(JoinError::Refused { by: peer, here, reason });
                 }
                 Ok(Ok(_)) => return Err(JoinError::Lost { peer, reason: NONSENSE.to_owned() }),
-                // A job that is about to end may still be there.
+                // An earlier job that is about to end may still be there.
                 Ok(Err(reason)) if reason == OTHER_TOKEN && begun.elapsed() > OTHER_JOB => {
                     return Err(JoinError::Refused { by: peer, here, reason });
                 }
@@ -119,8 +119,8 @@ impl Caller {
         Ok((Acquaintance { connection, to, from, member, called: true }, answer))
     }
 
-    /// Connects over UDP. If there is no answer in time, but there is one over TCP, through a
-    /// [tunnel](super::tunnel).
+    /// Connects over UDP; or through a [tunnel](super::tunnel), if nothing answers over UDP in
+    /// time, but something does over TCP.
     async fn reach(
         &self,
         name: &str,
@@ -136,7 +136,7 @@ impl Caller {
         }
         let passage = Tunnels::connect(self.tcp.local(), address, port);
         let Ok(Ok(passage)) = timeout(TUNNEL, passage).await else { return first? };
-        // It is there. But it may not have been a moment ago, so UDP has another chance.
+        // The peer is there. But it may not have been a moment ago, so UDP gets another chance.
         if let Ok(Ok(connection)) = timeout(patience / 2, self.dial(name, address)).await {
             return Ok(connection);
         }
@@ -144,7 +144,8 @@ impl Caller {
         timeout(patience, self.dial(name, address)).await.map_err(no_answer)?
     }
 
-    /// What a peer that has heard the hello says when its turn comes, in up to `limit` bytes.
+    /// Waits for what a peer that has heard the hello says when its turn comes, in up to `limit`
+    /// bytes.
     pub(super) async fn answer(
         &self,
         peer: Peer,
@@ -154,7 +155,7 @@ impl Caller {
         let here = self.rank();
         loop {
             return match timeout_at(self.deadline, read_up_to(&mut there.from, limit)).await {
-                // It wanted to know whether this process is still there.
+                // The peer wanted to know whether this process is still there.
                 Ok(Ok(Answer::Heard)) => continue,
                 Ok(Ok(Answer::Refused(reason))) => {
                     Err(JoinError::Refused { by: peer, here, reason })

@@ -6,8 +6,9 @@
 //! 2. It then gets one of a fixed number of places for the length of its handshake, which ends with
 //!    a certificate or a timeout.
 //! 3. When all places are taken, the oldest handshake of the most crowded address is dropped. A
-//!    rank needs its place for a few round trips and asks again when it has lost it; a stranger
-//!    that only holds places loses them to those that use them, and those of its own address first.
+//!    rank needs its place for a few round trips, and asks again when it has lost it. A stranger
+//!    that only holds places loses them to those that use theirs, and a crowd at one address loses
+//!    its own first.
 
 use std::collections::{HashMap, VecDeque};
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
@@ -22,18 +23,19 @@ use crate::quic::transport::Transport;
 
 /// How long one handshake may take.
 pub(crate) const HANDSHAKE: Duration = Duration::from_secs(10);
-/// Handshakes that may be in the middle at once.
+/// Handshakes that may be under way at once.
 const PLACES: usize = 256;
 /// At most one line about strangers goes to the log in this time.
 const QUIET: Duration = Duration::from_secs(1);
 
-/// Bounds on what waits for [`keep`] to look at it, which it does at once.
+/// Bounds how much may wait for [`keep`], which looks at everything at once.
 pub(crate) fn limit_incoming(server: &mut quinn::ServerConfig) {
     server.max_incoming(1024).incoming_buffer_size(64 << 10).incoming_buffer_size_total(4 << 20);
 }
 
-/// Answers all that connect, for as long as the endpoint lives. Passes on those that have proven to
-/// be of the cluster, and tells of those that have another token.
+/// Answers everyone who connects, for as long as the endpoint lives. Passes on connections that
+/// have proven to come from the cluster, and reports the addresses of those that have another
+/// token.
 pub(crate) async fn keep(
     endpoint: Endpoint,
     server: ServerConfig,
@@ -83,7 +85,7 @@ pub(super) fn is_about_certificates(error: &ConnectionError) -> bool {
     ALERTS.iter().any(|alert| u64::from(code) == FIRST_ALERT + alert)
 }
 
-/// What counts as one address: whoever has one of IPv6 has at least 2⁶⁴ of them.
+/// What counts as one address: whoever has one IPv6 address has at least 2⁶⁴ of them.
 fn neighbourhood(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(address) => {
@@ -93,7 +95,7 @@ fn neighbourhood(address: IpAddr) -> IpAddr {
     }
 }
 
-/// Where handshakes wait.
+/// Where handshakes take place.
 #[derive(Debug, Default)]
 pub(crate) struct Porch {
     places: Mutex<Places<AbortHandle>>,
@@ -158,7 +160,7 @@ struct Said {
     not_shown: u64,
 }
 
-/// Who is in the middle of a handshake, oldest first.
+/// The handshakes under way, oldest first.
 #[derive(Debug)]
 struct Places<T> {
     next: u64,
@@ -177,7 +179,7 @@ impl<T> Places<T> {
         self.next
     }
 
-    /// Takes a place. If there was none, returns who has to go for it.
+    /// Takes a place. If there was none left, returns the handshake that must go for it.
     fn enter(&mut self, id: u64, address: IpAddr, task: T) -> Option<T> {
         let evicted = if self.taken.len() < PLACES { None } else { self.evict() };
         self.taken.push_back((id, address, task));
@@ -188,7 +190,7 @@ impl<T> Places<T> {
         self.taken.retain(|(taken, ..)| *taken != id);
     }
 
-    /// The oldest of the most crowded address.
+    /// Takes the place of the oldest handshake of the most crowded address.
     fn evict(&mut self) -> Option<T> {
         let mut crowds: HashMap<IpAddr, usize> = HashMap::new();
         for (_, address, _) in &self.taken {

@@ -1,4 +1,4 @@
-//! Where this process stands, from the environment that launchers set.
+//! This process's place in a job, from the environment that launchers set.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -15,11 +15,11 @@ pub struct Place {
     pub world: WorldSize,
     /// Where rank 0 listens: a host name or address.
     pub master_host: String,
-    /// And on which UDP port.
+    /// The UDP port that it listens on.
     pub master_port: u16,
-    /// What the launcher calls the job, if it does. The same on all ranks.
+    /// The launcher's name for the job, if it has one. The same on all ranks.
     pub job: Option<String>,
-    /// Which launcher said so.
+    /// The launcher that said so.
     pub source: &'static str,
 }
 
@@ -30,7 +30,7 @@ impl Place {
             || self.master_host.parse().is_ok_and(|address: IpAddr| address.is_loopback())
     }
 
-    /// The place of a process that joins a job that runs, at one of its members' addresses.
+    /// The place of a process that joins a running job, at the address of one of its members.
     pub(crate) fn to_join(address: &str) -> Result<Self, EnvError> {
         let wrong = || EnvError::Value {
             name: "address to join",
@@ -54,7 +54,7 @@ impl Place {
     }
 }
 
-/// Why the environment does not say.
+/// Why the environment does not say which place this process has.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EnvError {
     /// No launcher's variables are set.
@@ -63,10 +63,10 @@ pub enum EnvError {
          `farwire launch -n 4 -- COMMAND`, torchrun, mpirun or srun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
     )]
     Nothing,
-    /// A variable is missing beside others that are set.
+    /// A variable is missing that belongs with one that is set.
     #[error("{0} is not set, but {1} is; set both, or neither")]
     Missing(&'static str, &'static str),
-    /// A value that does not parse.
+    /// A value does not parse.
     #[error("{name}={} is not {what}", shown(value))]
     Value {
         /// The variable.
@@ -76,7 +76,7 @@ pub enum EnvError {
         /// What it should be.
         what: &'static str,
     },
-    /// A rank that is not in the world.
+    /// The rank is not in the world.
     #[error("{rank_name}={rank} is not below {size_name}={size}; ranks count from 0")]
     OutOfRange {
         /// The variable with the rank.
@@ -98,7 +98,7 @@ pub(super) fn shown(value: &str) -> String {
     }
 }
 
-/// Every rank is connected to every other; beyond this a typing error is likelier than a job.
+/// Every rank is connected to every other, so beyond this a typing error is likelier than a job.
 const MOST_RANKS: u32 = 1 << 16;
 
 /// A launcher, and the variables by which it is known.
@@ -106,13 +106,13 @@ struct Launcher {
     source: &'static str,
     rank: &'static str,
     size: &'static str,
-    /// What it calls the job, the same for all ranks: the first of these that is set,
-    /// its parts with dots between. Where MASTER_PORT is not set, ranks derive a port from it.
+    /// Variables with the job's name, the same for all ranks: the first of these that is set, its
+    /// parts with dots between. Where MASTER_PORT is not set, ranks derive a port from it.
     job: &'static [&'static [&'static str]],
 }
 
-/// In the order they are looked for: what a user sets by hand, and what runs inside another, comes
-/// first.
+/// In the order they are looked for: first what a user may set by hand, and launchers that run
+/// inside others.
 const LAUNCHERS: [Launcher; 5] = [
     Launcher {
         source: "torchrun",
@@ -147,28 +147,28 @@ const KUBERNETES: &str = "a Kubernetes indexed job";
 impl Launcher {
     fn job(&self, lookup: &dyn Fn(&str) -> Option<String>, rank: u32) -> Option<String> {
         if self.source == KUBERNETES {
-            // A pod of an indexed job is called after the job and its index.
+            // A pod of an indexed job is named after the job and its index.
             let pod = lookup("HOSTNAME")?;
             let job = pod.strip_suffix(&format!("-{rank}"))?;
             return (!job.is_empty()).then(|| job.to_owned());
         }
         self.job.iter().find_map(|names| {
             let parts: Vec<_> = names.iter().map_while(|name| lookup(name)).collect();
-            // torchrun says "none" where it was given no name.
+            // torchrun says "none" if it was given no name.
             Some(parts.join(".")).filter(|job| !job.is_empty() && job != "none")
         })
     }
 }
 
 impl Place {
-    /// What this process's environment says.
+    /// Reads this process's place from its environment.
     pub fn from_env() -> Result<Self, EnvError> {
         Self::from_lookup(&|name| {
             std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
         })
     }
 
-    /// What an environment says.
+    /// Reads a place from an environment.
     pub(crate) fn from_lookup(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Self, EnvError> {
         let launcher = LAUNCHERS.iter().find(|launcher| lookup(launcher.rank).is_some());
         let Some(launcher) = launcher else {
@@ -225,12 +225,12 @@ impl fmt::Display for Place {
     }
 }
 
-/// Rank 0's host, as MASTER_ADDR says it. An address of IPv6 may stand in brackets.
+/// Rank 0's host, from MASTER_ADDR. An IPv6 address may be in brackets.
 fn master_host(lookup: &dyn Fn(&str) -> Option<String>) -> Result<Option<String>, EnvError> {
     let Some(value) = lookup("MASTER_ADDR") else { return Ok(None) };
     let host = value.trim();
     let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
-    // An address and a port in one; of IPv6 more than one colon is right.
+    // With one colon, it is an address and a port. An IPv6 address has more.
     if host.matches(':').count() == 1 {
         let what = "an address without a port, which goes into MASTER_PORT";
         return Err(EnvError::Value { name: "MASTER_ADDR", value, what });
@@ -259,7 +259,7 @@ fn number(
         .transpose()
 }
 
-/// A time as people write it: 90, 90s, 500ms, 10m, 2h; more than none, and at most a year.
+/// A time as people write it: 90, 90s, 500ms, 10m, 2h; more than zero, and at most a year.
 pub(crate) fn time(name: &'static str, value: &str) -> Result<Duration, EnvError> {
     let wrong = || EnvError::Value {
         name,
@@ -281,11 +281,10 @@ pub(crate) fn time(name: &'static str, value: &str) -> Result<Duration, EnvError
     if time.is_zero() || time > MAX_TIME { Err(wrong()) } else { Ok(time) }
 }
 
-/// No clock overflows for want of this much room.
+/// The longest time: no clock overflows when it is added.
 pub(crate) const MAX_TIME: Duration = Duration::from_secs(8760 * 3600);
 
-/// A port that all processes of a job derive from its name: from 20000 to 51999, below the upper
-/// half of the ports that most systems hand out by themselves.
+/// A port that all processes of a job derive from its name: from 20000 to 51999.
 fn port_of_job(job: &str) -> u16 {
     let hash = job
         .bytes()
@@ -339,7 +338,7 @@ mod tests {
         let job = |variables: &[(&str, &str)]| {
             place(&[variables, &master[..]].concat()).map(|place| (place.job, place.master_port))
         };
-        // A pod is called after its index, and PMI_ID is a process's own number: neither is a job's
+        // A pod is named after its index, and PMI_ID is a process's own number: neither is a job's
         // name.
         let pod = |rank, host| {
             job(&[("JOB_COMPLETION_INDEX", rank), ("JOB_COMPLETIONS", "4"), ("HOSTNAME", host)])

@@ -13,19 +13,20 @@ use super::refusals::Refusals;
 use super::rendezvous::{Acquaintance, Answer, Purpose, turn_away, write};
 use crate::quic::transport::KEEP_ALIVE;
 
-/// A process that is alive is heard of in this time, since its connection is kept alive.
+/// A live process is heard from within this time, since its connection is kept alive.
 const SIGN_OF_LIFE: Duration = Duration::from_millis(KEEP_ALIVE.as_millis() as u64 + 1500);
-/// How often to look who has answered the roll call.
+/// How often to check which ranks have answered the roll call.
 const LOOK: Duration = Duration::from_millis(2);
 
 /// A process of this job.
 #[derive(Debug)]
 pub(crate) struct Newcomer {
-    /// What it calls itself; nothing if it did not come but was called.
+    /// Its number for itself; `None` if it was called, and did not come by itself.
     pub(crate) process: Option<u64>,
     pub(crate) purpose: Purpose,
     pub(crate) known: Box<Acquaintance>,
-    /// If another process has come as this rank before: packets of that one, up to when this one came.
+    /// If another process came as this rank before: how many packets had come from that one when
+    /// this one came.
     pub(super) heard_before: Option<u64>,
 }
 
@@ -34,7 +35,7 @@ pub(super) struct Gathering {
     me: Peer,
     /// By rank.
     pub(super) peers: Vec<Option<Acquaintance>>,
-    /// The processes that higher ranks have come as.
+    /// By rank: the process that a higher rank has come as.
     processes: Vec<Option<u64>>,
     expected: Vec<u32>,
     door: mpsc::Sender<Newcomer>,
@@ -42,7 +43,7 @@ pub(super) struct Gathering {
 }
 
 impl Gathering {
-    /// Of those that come through `door`.
+    /// A gathering of the processes that come through `door`.
     pub(super) fn new(
         me: Peer,
         world: WorldSize,
@@ -54,8 +55,8 @@ impl Gathering {
         Self { me, processes: vec![None; world.len()], peers, expected, door, refusals }
     }
 
-    /// Waits until all are there, or until the deadline: then, who is not. Those that do not come
-    /// are called after a while.
+    /// Waits until all ranks are there; at the deadline, the error names those that are not. Ranks
+    /// that do not come are called after a while.
     pub(super) async fn complete(
         &mut self,
         newcomers: &mut mpsc::Receiver<Newcomer>,
@@ -90,8 +91,9 @@ impl Gathering {
         }
     }
 
-    /// Says something to all higher ranks, which their connections will acknowledge if the processes are
-    /// still there: the ranks, and how many packets had come from them before.
+    /// Sends something to all higher ranks, which their connections will acknowledge if the
+    /// processes are still there. Returns the ranks, each with the number of packets that had come
+    /// from it before.
     async fn call_roll(&mut self) -> Vec<(u32, u64)> {
         let mut silent = Vec::new();
         for rank in self.me.0 + 1..self.peers.len() as u32 {
@@ -152,7 +154,7 @@ impl Gathering {
                     );
                     return turn_away(known, reason, &self.refusals);
                 }
-                Some(_) => {} // nothing was heard of it since
+                Some(_) => {} // nothing has come from the first since
             }
         }
         self.peers[rank as usize] = Some(*known);

@@ -1,15 +1,15 @@
 //! A port that a launcher keeps free for a rank: for rank 0, and in an elastic job for each.
 //!
-//! A launcher has to name rank 0's port before rank 0 runs, and to those that join later a port of
-//! one that lives. If it only looked for a free one, another process (a sibling rank that asks for
-//! any port, say) could take it in between. So it holds the port: it binds a socket with
+//! A launcher has to name rank 0's port before rank 0 runs, and to those that join later the port
+//! of a rank that lives. If it only looked for a free port, another process (a sibling rank that
+//! asks for any port, say) could take that in between. So it holds the port: it binds a socket with
 //! `SO_REUSEADDR`, which keeps the port from everyone who binds without it. Rank 0 is told in
-//! [`VARIABLE`], binds with it, and switches it off again at once, so that from then on nobody can
-//! bind the port at all. The launcher's own socket is connected to itself: packets of others never
-//! go there.
+//! [`VARIABLE`], binds with `SO_REUSEADDR`, and switches that off again at once, so that from then
+//! on nobody can bind the port at all. The launcher's own socket is connected to itself, so packets
+//! from others never go there.
 //!
-//! The TCP port of the same number is held in the same way. For TCP, whoever listens has the port
-//! alone.
+//! The TCP port of the same number is held in the same way. With TCP, the process that listens has
+//! the port to itself.
 
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, UdpSocket};
@@ -17,7 +17,7 @@ use std::os::fd::OwnedFd;
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 
-/// Set to the held port by a launcher that holds one.
+/// Set by a launcher that holds a port, to that port.
 pub(crate) const VARIABLE: &str = "FARWIRE_HELD_PORT";
 
 /// A port of loopback that is kept free for one rank until this is dropped.
@@ -25,12 +25,12 @@ pub(crate) const VARIABLE: &str = "FARWIRE_HELD_PORT";
 pub struct HeldPort {
     port: u16,
     _socket: UdpSocket,
-    /// Nothing if another process has it: rank 0 can then only connect to others.
+    /// `None` if another process has it: rank 0 can then only connect to others.
     _tcp: Option<OwnedFd>,
 }
 
 impl HeldPort {
-    /// Any free port.
+    /// Holds any free port.
     pub fn any() -> io::Result<Self> {
         const TRIES: usize = 16;
         let mut tries = 0;
@@ -52,7 +52,7 @@ impl HeldPort {
         self.port
     }
 
-    /// The variable that tells that rank of it, and its value.
+    /// The variable that tells the rank of the port, and its value.
     pub fn variable(&self) -> (&'static str, String) {
         (VARIABLE, self.port.to_string())
     }

@@ -6,10 +6,10 @@
 //! of every connection check that the other's certificate is from this authority, for the rank it
 //! claims, and of the same job. A process that does not know the token cannot make one.
 //!
-//! A connection is made to the first name, so that a process of another job gets as far as being
-//! told what is wrong; the second is checked before anything it says is acted on. A process that
-//! joins a running job does not know whose address it was given, so there is a third name that all
-//! have, `member.<cluster>.farwire`.
+//! A connection is made to the first name, so that a process of another job gets far enough to be
+//! told what is wrong. The second name is checked before anything that a process says is acted on.
+//! A process that joins a running job does not know which rank's address it was given, so every
+//! certificate has a third name, `member.<cluster>.farwire`.
 
 use std::sync::Arc;
 
@@ -31,13 +31,14 @@ use crate::token::Token;
 /// What the two sides agree to speak: over QUIC, and over TCP.
 const ALPN: &[u8] = b"farwire/1";
 const ALPN_TCP: &[u8] = b"farwire-tcp/1";
-/// How long a certificate is good for. It is looked at when a connection is made, and a process may
-/// be called as long as it runs: by one that joins, weeks later. The key never leaves the process.
+/// How long a certificate is valid. It is checked when a connection is made, and a process may be
+/// called as long as it runs: perhaps weeks later, by one that joins. The key never leaves the
+/// process.
 const VALID: Duration = Duration::days(10 * 365);
 /// How far clocks may differ.
 const SKEW: Duration = Duration::days(1);
 
-/// This process's certificate, and the authority that all of the cluster's are from.
+/// This process's certificate, and the authority that issues all of the cluster's.
 #[derive(Debug)]
 pub(crate) struct Identity {
     cluster: String,
@@ -49,7 +50,7 @@ pub(crate) struct Identity {
     key: PrivatePkcs8KeyDer<'static>,
 }
 
-/// Something in the making of keys and certificates went wrong.
+/// A key or a certificate could not be made.
 #[derive(Debug, thiserror::Error)]
 #[error("could not make this process's certificate: {0}")]
 pub(crate) struct IdentityError(Box<dyn std::error::Error + Send + Sync>);
@@ -72,7 +73,7 @@ impl Identity {
         let job = hex(&token.derive::<16>(&format!("job {}", job.key())));
         let now = OffsetDateTime::now_utc();
 
-        // An Ed25519 private key is any 32 bytes; this is what stands before them in PKCS #8.
+        // An Ed25519 private key is any 32 bytes; this is what precedes them in PKCS #8.
         let mut pkcs8 = vec![
             0x30, 0x2e, 0x02, 0x01, 0x00, 0x30, 0x05, 0x06, 0x03, 0x2b, 0x65, 0x70, 0x04, 0x22,
             0x04, 0x20,
@@ -156,19 +157,19 @@ impl Identity {
         Ok(quinn::ClientConfig::new(Arc::new(tls)))
     }
 
-    /// How this process answers, and calls, over TCP.
+    /// How this process accepts, and makes, connections over TCP.
     pub(crate) fn tcp_configs(
         &self,
     ) -> Result<(Arc<rustls::ServerConfig>, Arc<rustls::ClientConfig>), IdentityError> {
         let mut provider = aws_lc_rs::default_provider();
-        // The first that both have is used. Encryption is the largest cost, and the shorter key,
-        // which is long enough, is a quarter cheaper.
+        // The first suite that both sides have is used. Encryption is the largest cost, and the
+        // shorter key, which is long enough, is a quarter cheaper.
         let shorter =
             |suite: &SupportedCipherSuite| suite.suite() != CipherSuite::TLS13_AES_128_GCM_SHA256;
         provider.cipher_suites.sort_by_key(shorter);
         let mut server = self.server_tls(provider.clone(), ALPN_TCP)?;
         let mut client = self.client_tls(provider, ALPN_TCP)?;
-        // Connections are made once, so nothing is kept to resume them.
+        // Each connection is made only once, so nothing is kept to resume it.
         server.send_tls13_tickets = 0;
         client.resumption = rustls::client::Resumption::disabled();
         Ok((Arc::new(server), Arc::new(client)))

@@ -1,8 +1,8 @@
 //! Which job a process belongs to.
 //!
-//! A token names a cluster, and several jobs of a cluster may run at once, even at one address one
-//! after the other. A job's name keeps them apart: it is part of every certificate, and both ends
-//! of a connection compare it before anything else.
+//! A token names a cluster, and several jobs of a cluster may run at once, or one after the other
+//! at one address. A job's name keeps them apart: it is part of every certificate, and both ends of
+//! a connection compare it before anything else.
 //!
 //! A job without a name is told from others by its number of ranks and by its address alone. The
 //! address is not made part of a name, because ranks may spell it differently or reach it through a
@@ -28,7 +28,7 @@ impl JobName {
         (1..=MAX_LEN).contains(&text.len()).then(|| Self(Some(text.to_owned())))
     }
 
-    /// Text that differs between any two jobs of different names, named or not.
+    /// Text that differs for any two names, and for a job without one.
     pub(crate) fn key(&self) -> String {
         self.0.as_ref().map_or_else(|| "unnamed".to_owned(), |name| format!("named {name}"))
     }

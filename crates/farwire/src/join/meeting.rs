@@ -1,15 +1,16 @@
 //! How two ranks meet, once rank 0 has told both where the other is.
 //!
-//! The higher calls the lower. If it does not get through for a while, because the lower one is behind
-//! NAT or a firewall, the lower calls the higher, too. That is enough if one of them can be reached.
+//! The higher rank calls the lower. If it does not get through for a while, because the lower one
+//! is behind NAT or a firewall, the lower one calls the higher, too. That is enough if one of them
+//! can be reached.
 //!
-//! If neither can, they often meet all the same. The lower *knocks* at once: it sends a byte that means
-//! nothing, so that its NAT takes what the higher one sends for an answer, as the other NAT does with
-//! what the lower one sends. (A call would do, too. But many NATs are spoilt for that by a packet that
-//! comes from outside before one has gone out, so it must not be late.)
+//! If neither can, they often meet all the same. The lower one *knocks* at once: it sends a byte
+//! that means nothing, so that its NAT takes packets from the higher one for an answer, as the
+//! other NAT does with packets from the lower one. (A call would do, too, but must not be late:
+//! many NATs no longer allow this once a packet has come from outside before one has gone out.)
 //!
-//! Both calls may get through. Then the lower one decides: it keeps one of the connections, and says
-//! who it is on that one only.
+//! Both calls may get through. Then the lower one decides: it keeps one of the connections, and
+//! says who it is on that one only.
 
 use std::collections::BTreeMap;
 use std::net::{SocketAddr, UdpSocket};
@@ -38,16 +39,16 @@ pub(super) fn knock(socket: &UdpSocket, me: Peer, table: &Table) {
     }
 }
 
-/// Meets all lower ranks but 0. `from_below` are those that called this one.
+/// Meets all lower ranks but 0. Those that have called this one come through `from_below`.
 pub(super) async fn lower(
     caller: Arc<Caller>,
     table: &Table,
     mut from_below: mpsc::Receiver<Newcomer>,
 ) -> Result<Vec<(Peer, Acquaintance)>, JoinError> {
     let mut ways = JoinSet::new();
-    // How many ways may still lead to those that it has not met.
+    // How many ways may still lead to each rank that has not been met.
     let mut missing = BTreeMap::new();
-    // All at once: a call takes several round trips, and far ranks are many.
+    // All at once: a call takes several round trips, and there may be many far ranks.
     for (rank, (_, address)) in table.iter().enumerate().take(caller.rank().index()).skip(1) {
         let (peer, caller) = (Peer(rank as u32), caller.clone());
         let reason = "rank 0 does not know its address".to_owned();
@@ -101,15 +102,15 @@ async fn introduced(
     Ok(there)
 }
 
-/// Calls to higher ranks that have not come after a while. Those that answer come in by the door, as
-/// if they had called.
+/// Calls to higher ranks that have not come after a while. Those that answer come in by the door,
+/// as if they had called.
 pub(super) struct Calls<'a> {
     caller: &'a Arc<Caller>,
     table: &'a Table,
     door: &'a mpsc::Sender<Newcomer>,
-    /// When it is time for them, if they were not made.
+    /// When to make them; `None` if they were made, or will not be.
     due: Option<Instant>,
-    /// They end with this.
+    /// The calls under way, which end when this is dropped.
     made: JoinSet<()>,
 }
 
@@ -124,7 +125,7 @@ impl<'a> Calls<'a> {
         Self { caller, table, door, due, made: JoinSet::new() }
     }
 
-    /// Waits until it is time for them; forever if they were made.
+    /// Waits until it is time for the calls; forever if they were made, or will not be.
     pub(super) async fn are_due(&self) {
         match self.due {
             Some(due) => sleep_until(due).await,

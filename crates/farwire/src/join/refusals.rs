@@ -5,7 +5,7 @@ use std::sync::{Mutex, PoisonError};
 
 use super::door;
 
-/// The processes that were refused: for the log, and for an error if somebody turns out to be
+/// The processes that were refused: for the log, and for an error if a rank turns out to be
 /// missing.
 #[derive(Debug, Default)]
 pub(super) struct Refusals {
@@ -22,12 +22,12 @@ struct SoFar {
 }
 
 impl Refusals {
-    /// A process that has the cluster's token.
+    /// Notes a process that has the cluster's token.
     pub(super) fn add(&self, from: SocketAddr, reason: &str) {
         self.count(from, reason, true);
     }
 
-    /// Any other.
+    /// Notes any other process.
     pub(super) fn add_stranger(&self, from: SocketAddr, reason: &str) {
         self.count(from, reason, false);
     }
@@ -43,7 +43,7 @@ impl Refusals {
         }
     }
 
-    /// What an error says of them: a clause, or nothing if there were none.
+    /// A clause about them, for an error; empty if there were none.
     pub(super) fn clause(&self) -> String {
         match &*self.so_far.lock().unwrap_or_else(PoisonError::into_inner) {
             SoFar { count: 0, .. } => String::new(),

@@ -5,13 +5,13 @@
 //! 3. Of every other pair, the higher rank connects to the lower, or else the lower to the higher
 //!    ([`meeting`]).
 //!
-//! Every connection is QUIC with certificates on both sides ([`Identity`]), and each of these has a
-//! *control stream*, on which the hello was said and heartbeats will be. A pair that needs more
-//! connections makes them later ([`Again`]).
+//! Every connection is QUIC with certificates on both sides ([`Identity`]), and has a *control
+//! stream*, which carries the hello and, later, heartbeats. A pair that needs more connections
+//! makes them later ([`Again`]).
 //!
 //! A process that does not belong (of another job, for another number of ranks, with a rank that is
 //! taken, of another version) is told so and forgotten; the group goes on waiting for its own
-//! ranks. The same happens to any that come when the group is complete.
+//! ranks. The same happens to any process that comes when the group is complete.
 
 use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket};
@@ -42,13 +42,13 @@ use crate::quic::transport::{Transport, widen};
 use crate::settings::Later;
 use crate::tcp::port::{TcpPort, TcpSettings};
 
-/// How long to wait before rank 0 is called again, which was lost or has no place yet.
+/// How long to wait before calling rank 0 again, if it was lost or has no place yet.
 const RETRY: Duration = Duration::from_millis(100);
 /// How long one hello may take.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 /// The longest message, apart from the table of ranks.
 pub(super) const MAX_MESSAGE: usize = 16 << 10;
-/// The longest entry of the table of ranks, which is as long as the job is large.
+/// The longest entry of the table of ranks, which has one for each rank.
 const MAX_ENTRY: usize = 512;
 /// The longest name of a host, in bytes.
 pub(crate) const MAX_HOST: usize = 48;
@@ -65,7 +65,7 @@ pub(crate) struct Acquaintance {
 }
 
 impl Acquaintance {
-    /// Leaves a peer that has been told why: waits until it has read that, or for a moment.
+    /// Leaves a peer that has been told why: waits until it has read that, but only for a moment.
     pub(crate) async fn part(mut self) {
         let _ = self.to.finish();
         let _ = timeout(Duration::from_secs(1), self.to.stopped()).await;
@@ -88,9 +88,9 @@ pub(super) struct Hello {
     /// Read before the rest, which another version may lay out differently.
     version: u8,
     job: JobName,
-    /// What all processes of a job have in common, in lines.
+    /// What all processes of a job must agree on, in lines.
     agree_on: String,
-    /// What one that joins has in common with the others, too.
+    /// What a process that joins must agree on, too.
     #[serde(default)]
     agree_later: Option<String>,
     world: u32,
@@ -107,16 +107,16 @@ pub(crate) enum Purpose {
     /// It is one of those that the job starts with.
     #[default]
     Start,
-    /// It wants to join a job that runs.
+    /// It wants to join a running job.
     Join,
     /// It wants to know who is in that job.
     Look,
 }
 
-/// The rank of a process that joins a running job, in its certificate and until it has one.
+/// The rank of a process that joins a running job: in its certificate, and until it gets a number.
 pub(crate) const JOINER: Peer = Peer(u32::MAX);
 
-/// Who is in a job that runs, and where, as one of them knows it.
+/// Who is in a running job, and where, as one of its members knows it.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub(crate) struct Book {
     pub(crate) epoch: u32,
@@ -131,7 +131,7 @@ pub(crate) struct Entry {
     pub(crate) number: u32,
     pub(crate) process: u64,
     pub(crate) member: Member,
-    /// Nothing for the one that says so: it is where the connection is.
+    /// `None` for the member that says so: it is where the connection leads.
     pub(crate) address: Option<SocketAddr>,
 }
 
@@ -146,7 +146,8 @@ pub(crate) struct Member {
 }
 
 impl Member {
-    /// Whether it says that it is on the host of this name. One without a name is on its own.
+    /// Whether it says that it is on the host of this name. A process whose host has no name is on
+    /// its own.
     pub(crate) fn is_on(&self, host: &str) -> bool {
         !self.host.is_empty() && self.host == host
     }
@@ -159,9 +160,9 @@ pub(super) enum Answer {
     Welcome(Vec<(Member, Option<SocketAddr>)>),
     /// Your hello has been heard; wait.
     Heard,
-    /// The same about me.
+    /// Who I am.
     Member(Member),
-    /// And why.
+    /// You are refused, for this reason.
     Refused(String),
     /// Who is in the job, for one that wants to join.
     Book(Book),
@@ -174,31 +175,31 @@ pub(crate) struct Terms<'a> {
     pub(crate) job: &'a JobName,
     pub(crate) agree_on: &'a str,
     pub(crate) agree_later: &'a Later,
-    /// What this process calls its host.
+    /// This process's name for its host.
     pub(crate) host: &'a str,
     pub(crate) epoch: Epoch,
     /// Where rank 0 listens.
     pub(crate) master: SocketAddr,
     /// Where any other rank listens; 0 for any port.
     pub(crate) port: u16,
-    /// The network interface to use; nothing for whichever leads to a peer.
+    /// The network interface to use; `None` for whichever leads to a peer.
     pub(crate) interface: Option<&'a str>,
     /// Whether a launcher keeps this process's port free for it.
     pub(crate) port_is_held: bool,
-    /// Where it is noted how far this process is, if a launcher replaces ranks.
+    /// Where this process notes how far it is, if a launcher replaces ranks.
     pub(crate) beginning: Option<&'a beginning::Place>,
     /// Whether it also listens on TCP, and how.
     pub(crate) tcp: Option<&'a TcpSettings>,
-    /// How long it may take.
+    /// How long joining may take.
     pub(crate) timeout: Duration,
-    /// Where those are sent that want to join later, if they may.
+    /// Where processes go that want to join later, if they may.
     pub(crate) lobby: Option<mpsc::Sender<Newcomer>>,
 }
 
 /// Why a process could not join.
 #[derive(Debug, thiserror::Error)]
 pub enum JoinError {
-    /// The address of rank 0 is not one.
+    /// The address of rank 0 could not be resolved.
     #[error(
         "could not resolve {host}: {error}; give an address that this machine can find (MASTER_ADDR, or \
          the address to join)"
@@ -209,7 +210,7 @@ pub enum JoinError {
         /// What the system said.
         error: std::io::Error,
     },
-    /// No socket.
+    /// This process could not listen.
     #[error(
         "could not listen on UDP {address}: {error}; end what uses the port, perhaps another job, or set \
          MASTER_PORT (rank 0) or FARWIRE_PORT (others) to another"
@@ -222,7 +223,7 @@ pub enum JoinError {
     },
     /// No such network interface.
     #[error(
-        "there is no interface {name:?} with an {family} address, which MASTER_ADDR is; set \
+        "there is no interface {name:?} with an {family} address, as rank 0 has; set \
          FARWIRE_INTERFACE to one of these: {there}"
     )]
     Interface {
@@ -230,10 +231,10 @@ pub enum JoinError {
         name: String,
         /// Which kind of address it should have.
         family: &'static str,
-        /// All there are, with their addresses.
+        /// All interfaces, with their addresses.
         there: String,
     },
-    /// An interface that leads to no other machine.
+    /// The interface leads to no other machine.
     #[error(
         "interface {name:?} does not leave this machine, and rank 0 is on another, at {master}; set \
          FARWIRE_INTERFACE to one that leads there, or leave it unset"
@@ -257,35 +258,35 @@ pub enum JoinError {
         peer: Peer,
         /// Where it should be.
         address: SocketAddr,
-        /// For how long it was tried.
+        /// How long it was tried.
         waited: Duration,
         /// What happened last.
         last: String,
     },
-    /// Some rank did not come.
+    /// Some ranks did not come.
     #[error(
-        "{missing} did not come within {waited:?}{refused}; look at what they say, and check that they \
+        "{missing} did not come within {waited:?}{refused}; look at their output, and check that they \
          have the same MASTER_ADDR, MASTER_PORT, token and job"
     )]
     Missing {
-        /// Who.
+        /// Their names.
         missing: String,
-        /// For how long they were waited for.
+        /// How long they were waited for.
         waited: Duration,
         /// A clause about processes that came and were refused; empty if there were none.
         refused: String,
     },
-    /// Rank 0, or the one that was asked, said no.
+    /// Rank 0, or another rank that was called, refused this one.
     #[error("{by} refused {here}: {reason}")]
     Refused {
-        /// Who said no.
+        /// The rank that refused.
         by: Peer,
-        /// To whom.
+        /// The rank that it refused.
         here: Peer,
         /// Why.
         reason: String,
     },
-    /// A job that runs does not want this process.
+    /// A running job refused this process.
     #[error("was refused at {address}: {reason}")]
     TurnedAway {
         /// Where it asked.
@@ -293,7 +294,7 @@ pub enum JoinError {
         /// Why.
         reason: String,
     },
-    /// A job that runs did not let this process in.
+    /// A running job did not let this process in.
     #[error(
         "was not let in at {address} within {waited:?}: {last}; check that the job runs, lets others \
          join (FARWIRE_ELASTIC or `--elastic`), and has the same token and job name"
@@ -301,7 +302,7 @@ pub enum JoinError {
     NotAdmitted {
         /// Where it asked.
         address: SocketAddr,
-        /// For how long it waited.
+        /// How long it waited.
         waited: Duration,
         /// What happened last.
         last: String,
@@ -309,15 +310,15 @@ pub enum JoinError {
     /// A connection failed in the middle.
     #[error("lost {peer} while joining: {reason}")]
     Lost {
-        /// Who.
+        /// The peer.
         peer: Peer,
-        /// How.
+        /// How it was lost.
         reason: String,
     },
-    /// No certificate.
+    /// The certificate could not be made.
     #[error("{0}")]
     Identity(String),
-    /// Two processes have no link in common, or this one cannot have what a link needs.
+    /// Two processes have no link in common, or this one cannot get what a link needs.
     #[error("{0}")]
     Link(String),
 }
@@ -394,8 +395,8 @@ pub(crate) async fn join(
     let (mut first, mut table) = (None, Vec::new());
     if me != Peer(0) {
         let limit = MAX_MESSAGE + MAX_ENTRY * world.len();
-        // A launcher that starts lost ranks again does so with rank 0, and with those of a group that
-        // was complete, until all of one have found each other.
+        // A launcher that restarts lost ranks may restart rank 0, and even a group that was
+        // complete, until all ranks of a group have found each other.
         let may_come_again = |error: &JoinError| {
             let again = match error {
                 JoinError::Lost { .. } => true,
@@ -461,7 +462,7 @@ pub(crate) async fn join(
 }
 
 impl Hello {
-    /// What a process says.
+    /// This process's hello.
     pub(super) fn new(terms: &Terms<'_>, purpose: Purpose) -> Result<Self, JoinError> {
         let mut random = [0; 8];
         aws_lc_rs::rand::fill(&mut random)
@@ -474,7 +475,8 @@ impl Hello {
             agree_later: terms.agree_later.get().cloned(),
             world: terms.place.world.get(),
             epoch: terms.epoch.0,
-            // Those that a job starts with are named by their ranks later, so this is never one.
+            // Processes that a job starts with are later named by their ranks, so this is never a
+            // rank.
             process: u64::from_le_bytes(random) | 1 << 63,
             purpose,
             member: Member { rank: terms.place.rank.0, host: terms.host.to_owned(), cores },
@@ -492,7 +494,7 @@ pub(super) struct Ears {
     pub(super) tcp: Arc<TcpPort>,
 }
 
-/// Listens: rank 0 where all look for it.
+/// Listens; rank 0 does so where all others look for it.
 pub(super) async fn listen(terms: &Terms<'_>, identity: &Arc<Identity>) -> Result<Ears, JoinError> {
     let master = terms.master;
     let any = match (master.ip().is_loopback(), terms.interface, master.is_ipv6()) {
@@ -533,7 +535,7 @@ pub(super) async fn listen(terms: &Terms<'_>, identity: &Arc<Identity>) -> Resul
 /// to.
 type Bound = (UdpSocket, Result<TcpListener, String>);
 
-/// How long a port that is in use is waited for. Its last user may be about to let go of it: this
+/// How long to wait for a port that is in use. Its last user may be about to let go of it: this
 /// process, which has just left another job, or one that was killed.
 const PATIENCE: Duration = Duration::from_secs(1);
 
@@ -638,13 +640,13 @@ pub(super) fn turn_away(known: Box<Acquaintance>, reason: String, refusals: &Ref
 pub(crate) const NONSENSE: &str = "it answered something unexpected";
 pub(super) const OTHER_TOKEN: &str = "it has another token; give all ranks the same FARWIRE_TOKEN";
 const COMPLETE: &str = "the group is complete and running";
-const CLOSED: &str = "the job lets nobody join; start its ranks with FARWIRE_ELASTIC=1, or with \
-                      `--elastic`";
-const CROWDED: &str = "too many wait to join; try again later";
+const CLOSED: &str = "this job does not let others join; start its ranks with FARWIRE_ELASTIC=1, \
+                      or with `--elastic`";
+const CROWDED: &str = "too many processes are waiting to join; try again later";
 const LEAVING: &str = "it is leaving the job; call another member";
 
-/// What hears those that connect. Those of the start go through a door, as long as somebody listens
-/// there, and those that join later to the lobby, if there is one.
+/// Hears the processes that connect. Those that the job starts with go through a door, as long as
+/// somebody listens there; those that join later go to the lobby, if there is one.
 pub(super) struct Listener {
     pub(super) identity: Arc<Identity>,
     /// What this process says of itself.
@@ -661,7 +663,7 @@ pub(super) struct Listener {
 }
 
 impl Listener {
-    /// Answers all that connect, for as long as the endpoint lives.
+    /// Answers everyone who connects, for as long as the endpoint lives.
     pub(super) fn keep(
         self,
         endpoint: Endpoint,
@@ -707,8 +709,8 @@ impl Listener {
         }
     }
 
-    /// One newcomer's hello, unless it is an acquaintance with a ticket; or why it was refused,
-    /// which it has been told.
+    /// Reads a newcomer's hello; `None` if it is an acquaintance with a ticket. An error says why
+    /// the process was refused, which it has been told.
     async fn receive(&self, connection: Connection) -> Result<Option<Newcomer>, String> {
         let (mut to, mut from) = connection.accept_bi().await.map_err(|error| error.to_string())?;
         let text = read_bytes(&mut from, MAX_MESSAGE).await?;
@@ -744,8 +746,8 @@ impl Listener {
     }
 }
 
-/// Reads any bytes as each of the messages that come before anything is agreed on: that none makes
-/// it panic is what fuzzing wants to know.
+/// Reads any bytes as each of the messages that come before anything is agreed on. Fuzzing checks
+/// that no bytes make this panic.
 pub(crate) fn read_anything(bytes: &[u8]) {
     let _ = serde_json::from_slice::<Ticket>(bytes);
     if let Ok(answer) = serde_json::from_slice::<Answer>(bytes) {
@@ -775,7 +777,7 @@ fn judge(
     }
     let here = Peer(mine.member.rank);
     let Version { version } =
-        serde_json::from_slice(text).map_err(|error| format!("its hello is not one: {error}"))?;
+        serde_json::from_slice(text).map_err(|error| format!("its hello is invalid: {error}"))?;
     if version != mine.version {
         return Err(format!(
             "it speaks wire version {version}, {here} speaks {}; run the same farwire on all",
@@ -783,7 +785,7 @@ fn judge(
         ));
     }
     let hello: Hello =
-        serde_json::from_slice(text).map_err(|error| format!("its hello is not one: {error}"))?;
+        serde_json::from_slice(text).map_err(|error| format!("its hello is invalid: {error}"))?;
     let there = Peer(hello.member.rank);
     let who = match there {
         JOINER => "a process that wants to join".to_owned(),
@@ -824,7 +826,7 @@ fn judge(
     Ok(hello)
 }
 
-/// In what a process does not agree with this one.
+/// What a process and this one disagree on, if anything.
 fn disagreement(hello: &Hello, mine: &Hello, who: &str) -> Option<String> {
     let here = Peer(mine.member.rank);
     if hello.job != mine.job {
@@ -842,7 +844,7 @@ fn disagreement(hello: &Hello, mine: &Hello, who: &str) -> Option<String> {
     ))
 }
 
-/// The first line in which two texts differ, as it is in each.
+/// The first line in which two texts differ, as it stands in each.
 fn difference(theirs: &str, ours: &str) -> Option<(String, String)> {
     let shown = |line: Option<&str>| line.map_or("nothing".to_owned(), env::shown);
     let (mut theirs, mut ours) = (theirs.lines(), ours.lines());
@@ -898,8 +900,8 @@ async fn read_bytes(from: &mut RecvStream, limit: usize) -> Result<Vec<u8>, Stri
     Ok(text)
 }
 
-/// What a process calls its host if nobody says: the same for all processes between two boots of one
-/// machine.
+/// A process's name for its host, unless it is told another: the same for all processes between two
+/// boots of one machine.
 pub(crate) fn host_id() -> String {
     std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
         .map(|id| id.trim().to_owned())

@@ -1,10 +1,10 @@
-//! Joining a job that runs.
+//! Joining a running job.
 //!
 //! 1. A process calls any member, by an address that it was given, and is told who is in the job.
 //! 2. It calls all of them, and sets up a link to each. From then on each of them knows that it
-//!    waits. It looks again now and then: others may have joined, or have left.
-//! 3. At a step boundary the members [agree](farwire_proto::membership) to let it in, and one of them
-//!    tells it.
+//!    waits. It looks again now and then, since others may have joined or left.
+//! 3. At a step boundary the members [agree](farwire_proto::membership) to let it in, and one of
+//!    them tells it.
 //!
 //! Until then it costs the job nothing. If it stalls or dies, the members drop a link.
 
@@ -33,12 +33,12 @@ use crate::quic::transport::Transport;
 
 /// How long one call may take.
 const CALL_TIMEOUT: Duration = Duration::from_secs(5);
-/// How much of that an answer may take before it is tried another way.
+/// How much of that an answer may take before another way is tried.
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(2);
 /// Bytes of the longest book.
 const MAX_BOOK: usize = 512 * MAX_MEMBERS + (16 << 10);
 
-/// How long to wait for one answer before another is called, too.
+/// How long to wait for one member's answer before another is called, too.
 const NEXT_CALL: Duration = Duration::from_millis(300);
 
 /// A process that wants to join.
@@ -57,7 +57,7 @@ pub(crate) struct Called {
 /// Why a call came to nothing.
 #[derive(Debug)]
 pub(crate) enum CallError {
-    /// A process of the job said no, and would again.
+    /// A process of the job refused, and would again.
     Refused(SocketAddr, String),
     /// Anything else: another call may go better.
     Failed(String),
@@ -79,7 +79,7 @@ impl fmt::Display for CallError {
 }
 
 impl Joiner {
-    /// Listens, so that those who join later can call this process, too.
+    /// Listens, so that processes that join later can call this one, too.
     pub(crate) async fn new(
         terms: &Terms<'_>,
         identity: Arc<Identity>,
@@ -110,22 +110,22 @@ impl Joiner {
         Ok(Self { again: Arc::new(Again::new(caller.clone(), expected)), caller })
     }
 
-    /// Where it listens, and calls from.
+    /// Where this process listens, and calls from.
     pub(crate) fn endpoint(&self) -> &Endpoint {
         &self.caller.endpoint
     }
 
-    /// What it calls itself.
+    /// This process's number for itself.
     pub(crate) fn process(&self) -> u64 {
         self.caller.hello.process
     }
 
-    /// What others are told about it.
+    /// What others are told about this process.
     pub(crate) fn member(&self) -> &Member {
         &self.caller.hello.member
     }
 
-    /// Who is in the job, as the first says that answers at one of these addresses.
+    /// Who is in the job, as told by the first member that answers at one of these addresses.
     pub(crate) async fn look(
         &self,
         addresses: impl Iterator<Item = SocketAddr>,
@@ -196,7 +196,7 @@ impl Joiner {
     }
 }
 
-/// Tells one that has come who is in the job.
+/// Tells a process that has come who is in the job.
 pub(crate) async fn show_book(newcomer: &mut Newcomer, book: Book) -> Result<(), String> {
     write(&mut newcomer.known.to, &Answer::Book(book)).await
 }

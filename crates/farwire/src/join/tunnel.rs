@@ -1,18 +1,18 @@
 //! Joining where UDP does not get through: QUIC's packets as messages on a TCP connection.
 //!
-//! Packets to a peer go through its *tunnel*, if it has one, and otherwise over UDP; QUIC does not
-//! notice. It proves who the two are and encrypts, as ever, so a tunnel has nothing to prove: it
-//! is only another way for packets that anybody may send. It carries the meeting, the negotiation
-//! and heartbeats. Data does not go this way: such pairs use the TCP link.
+//! Packets to a peer go through its *tunnel*, if it has one, and otherwise over UDP. QUIC does not
+//! notice. It proves who the two are and encrypts, as ever, so a tunnel has nothing to prove: it is
+//! only another way for packets that anybody may send. It carries the meeting, the negotiation and
+//! heartbeats. Data does not go this way: such pairs use the TCP link.
 //!
 //! ```text
-//! who connects:  PREFACE │ u16: the port at which it listens itself
-//! the other:     WELCOME
-//! then, both:    u16: length │ packet       as often as they like
+//! caller:      PREFACE │ u16: the port at which it listens itself
+//! callee:      WELCOME
+//! then, both:  u16: length │ packet       as often as they like
 //! ```
 //!
-//! To QUIC, whoever connected has an address that nobody has over UDP: a stranger that connects
-//! must not get packets that are for another.
+//! QUIC knows the caller by an address that nobody has over UDP: a stranger that connects must not
+//! get packets that are for another process.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -33,13 +33,13 @@ use tokio::time::timeout;
 
 pub(crate) const PREFACE: &[u8; 16] = b"farwire-tunnel/1";
 const WELCOME: u8 = 1;
-/// Packets that wait to be written to a tunnel, or to be read by QUIC. What finds no room is lost,
-/// as over UDP.
+/// Packets that may wait to be written to a tunnel, or to be read by QUIC. Those that find no room
+/// are lost, as over UDP.
 const QUEUE: usize = 256;
-/// A tunnel without a packet for so long has no connection: QUIC keeps its own alive.
+/// A tunnel without a packet for this long carries no connection, since QUIC keeps its own alive.
 const SILENCE: Duration = Duration::from_secs(30);
 
-/// A network of IPv6 that is nobody's: addresses for those that come through tunnels.
+/// An IPv6 network that is nobody's. Its addresses stand for those that come through tunnels.
 const NOWHERE: u128 = 0xfd66_6172_7769_7265 << 64;
 
 /// The tunnels of this process.
@@ -59,11 +59,11 @@ struct Tunnel {
     /// Where the peer listens.
     address: SocketAddr,
     packets: mpsc::Sender<Vec<u8>>,
-    /// A process of the cluster uses it.
+    /// Notified when a process of the cluster uses it.
     proven: Arc<Notify>,
 }
 
-/// What came through tunnels, and who waits for it.
+/// Packets that came through tunnels, and the reader that waits for them.
 #[derive(Debug, Default)]
 struct Arrived {
     packets: VecDeque<(SocketAddr, Vec<u8>)>,
@@ -74,14 +74,14 @@ struct Arrived {
 #[derive(Debug)]
 pub(crate) struct Passage {
     socket: TcpStream,
-    /// What QUIC calls the peer.
+    /// The address by which QUIC knows the peer.
     peer: SocketAddr,
     /// Where the peer listens.
     address: SocketAddr,
 }
 
 impl Tunnels {
-    /// Connects to a process that listens at `address`, from one that listens at `port`.
+    /// Connects to a process that listens at `address`, from this one, which listens at `port`.
     pub(super) async fn connect(
         local: IpAddr,
         address: SocketAddr,
@@ -118,8 +118,9 @@ impl Tunnels {
         Ok(Passage { socket, peer, address })
     }
 
-    /// From now on, sends packets to this peer this way. Ends with the connection, or when it is
-    /// silent for long; until somebody has [proven](Self::prove) who it is, also with this future.
+    /// From now on, sends packets to this peer through this passage. That ends with the connection,
+    /// or when the connection is silent for long. Until somebody has [proven](Self::prove) who the
+    /// peer is, it also ends with this future.
     pub(crate) fn carry(
         self: Arc<Self>,
         passage: Passage,
@@ -152,7 +153,7 @@ impl Tunnels {
         tunnels.prove(peer);
     }
 
-    /// A process of the cluster has this address.
+    /// Notes that a process of the cluster has this address.
     pub(super) fn prove(&self, peer: SocketAddr) {
         if let Some(tunnel) = self.open().get(&peer) {
             tunnel.proven.notify_one();
@@ -164,12 +165,12 @@ impl Tunnels {
         self.any.load(Ordering::Acquire) && self.open().contains_key(&peer)
     }
 
-    /// Where a peer listens that QUIC knows by this address.
+    /// Where the peer listens that QUIC knows by this address.
     pub(super) fn real(&self, peer: SocketAddr) -> SocketAddr {
         self.open().get(&peer).map_or(peer, |tunnel| tunnel.address)
     }
 
-    /// Says once that UDP does not get through.
+    /// Warns, once, that UDP does not get through.
     fn say_once(&self, address: SocketAddr) {
         if !self.said.swap(true, Ordering::Relaxed) {
             tracing::warn!(
@@ -283,7 +284,7 @@ impl AsyncUdpSocket for Socket {
         let mut count = 0;
         for (buffer, meta) in bufs.iter_mut().zip(meta.iter_mut()) {
             let Some((addr, packet)) = arrived.packets.pop_front() else { break };
-            // One that is too long for QUIC is cut off, and so refused.
+            // A packet that is too long for QUIC is cut off, and so refused.
             let len = packet.len().min(buffer.len());
             buffer[..len].copy_from_slice(&packet[..len]);
             *meta = RecvMeta { addr, len, stride: len.max(1), ecn: None, dst_ip: None };
@@ -365,7 +366,7 @@ mod tests {
         assert_eq!(other.real(here), SocketAddr::from(([127, 0, 0, 1], 7)));
     }
 
-    /// Whatever port a stranger says it has: packets for the address that it names still go there.
+    /// Whatever port a stranger claims, packets for the address that it names still go there.
     #[tokio::test]
     async fn a_stranger_does_not_get_packets_that_are_for_another() {
         let ([_, rank], [_stranger, answered]) = tunnel(29_500).await;
@@ -381,7 +382,7 @@ mod tests {
         assert!(rank.lead_to(here));
         drop(carrying);
         assert!(!rank.lead_to(here));
-        // One that was proven does not.
+        // One that was proven does not end with it.
         let ([_, rank], [_member, answered]) = tunnel(7).await;
         let here = answered.peer;
         let carrying = rank.clone().carry(answered);

@@ -24,7 +24,7 @@ impl LinkChoice {
     /// For each pair of processes, the fastest link that serves it.
     pub const AUTO: Self = Self(None);
 
-    /// All that can be chosen, beginning with [`AUTO`](Self::AUTO).
+    /// All choices, beginning with [`AUTO`](Self::AUTO).
     pub fn all() -> impl Iterator<Item = Self> {
         std::iter::once(Self::AUTO).chain(KINDS.iter().map(|kind| Self(Some(*kind))))
     }
@@ -34,7 +34,7 @@ impl LinkChoice {
         self.0.map_or("auto", LinkKind::name)
     }
 
-    /// What it is, in a sentence.
+    /// A sentence about it.
     pub fn about(self) -> &'static str {
         self.0.map_or(
             "For each pair of processes: shared memory on one host, TCP within 5 ms, else QUIC; or \
@@ -51,7 +51,7 @@ impl LinkChoice {
             .filter(move |kind| self.0.is_none_or(|chosen| chosen.name() == kind.name()))
     }
 
-    /// What a text must be to name one, for errors.
+    /// What a text must be to name a choice, for errors.
     pub(crate) fn expected() -> &'static str {
         static EXPECTED: LazyLock<String> = LazyLock::new(|| {
             let names: Vec<_> = LinkChoice::all().map(LinkChoice::name).collect();
@@ -62,8 +62,8 @@ impl LinkChoice {
     }
 }
 
-/// The names of links in [`Flight::links`](crate::flight::Flight::links), in `link` of metrics, and
-/// so on: those of [`LinkChoice`] without `auto`, and `inproc` between threads.
+/// The names of links, as in [`Flight::links`](crate::flight::Flight::links) and in the `link` of
+/// metrics: those of [`LinkChoice`] without `auto`, and `inproc` between threads.
 pub fn link_names() -> impl Iterator<Item = &'static str> {
     KINDS.iter().map(|kind| kind.name()).chain([INPROC])
 }

@@ -1,13 +1,13 @@
-//! The frames of a lane, which may arrive in any order and are taken in theirs.
+//! The frames of a lane, which may arrive in any order, but are taken in theirs.
 
 use std::collections::BTreeMap;
 
 use super::Broken;
 
-/// A lane's frames that have come and were not taken.
+/// A lane's frames that have come and have not been taken.
 #[derive(Debug)]
 pub(crate) struct InOrder<F> {
-    /// The index of the frame that is to be taken next.
+    /// The index of the next frame to take.
     next: u32,
     frames: BTreeMap<u32, F>,
 }
@@ -19,7 +19,7 @@ impl<F> Default for InOrder<F> {
 }
 
 impl<F> InOrder<F> {
-    /// A frame has come: whether it is the one to be taken next.
+    /// Adds a frame that has come; `true` if it is the next to take.
     pub(crate) fn put(&mut self, index: u32, frame: F) -> Result<bool, Broken> {
         if index < self.next || self.frames.insert(index, frame).is_some() {
             return Err(Broken("a frame came twice"));
@@ -27,29 +27,29 @@ impl<F> InOrder<F> {
         Ok(index == self.next)
     }
 
-    /// The index of the frame that is to be taken next.
+    /// The index of the next frame to take.
     pub(crate) fn next(&self) -> u32 {
         self.next
     }
 
-    /// The frame that is to be taken next, if it has come.
+    /// The next frame to take, if it has come.
     pub(crate) fn head(&self) -> Option<&F> {
         self.frames.get(&self.next)
     }
 
-    /// Takes it.
+    /// Takes that frame.
     pub(crate) fn pop(&mut self) -> Option<F> {
         let frame = self.frames.remove(&self.next)?;
         self.next = self.next.saturating_add(1);
         Some(frame)
     }
 
-    /// All that have come and were not taken.
+    /// All frames that have come and have not been taken.
     pub(crate) fn into_frames(self) -> impl Iterator<Item = F> {
         self.frames.into_values()
     }
 
-    /// How many have come and were not taken.
+    /// How many frames have come and have not been taken.
     #[cfg(test)]
     pub(crate) fn len(&self) -> usize {
         self.frames.len()

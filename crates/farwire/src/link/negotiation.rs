@@ -28,7 +28,7 @@ pub(crate) trait Control: Send {
 enum Message {
     /// The kinds of link that this side can use, the best first; and the same in words.
     Kinds { names: Vec<String>, words: String },
-    /// For the kind that is being tried.
+    /// A message for the kind that is being tried.
     Said(serde_json::Value),
     /// How the attempt went for this side.
     Done(Result<(), String>),
@@ -81,7 +81,7 @@ pub(crate) async fn agree(
         if pair.me < pair.peer { (names, their_names) } else { (their_names, names) };
     for name in lower.iter().filter(|name| higher.contains(name)) {
         let Some(kind) = usable.iter().copied().find(|kind| kind.name() == name) else { continue };
-        // Each attempt has its own, which the remains of a failed one cannot touch.
+        // Each attempt has its own health, which the remains of a failed attempt cannot touch.
         let health = Health::new(pair.bell.clone());
         let attempt = kind.connect(pair, health.clone(), &mut talk).await;
         match talk.conclude(attempt).await.map_err(lost)? {
@@ -162,8 +162,7 @@ impl Negotiation<'_> {
     }
 }
 
-/// Reads any bytes as what the other side says: that none makes it panic is what fuzzing wants to
-/// know.
+/// Reads any bytes as a message from the other side. Fuzzing checks that no bytes make this panic.
 pub(crate) fn read_anything(bytes: &[u8]) {
     if let Ok(message) = serde_json::from_slice::<Message>(bytes) {
         serde_json::to_vec(&message).expect("what was read can be written");

@@ -6,8 +6,8 @@
 //!
 //! Files go to the folder that [`Builder::flight_dir`](crate::Builder::flight_dir) or
 //! `FARWIRE_FLIGHT_DIR` names (`farwire launch` sets it for its ranks); if that is empty, none are
-//! written. Else they go to [a folder of this user's](user_folder), where the 64 newest are kept
-//! for a week.
+//! written. By default they go to [a folder of this user's](user_folder), where the 64 newest are
+//! kept for a week.
 
 use std::collections::VecDeque;
 use std::io;
@@ -37,8 +37,8 @@ pub struct Flight {
     pub written_us: u64,
     /// Why it was written.
     pub reason: String,
-    /// What carried data to each rank, by [name](crate::link_names); nothing to itself and to those
-    /// it had lost.
+    /// The link that carried data to each rank, by [name](crate::link_names); `None` for the rank
+    /// itself and for ranks it had lost.
     pub links: Vec<Option<String>>,
     /// The last operations, oldest first.
     pub operations: Vec<Operation>,
@@ -52,7 +52,7 @@ pub struct Flight {
 pub struct Operation {
     /// The communicator, in hexadecimal; zeros for the world.
     pub comm: String,
-    /// Which of the communicator's collectives, from zero; absent for a message.
+    /// Which of the communicator's collectives, from zero; `None` for a message.
     pub collective: Option<u64>,
     /// The same in words, for messages too.
     pub number: String,
@@ -99,7 +99,7 @@ impl Flight {
             .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
     }
 
-    /// Writes it where records go. Failing to is not worth failing for.
+    /// Writes it where records go. If that fails, only the log says so.
     pub(crate) fn save(&self) {
         let folder = match &self.records {
             Records::Nowhere => return,
@@ -171,7 +171,7 @@ pub fn user_folder() -> io::Result<PathBuf> {
 pub(crate) struct Ticket(u64);
 
 impl Ticket {
-    /// Of an operation that is not worth a record.
+    /// For an operation that is not worth a record.
     pub(crate) const NONE: Self = Self(u64::MAX);
 }
 
@@ -182,7 +182,7 @@ pub(super) struct Record {
     pub(super) comm: CommId,
     pub(super) seq: OpSeq,
     pub(super) call: Fingerprint,
-    /// Since the recorder was started.
+    /// When it began, since the recorder was started.
     began: Duration,
     ended: Option<Duration>,
     pub(super) sent: u64,
@@ -193,12 +193,12 @@ pub(super) struct Record {
 }
 
 impl Record {
-    /// Since 1970.
+    /// When it began, since 1970.
     pub(super) fn began_at(&self) -> Duration {
         self.origin + self.began
     }
 
-    /// Nothing while it is in flight.
+    /// How long it took; `None` while it is in flight.
     pub(super) fn took(&self) -> Option<Duration> {
         self.ended.map(|ended| ended.saturating_sub(self.began))
     }
@@ -214,7 +214,7 @@ pub(crate) struct Recorder {
     started: Instant,
     origin: Duration,
     records: VecDeque<Record>,
-    /// The ticket of the first of them.
+    /// The ticket of the first record.
     first: u64,
 }
 
@@ -286,7 +286,7 @@ impl Recorder {
         Some(record)
     }
 
-    /// All that is known, for people to read.
+    /// Everything that is known, for people to read.
     pub(crate) fn flight(
         &self,
         reason: &str,

@@ -4,15 +4,15 @@
 //! put a folder or a link of theirs in its place. Therefore:
 //!
 //! 1. The folder itself is never reached through a link, belongs to this user, and nobody else may
-//!    read or write in it. One that is otherwise is not used.
+//!    read or write in it. Otherwise it is not used.
 //! 2. It is looked at once, when it is opened; files are then named relative to the open folder.
 //! 3. A record is written to a new file, which must not exist, and then renamed. Links are
 //!    replaced, never followed.
 //! 4. Old records are removed: those of a week ago, and all but the 64 newest entries. (A job's
 //!    folder is one entry.)
 //!
-//! In a folder that the user has named, 3 holds alone: who may read and write there is for the user
-//! to decide, and nothing is removed.
+//! In a folder that the user has named, only rule 3 holds: who may read and write there is for the
+//! user to decide, and nothing is removed.
 
 use std::ffi::{CStr, CString};
 use std::io::{self, Write};
@@ -26,7 +26,7 @@ use rustix::io::Errno;
 
 /// Entries of the user's folder that are kept.
 const KEPT: usize = 64;
-/// Seconds after which they are not.
+/// Seconds after which they are removed.
 const MAX_AGE: u64 = 7 * 24 * 3600;
 
 const FOLDER: OFlags = OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::CLOEXEC);
@@ -81,7 +81,7 @@ impl Folder {
         Ok(Self { file, path })
     }
 
-    /// One that the user has named, made if need be.
+    /// A folder that the user has named, made if need be.
     pub(super) fn named(path: &Path) -> io::Result<Self> {
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(path)?;
         let file = rustix::fs::open(path, FOLDER, Mode::empty())?;

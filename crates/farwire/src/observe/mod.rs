@@ -22,18 +22,18 @@ pub(crate) struct Observer {
     pub(crate) recorder: Recorder,
     pub(crate) tally: Tally,
     trace: Option<Trace>,
-    /// A communicator has failed, and nobody has been told yet.
+    /// Why a communicator has failed, if nobody has been told yet.
     failure: Option<Fault>,
 }
 
 impl Observer {
-    /// A recorder and no more, which keeps its records to itself.
+    /// A recorder and no more, which writes no files.
     pub(crate) fn quiet(me: Peer, world: WorldSize, epoch: Epoch) -> Self {
         let recorder = Recorder::new(me, world, epoch, Records::Nowhere);
         Self { me, epoch, recorder, tally: Tally::default(), trace: None, failure: None }
     }
 
-    /// A recorder that leaves its records there, and a trace if one is asked for.
+    /// A recorder that leaves its records where `records` says, and a trace if one is asked for.
     pub(crate) fn new(
         me: Peer,
         world: WorldSize,
@@ -90,7 +90,7 @@ impl Observer {
         self.failure.get_or_insert(fault);
     }
 
-    /// Why a communicator has failed since last asked.
+    /// Why a communicator has failed since this was last called.
     pub(crate) fn take_failure(&mut self) -> Option<String> {
         self.failure.take().map(|fault| fault.to_string())
     }

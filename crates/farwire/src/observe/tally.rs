@@ -7,7 +7,7 @@ use super::flight::Record;
 /// Upper bounds of the histogram's buckets, in seconds.
 pub(crate) const BUCKETS: [f64; 8] = [1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0];
 
-/// What ended, by kind.
+/// Operations that have ended, by kind.
 #[derive(Debug, Default)]
 pub(crate) struct Tally {
     pub(crate) kinds: [PerKind; Kind::ALL.len()],

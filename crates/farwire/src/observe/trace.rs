@@ -2,7 +2,7 @@
 //! in the JSON event format.
 //!
 //! Each rank writes its own file: `trace.json` becomes `trace.rank0.json`, and so on. Times are
-//! those of the clock on the wall, so that the files of several ranks fit together; `farwire doctor
+//! those of the wall clock, so that the files of several ranks fit together; `farwire doctor
 //! --merge trace.json trace.rank*.json` puts them into one.
 
 use std::fs::File;
@@ -40,7 +40,7 @@ impl Trace {
         Ok(Self { me, file, unflushed: 0 })
     }
 
-    /// An operation that has ended.
+    /// Writes an operation that has ended.
     pub(super) fn operation(&mut self, record: &Record) {
         let (name, id) = (record.call.kind.name(), format!("{}.{}", self.me.0, record.op.0));
         let began = micros(record.began_at());
@@ -76,7 +76,7 @@ impl Trace {
     }
 }
 
-/// `trace.json` for rank 3 is `trace.rank3.json`; in a folder it is that, too.
+/// For rank 3, `trace.json` becomes `trace.rank3.json`; in a folder, the file has that name, too.
 fn path_of_rank(path: &Path, me: Peer) -> PathBuf {
     let path = if path.is_dir() { &path.join("trace.json") } else { path };
     let extension = path.extension().map(|extension| extension.to_string_lossy().into_owned());

@@ -1,5 +1,5 @@
-//! Waiting to be let into a job that runs: links to all members, until one says that this process is
-//! one of them.
+//! Waiting to be let into a running job: links to all members, until one of them says that this
+//! process is a member.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::SocketAddr;
@@ -29,15 +29,15 @@ use crate::quic::transport::Transport;
 use crate::settings::Settings;
 use crate::shm::bell::Bell;
 
-/// What a process has once it was let into a job that runs.
+/// What a process has once it was let into a running job.
 #[derive(Debug)]
 pub(super) struct Admitted {
     pub(super) me: Peer,
     pub(super) view: View,
     pub(super) links: Vec<Option<Box<dyn Link>>>,
-    /// The number of each one's host.
+    /// By peer: the number of its host.
     pub(super) hosts: Vec<u64>,
-    /// What has come on them.
+    /// What has arrived on the links.
     pub(super) early: Vec<(Peer, Arrival)>,
     pub(super) endpoint: quinn::Endpoint,
     pub(super) healths: Healths,
@@ -49,19 +49,19 @@ pub(super) struct Admitted {
 #[derive(Debug)]
 struct Waiting {
     linked: Linked,
-    /// What calls itself so, at the other end.
+    /// The other end's number for itself.
     process: u64,
     member: Member,
     address: SocketAddr,
 }
 
-/// How long it may take to set up a link with a member.
+/// How long setting up a link with a member may take.
 const LINK_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long to listen before looking again who is in the job.
+/// How long to listen before asking again who is in the job.
 const LISTEN: Duration = Duration::from_millis(300);
 
 impl Settings {
-    /// Calls all members of a job that runs, and waits until they let this process in.
+    /// Calls all members of a running job, and waits until they let this process in.
     pub(super) async fn wait_to_join(
         &self,
         places: &[Place],
@@ -92,12 +92,12 @@ impl Settings {
             beats: self.preset.beats(),
         });
         loop {
-            // Whoever answers first: the one that this process was told of may be gone.
+            // The first to answer counts: the member that this process was told of may be gone.
             let known: Vec<_> = waiting.values().map(|peer| peer.address).collect();
             let look = joiner.look(known.into_iter().chain(contacts.iter().copied()));
             let mut look = pin!(timeout_at(deadline, look));
             let (mut looked, mut listened) = (false, tokio::time::Instant::now() + LISTEN);
-            // It may be let in while it looks, and then the others wait for it.
+            // This process may be let in while it looks, and then the others wait for it.
             while !looked || tokio::time::Instant::now() < listened {
                 while let Some((peer, call)) = calls.next_made() {
                     match call {
@@ -109,7 +109,8 @@ impl Settings {
                     }
                 }
                 if let Some(view) = listen(&mut waiting, joiner.process(), &mut early) {
-                    // A member may have a link to this process that it does not have itself yet.
+                    // A member may already have a link to this process whose other end is not ready
+                    // here.
                     waiting.extend(calls.finish(&view).await);
                     return Ok(admitted(view, &joiner, waiting, early));
                 }
@@ -147,7 +148,7 @@ impl Settings {
     }
 }
 
-/// What sets up links to members for a process that waits to be let in.
+/// Sets up links to members, for a process that waits to be let in.
 #[derive(Clone, Debug)]
 struct Suitor {
     joiner: Joiner,
@@ -159,7 +160,7 @@ struct Suitor {
 }
 
 impl Suitor {
-    /// Calls a member and sets up a link. `members` are all.
+    /// Calls a member and sets up a link. `members` are all of them.
     async fn call(self, entry: Entry, members: Arc<[Member]>) -> Result<Waiting, String> {
         let peer = Peer(entry.number);
         let address = entry.address.ok_or_else(|| format!("nobody knows where {peer} is"))?;
@@ -206,7 +207,7 @@ impl Calls {
         Self { suitor, pending: BTreeSet::new(), made: JoinSet::new() }
     }
 
-    /// Calls all in a book that are not known and not being called.
+    /// Calls all members in a book that are neither known nor being called.
     fn make(&mut self, book: &Book, is_known: impl Fn(Peer) -> bool) {
         let me = self.suitor.joiner.process();
         let others: Vec<_> = others_than(me, book).collect();
@@ -220,13 +221,14 @@ impl Calls {
         }
     }
 
-    /// Those that come of calls to members of a view.
+    /// Waits for calls to members of a view, and returns the links that come of them.
     async fn finish(mut self, view: &View) -> Vec<(Peer, Waiting)> {
         let mut made = Vec::new();
         while self.pending.iter().any(|peer| view.contains(*peer))
             && let Some(call) = self.made.join_next().await
         {
-            // A call that panicked says not to whom it was. It is one less to wait for all the same.
+            // A call that panicked does not say whom it called. It is one less to wait for all the
+            // same.
             let Ok((peer, result)) = call else { continue };
             self.pending.remove(&peer);
             made.extend(result.ok().map(|waiting| (peer, waiting)));
@@ -234,7 +236,7 @@ impl Calls {
         made
     }
 
-    /// What came of one of them.
+    /// The result of a call that has ended.
     fn next_made(&mut self) -> Option<(Peer, Result<Waiting, String>)> {
         let (peer, result) = self.made.try_join_next()?.ok()?;
         self.pending.remove(&peer);
@@ -242,9 +244,9 @@ impl Calls {
     }
 }
 
-/// Those in a book that a process has to call. Who looks at the moment in which it is let in finds
-/// itself among them: it would not answer itself, and hold up the others for as long as a call may
-/// take.
+/// The entries of a book that a process has to call. A process that looks just when it is let in
+/// finds itself among them: it would not answer itself, and would hold up the others for as long as
+/// a call may take.
 fn others_than(process: u64, book: &Book) -> impl Iterator<Item = &Entry> {
     book.entries.iter().filter(move |entry| entry.process != process)
 }
@@ -253,7 +255,7 @@ fn took_too_long(peer: Peer) -> JoinError {
     JoinError::Lost { peer, reason: format!("it set up no link within {LINK_TIMEOUT:?}") }
 }
 
-/// What has come from members, until one says that this process is one of them.
+/// Takes what has come from members, until one says that this process is a member.
 fn listen(
     waiting: &mut BTreeMap<Peer, Waiting>,
     process: u64,
@@ -289,7 +291,7 @@ fn listen(
     view
 }
 
-/// What a process that was let in needs. Members that it has no link to are lost to it.
+/// What a process needs once it was let in. Members that it has no link to are lost to it.
 fn admitted(
     view: View,
     joiner: &Joiner,

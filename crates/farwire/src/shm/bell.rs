@@ -28,7 +28,7 @@ impl Bell {
         Ok(Self { region: Arc::new(Region::new(Self::LISTENERS + 1, 0)?) })
     }
 
-    /// Another process's.
+    /// The bell of another process.
     pub(crate) fn from_file(file: OwnedFd) -> io::Result<Self> {
         Ok(Self { region: Arc::new(Region::from_file(file, Self::LISTENERS + 1, 0)?) })
     }
@@ -42,12 +42,13 @@ impl Bell {
         Words { rings: self.region.word(Self::RINGS), listeners: self.region.word(Self::LISTENERS) }
     }
 
-    /// Tells those who listen that there is something to see.
+    /// Tells listeners that there is something to see.
     pub(crate) fn ring(&self) {
         self.words().ring();
     }
 
-    /// From here on, rings are heard. What was done before rings that were not is there to be seen.
+    /// From here on, rings are heard. Whatever was done before an earlier, unheard ring can now be
+    /// seen.
     pub(crate) fn listen(&self) -> Listening<'_, AtomicU32> {
         self.words().listen()
     }
@@ -59,8 +60,8 @@ pub(crate) trait Alarm: Word {
     fn add(&self, value: u32);
     /// `std::sync::atomic::fence` with sequential consistency.
     fn fence();
-    /// Sleeps until [`wake`](Self::wake), if the word is still `value`, or until the timeout, or
-    /// for no reason less.
+    /// If the word is still `value`, sleeps until [`wake`](Self::wake) or the timeout. It may also
+    /// end early, for no reason.
     fn wait(&self, value: u32, timeout: Duration);
     /// Wakes all who sleep.
     fn wake(&self);
@@ -88,8 +89,8 @@ impl Alarm for AtomicU32 {
     }
 }
 
-/// What a bell does with its two words. Apart, so that a model checker can do the same with its
-/// own.
+/// What a bell does with its two words. It is separate, so that a model checker can do the same
+/// with words of its own.
 #[derive(Debug)]
 pub(super) struct Words<'a, A> {
     pub(super) rings: &'a A,
@@ -115,7 +116,7 @@ impl<'a, A: Alarm> Words<'a, A> {
     }
 }
 
-/// Somebody hears rings, until this is dropped.
+/// As long as this lives, rings are heard.
 #[derive(Debug)]
 pub(crate) struct Listening<'a, A: Alarm> {
     rings: &'a A,
@@ -125,8 +126,8 @@ pub(crate) struct Listening<'a, A: Alarm> {
 }
 
 impl<A: Alarm> Listening<'_, A> {
-    /// Sleeps until it rings, if it has not since this began, or until the timeout. Waking early,
-    /// for whatever reason, only means looking around once more.
+    /// Sleeps until the bell rings, unless it has since this began, or until the timeout. Waking
+    /// early, for whatever reason, only means looking around once more.
     pub(crate) fn sleep(self, timeout: Duration) {
         self.rings.wait(self.heard, timeout);
     }

@@ -11,8 +11,8 @@ const PER_PEER: u64 = 5;
 /// Files for everything else that a program may want to open meanwhile.
 const SPARE: u64 = 32;
 
-/// Sees to it that memory can be shared with so many peers, if need be by raising this process's
-/// limit as far as it may be raised; else says what to do.
+/// Makes sure that memory can be shared with this many peers, if need be by raising this process's
+/// limit, where that is allowed; otherwise says what to do.
 pub(crate) fn make_room(peers: usize) -> Result<(), String> {
     let open = std::fs::read_dir("/proc/self/fd").map_or(0, |files| files.count() as u64);
     let needed = open + PER_PEER * peers as u64 + SPARE;

@@ -12,7 +12,7 @@ use crate::local::INPROC;
 /// The name of this kind of link between processes.
 pub(super) const NAME: &str = "shm";
 
-/// Bytes of a frame that takes longer to copy than a peer to tell.
+/// Bytes of a frame that takes longer to copy than it takes to tell the peer.
 const LONG: usize = 16 << 10;
 
 /// Two rings, one each way, and the peer's bell.
@@ -21,11 +21,11 @@ pub(crate) struct SharedLink {
     sender: Sender,
     receiver: Receiver,
     bell: Bell,
-    /// The peer has not been told yet of what was done last.
+    /// Whether the peer has yet to be told of what was done last.
     unrung: bool,
-    /// Of a peer that is another process.
+    /// Only for a peer that is another process.
     health: Option<Arc<dyn Liveness>>,
-    /// The peer has said goodbye, so its end is no loss.
+    /// Whether the peer has said goodbye, so that its end is no loss.
     closed: bool,
 }
 
@@ -39,8 +39,8 @@ impl SharedLink {
         Self { sender, receiver, bell, unrung: false, health, closed: false }
     }
 
-    /// There is something for the peer to see. It is told at once if that took long, so that it can
-    /// begin; else together with what follows.
+    /// Notes that there is something for the peer to see. If it took long to make, the peer is told
+    /// at once, so that it can begin; otherwise together with what follows.
     fn did(&mut self, bytes: usize) {
         self.unrung = true;
         if bytes >= LONG {
@@ -71,7 +71,7 @@ impl Link for SharedLink {
     }
 
     fn poll_arrived(&mut self) -> Result<Option<Arrival>, Broken> {
-        // Asked first, because what a peer sent before it was lost is in the ring by then.
+        // Asked first: if the peer is lost, everything that it sent before is in the ring by now.
         let loss = self.health.as_ref().and_then(|health| health.loss());
         match self.receiver.poll_arrived()? {
             Some(arrival) => {

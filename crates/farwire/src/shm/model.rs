@@ -1,9 +1,8 @@
 //! The protocols of `slots.rs` and `bell.rs` under a model checker, which runs every interleaving
-//! of a few threads (up to so many switches that nothing asked for) and every value that each load
-//! may see.
+//! of a few threads (up to a number of preemptions) and every value that each load may see.
 //!
-//! The code is the same as in production; words and bytes are the checker's. So that the checks are
-//! known to see what they are there for, each is also made with the ordering taken away, and must
+//! The code is the same as in production; words and bytes are the checker's. To show that the
+//! checks see what they are there for, each is also made with the ordering taken away, and must
 //! fail.
 
 use std::ops::Range;
@@ -18,7 +17,7 @@ use loom::thread;
 use super::bell::{Alarm, Words};
 use super::slots::{self, Memory, Receiving, Slot, Word};
 
-/// Explores `f`. Three unasked-for switches find all that is known to be found here; each more
+/// Explores `f`. Three preemptions find everything that is known to be found here; each further one
 /// takes several times as long.
 fn check(f: impl Fn() + Sync + Send + 'static) {
     let mut model = loom::model::Builder::new();
@@ -26,7 +25,7 @@ fn check(f: impl Fn() + Sync + Send + 'static) {
     model.check(f);
 }
 
-/// A word of the checker's; a weak one forgets what ordering a store is to have.
+/// A word of the checker's; a weak one ignores the ordering that a store asks for.
 struct ModelWord {
     value: atomic::AtomicU32,
     weak: bool,
@@ -50,14 +49,14 @@ struct ModelMemory {
     bytes: Vec<UnsafeCell<[u8; 1]>>,
 }
 
-/// The words whose stores order others before them, as [`ModelMemory`] counts them: the goodbye, and
-/// the two rings.
+/// The words whose stores order others before them, as [`ModelMemory`] counts them: the goodbye,
+/// and the two rings.
 const CLOSED: Range<usize> = 0..1;
 const PUBLISHED: Range<usize> = 1..1 + SLOTS;
 const RETURNED: Range<usize> = 1 + SLOTS..1 + 2 * SLOTS;
 
 impl ModelMemory {
-    /// With so many weak words.
+    /// With these words weak.
     fn new(weak: &Range<usize>) -> Self {
         let word =
             |index| ModelWord { value: atomic::AtomicU32::new(0), weak: weak.contains(&index) };
@@ -73,7 +72,7 @@ impl Memory for ModelMemory {
     type Word = ModelWord;
 
     fn word(&self, index: usize) -> &ModelWord {
-        // Cache lines of their own are no use here, and each word is work for the checker.
+        // Separate cache lines are of no use here, and each word is work for the checker.
         &self.words[index.saturating_sub(15)]
     }
 
@@ -199,7 +198,7 @@ impl<const FENCED: bool> Alarm for ModelAlarm<FENCED> {
         }
     }
 
-    /// Without a timeout: whoever misses a ring sleeps for ever, which the checker sees.
+    /// Without a timeout: a thread that misses a ring sleeps for ever, which the checker sees.
     fn wait(&self, value: u32, _: Duration) {
         let queue = self.queue.0.lock().unwrap();
         if self.word.load(Ordering::Relaxed) == value {

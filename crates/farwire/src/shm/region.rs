@@ -18,10 +18,10 @@
 //!      copied out by [`Memory::copy_out`], which reads each byte once and is sound while others
 //!      write.
 //!    - Only payloads are read in place, as `&[u8]`. They go to arithmetic, for which all bytes are
-//!      numbers, and to plain copies; nothing branches on them. By the letter, such a slice must not
-//!      change while it lives, and a peer that changes it has left what the language defines; in
-//!      machine code it garbles sums and copies, and the ranks' results. Reading payloads as atomics
-//!      would settle the letter at the price of every vector instruction of the reduction.
+//!      numbers, and to plain copies; nothing branches on them. By the letter, such a slice must
+//!      not change while it lives, and a peer that changes it has left what the language defines;
+//!      in machine code it garbles sums and copies, and the ranks' results. Reading payloads as
+//!      atomics would settle the letter at the price of every vector instruction of the reduction.
 
 #![allow(unsafe_code, reason = "shared memory; see the rules above")]
 
@@ -42,7 +42,7 @@ pub(crate) struct Region {
     start: NonNull<u8>,
     len: usize,
     words: usize,
-    /// Until it is not needed any more.
+    /// `None` once it is no longer needed.
     file: Option<OwnedFd>,
 }
 
@@ -78,9 +78,9 @@ impl Region {
         Self::map(file, words, len)
     }
 
-    /// Words in whole blocks of 4 KiB, so that what is behind them can be aligned, and bytes of
-    /// all. Not by the machine's page size: the mapping starts on a page whatever that is, and may
-    /// end within one.
+    /// The number of words, in whole blocks of 4 KiB so that what is behind them can be aligned,
+    /// and the length of everything. It does not go by the machine's page size: the mapping starts
+    /// on a page, whatever its size, and may end within one.
     fn layout(words: usize, bytes: usize) -> (usize, usize) {
         let words = (words * 4).next_multiple_of(Self::BLOCK) / 4;
         (words, words * 4 + bytes.next_multiple_of(Self::BLOCK))
@@ -129,7 +129,7 @@ impl Region {
         self.words as u64 * 4
     }
 
-    /// Where `len` bytes start that lie `at` bytes behind the control words.
+    /// The address of `len` bytes that lie `at` bytes behind the control words.
     ///
     /// # Panics
     ///
@@ -152,8 +152,8 @@ impl Memory for Region {
 
     unsafe fn write(&self, at: usize, source: &[u8], team: Teamed) {
         let target = self.place(at, source.len());
-        // SAFETY: inside the mapping, checked by `place`, and initialised (the file is zero-filled).
-        // The caller owns these bytes alone, and `source` is not among them.
+        // SAFETY: inside the mapping, checked by `place`, and initialised (the file is
+        // zero-filled). The caller owns these bytes alone, and `source` is not among them.
         let target = unsafe { std::slice::from_raw_parts_mut(target, source.len()) };
         team::copy(team, target, source);
     }

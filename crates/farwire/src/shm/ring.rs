@@ -10,10 +10,10 @@
 //!
 //! Slots come back in any order, so a frame that has to wait blocks no other lane. Frames that may
 //! wait for long, since the receiver has not called their operation, are copied out when they take
-//! too many slots; the engine sees to it that they do not fill the memory instead. The sender gives
-//! the most recently freed slot out first: the one that is still in the cache. Who may access a
-//! slot is for `slots.rs`, which refuses numbers that make no sense; headers are copied out before
-//! they are looked at, and checked before they are used.
+//! too many slots; the engine makes sure that they do not fill the memory instead. The sender takes
+//! the most recently freed slot first, which is still in the cache. `slots.rs` decides who may
+//! access a slot, and refuses numbers that make no sense. Headers are copied out before they are
+//! looked at, and checked before they are used.
 
 use std::collections::VecDeque;
 use std::io;
@@ -59,9 +59,9 @@ fn slot_stride(payload: usize) -> usize {
     HEADER_LEN + LINE + payload.next_multiple_of(LINE)
 }
 
-/// How far behind the header a payload begins, which is less than a [`LINE`]: so that slot and
-/// sender's memory, and as memory for large vectors is laid out, the receiver's too, are whole cache
-/// lines apart. Processors copy faster then, some by half.
+/// How far behind the header a payload begins: less than a [`LINE`], and such that the slot lies
+/// whole cache lines from the sender's memory and, as memory for large vectors is laid out, from
+/// the receiver's too. Processors copy faster then, some by half.
 fn behind_header(payload: &[u8]) -> u8 {
     (payload.as_ptr().addr() % LINE) as u8
 }
@@ -84,7 +84,7 @@ pub(crate) struct Sender {
     /// Lanes that were told to wait.
     refused: HashSet<Lane>,
     writable: VecDeque<Lane>,
-    /// What the receiver has done that makes no sense.
+    /// What the receiver has done that makes no sense, if anything.
     broken: Option<Broken>,
     team: Teamed,
 }
@@ -115,7 +115,7 @@ impl Sender {
         }
     }
 
-    /// These threads help with long copies.
+    /// Lets these threads help with long copies.
     pub(crate) fn set_team(&mut self, team: &'static dyn Team) {
         self.team = Some(team);
     }
@@ -164,8 +164,9 @@ impl Sender {
         Ok(self.writable.pop_front())
     }
 
-    /// Takes slots that have come back. Done when one is wanted, and not in every turn: to look is
-    /// to fetch a cache line, and the slot that came back last is the one still in the cache.
+    /// Takes slots that have come back. This is done when one is wanted, and not in every turn:
+    /// looking means fetching a cache line, and the slot that came back last is the one still in
+    /// the cache.
     fn reclaim(&mut self) {
         loop {
             let slot = match self.end.take() {
@@ -205,7 +206,7 @@ pub(crate) struct Receiver {
     end: End<Region, Receiving, SLOTS>,
     payload: usize,
     from: Peer,
-    /// The sender's goodbye has been passed on.
+    /// Whether the sender's goodbye has been passed on.
     closed: bool,
     /// Frames not taken yet, by lane: header, and where the payload is.
     lanes: HashMap<Lane, VecDeque<(Header, Kept)>>,
@@ -214,7 +215,7 @@ pub(crate) struct Receiver {
     spare: Spare<VecDeque<(Header, Kept)>>,
 }
 
-/// Where the payload of a frame is that was not taken yet.
+/// Where the payload is of a frame that has not been taken yet.
 #[derive(Debug)]
 enum Kept {
     /// In a slot, from this byte on.
@@ -268,7 +269,7 @@ impl Receiver {
             return Err(Broken("a frame is longer than its slot"));
         }
         if header.frame.is_notice() {
-            // Notices are short, and their headers were refused otherwise.
+            // Notices are short: the header of a longer one would have been refused.
             let mut payload = vec![0; header.payload as usize];
             self.end.copy_out(&slot, start, &mut payload);
             self.end.pass(slot, 0);
@@ -286,7 +287,7 @@ impl Receiver {
         self.end.is_given_up()
     }
 
-    /// The sender has got this number.
+    /// Sets the sender's number, which it has only now got.
     pub(crate) fn set_peer(&mut self, from: Peer) {
         self.from = from;
     }
@@ -301,7 +302,7 @@ impl Receiver {
         Some((*header, payload))
     }
 
-    /// Done with the next frame of a lane, of so many bytes.
+    /// Drops the next frame of a lane; returns how many bytes its payload has.
     pub(crate) fn pop(&mut self, lane: &Lane) -> usize {
         let frames = self.lanes.get_mut(lane).expect("a frame is popped after it was looked at");
         let (header, kept) = frames.pop_front().expect("a frame is popped after it was looked at");
@@ -317,8 +318,8 @@ impl Receiver {
         header.payload as usize
     }
 
-    /// The frames of a lane may wait for long. If too many are in slots, they are copied out of
-    /// theirs.
+    /// Says that the frames of a lane may wait for long. If too many frames are in slots, those of
+    /// this lane are copied out of theirs, and `true` is returned.
     pub(crate) fn set_aside(&mut self, lane: &Lane) -> bool {
         if self.in_slots <= EARLY {
             return false;
@@ -396,8 +397,8 @@ mod tests {
                 regions.each_ref().map(|region| region.file().try_clone_to_owned().unwrap());
             let start = regions[0].offset();
             let [there, back] = regions;
-            // Towards a peer that scribbles on what it is sent, and does not read it; and from a
-            // sender in order, whose ring a third process scribbles on.
+            // One ring goes to a peer that scribbles on what it is sent, and does not read it. The
+            // other comes from a sender that keeps the rules, and a third process scribbles on it.
             let mut lonely = Sender::new(there, PAYLOAD);
             let (mut sender, mut receiver) = pair(back, PAYLOAD, Peer(0));
             let stop = AtomicBool::new(false);
@@ -425,11 +426,12 @@ mod tests {
                     }
                     Ok::<_, Broken>(())
                 };
-                // A slot that is not there comes sooner or later, however the threads are scheduled.
+                // Sooner or later a slot comes that does not exist, however the threads are
+                // scheduled.
                 while turn().is_ok() {
                     std::thread::yield_now();
                 }
-                // Whoever asks again gets an answer, too.
+                // Asking again gets an answer, too.
                 let _ = turn();
                 stop.store(true, Ordering::Relaxed);
             });

@@ -1,9 +1,10 @@
 //! Shared memory with a peer on the same host.
 //!
-//! Two processes that name the same host try: one listens on a socket that only this host has, the
-//! other connects to it with a word it was told over the authenticated connection, and they pass
-//! each other the files behind the memory. Success proves what the name only suggests. If it fails
-//! (containers with separate networks, a limit on files) the two use QUIC, and say so in the log.
+//! Two processes that name the same host try this: one listens on a socket that only this host has,
+//! the other connects to it with a word that it was told over the authenticated connection, and
+//! they pass each other the files behind the memory. Success proves what the name only suggests. If
+//! it fails (containers with separate networks, a limit on files) the two use QUIC, and say so in
+//! the log.
 //!
 //! The name of such a socket can be seen by every user of the host. Connections of other users are
 //! dropped at once, and those of this user are served side by side, so none can delay the peer.
@@ -26,8 +27,8 @@ use tokio::task::JoinSet;
 use super::bell::Bell;
 use super::ring::{self, Receiver, Sender};
 
-/// How long the exchange may take. Long, because ranks may outnumber cores by far; that a peer is
-/// lost or cannot share memory is found out by other means.
+/// How long the exchange may take. This is long, because ranks may outnumber cores by far. That a
+/// peer is lost or cannot share memory is found out by other means.
 const PATIENCE: Duration = Duration::from_secs(60);
 /// Connections that are waited on at once. The peer makes one.
 const MAX_CONNECTIONS: usize = 64;
@@ -37,7 +38,7 @@ const MAX_CONNECTIONS: usize = 64;
 pub(crate) struct Shared {
     pub(crate) sender: Sender,
     pub(crate) receiver: Receiver,
-    /// The peer's.
+    /// The peer's bell.
     pub(crate) bell: Bell,
     /// Open for as long as the peer lives.
     pub(crate) lifeline: UnixStream,
@@ -47,7 +48,7 @@ pub(crate) struct Shared {
 #[derive(Debug)]
 pub(crate) struct Offer {
     listener: UnixListener,
-    /// Both for the peer to know, and nobody else.
+    /// The peer is told both, and nobody else is told the word.
     pub(crate) name: String,
     pub(crate) word: String,
 }
@@ -92,14 +93,14 @@ impl Offer {
     }
 }
 
-/// A stream from which the word came, and nothing else.
+/// The stream, if the word is the first thing that comes from it.
 async fn knows(mut stream: tokio::net::UnixStream, word: String) -> Option<tokio::net::UnixStream> {
     let mut said = vec![0; word.len()];
     let read = tokio::time::timeout(PATIENCE, stream.read_exact(&mut said)).await;
     (matches!(read, Ok(Ok(_))) && said == word.as_bytes()).then_some(stream)
 }
 
-/// The side that made the offer.
+/// The exchange, on the side that made the offer.
 fn exchange(mut stream: UnixStream, peer: Peer, payload: usize, bell: &Bell) -> io::Result<Shared> {
     stream.set_nonblocking(false)?;
     stream.set_read_timeout(Some(PATIENCE))?;

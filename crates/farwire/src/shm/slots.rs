@@ -9,16 +9,17 @@
 //!
 //! A [`Slot`] is the only way to the bytes of a slot. It cannot be copied, only its own end takes
 //! it, and passing it on gives it up. So an end cannot touch a slot that it has passed on, nor pass
-//! one on twice. It takes the same from the other end as little on trust as memory lets it: a
-//! number that is out of range, or of a slot that the other end does not have, is refused.
+//! one on twice. It trusts the other end to do the same no more than it has to: a number that is
+//! out of range, or of a slot that the other end does not have, is refused.
 //!
 //! # Rules
 //!
 //! 1. In one process, a region has one sending and one receiving end: [`pair`], [`sending`] and
 //!    [`receiving`] take the region, and hand out no second one.
-//! 2. Of each slot number one end holds the [`Slot`], or it is on its way: at first the sending end
-//!    holds all. An end makes a `Slot` only for a number that it has passed on (or, receiving, not
-//!    had yet) and that has come back through a ring; each number is noted as away while it is.
+//! 2. For each slot number, one end holds the [`Slot`], or it is on its way; at first the sending
+//!    end holds all. An end makes a `Slot` only for a number that it has passed on (or, if it
+//!    receives, has not had yet) and that has come back through a ring. Each end notes which
+//!    numbers are away.
 //! 3. A number is stored in its ring with release ordering, and loaded with acquire ordering. So
 //!    all that one end did to a slot happens before all that the other does. `model.rs` has a model
 //!    checker look for an exception.
@@ -26,8 +27,8 @@
 //! # Rings
 //!
 //! Between cores, what costs time is each cache line that changes hands. So a ring has no count
-//! beside its numbers: a number comes with how often the ring has been gone around, by which the
-//! other end sees that it is new, and with a note of a byte.
+//! besides its numbers. Each number comes with its lap, that is, how often the ring has been gone
+//! around, which tells the other end that the number is new. It also comes with a note of one byte.
 
 #![allow(unsafe_code, reason = "access to shared memory; see the rules above")]
 
@@ -55,7 +56,7 @@ impl Word for AtomicU32 {
     }
 }
 
-/// Shared memory: control words, then bytes. What lies outside of it makes any access panic.
+/// Shared memory: control words, then bytes. Any access outside of it panics.
 pub(crate) trait Memory {
     type Word: Word;
 
@@ -84,16 +85,17 @@ pub(crate) trait Memory {
 const LINE: usize = 16;
 const CLOSED: usize = 0;
 const RINGS: usize = LINE;
-/// What the word [`CLOSED`] says, once it says anything.
+/// Values of the word [`CLOSED`], once it has one.
 const GOODBYE: u32 = 1;
 const GIVEN_UP: u32 = 2;
 
-/// Control words that so many slots need.
+/// Control words that this many slots need.
 pub(crate) const fn words(slots: usize) -> usize {
     RINGS + 2 * slots
 }
 
-/// What is in a place of a ring: a slot's number, a note, and from which lap of the ring they are.
+/// What is in a place of a ring: a slot's number, a note, and the lap of the ring that they are
+/// from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Entry {
     number: u8,
@@ -113,15 +115,16 @@ impl Entry {
     }
 }
 
-/// The place in a ring of what is passed on after so much, and its lap. Places of the lap before
-/// have another number; a new ring is all zeros, so its first lap is the one after lap zero.
+/// The place in a ring, and the lap, of the slot that is passed on after `count` others. What the
+/// lap before has left there has another lap number; a new ring is all zeros, so its first lap is
+/// number one.
 const fn place(count: u32, slots: usize) -> (usize, u16) {
     (count as usize % slots, (count / slots as u32 + 1) as u16)
 }
 
 /// Which end of a ring: writes to slots, or reads from them.
 pub(crate) trait Side {
-    /// Which ring it passes slots on through. It takes them from the other.
+    /// The ring through which it passes slots on. It takes them from the other one.
     const RING: usize;
 }
 
@@ -145,13 +148,13 @@ impl Side for Receiving {
 #[derive(Debug)]
 pub(crate) struct Slot<S> {
     number: u32,
-    /// Which end's it is.
+    /// The end that it belongs to.
     end: u64,
     side: PhantomData<S>,
 }
 
 impl<S> Slot<S> {
-    /// Its number, below that of slots.
+    /// Its number, which is less than the number of slots.
     pub(crate) fn number(&self) -> usize {
         self.number as usize
     }
@@ -228,7 +231,7 @@ impl<M: Memory, S: Side, const SLOTS: usize> End<M, S, SLOTS> {
     ///
     /// # Panics
     ///
-    /// If the slot is another end's, or they do not all lie in it.
+    /// If the slot is another end's, or the bytes do not all lie in it.
     fn place(&self, slot: &Slot<S>, from: usize, len: usize) -> usize {
         assert_eq!(slot.end, self.id, "a slot stays with its end");
         assert!(from <= self.stride && len <= self.stride - from, "bytes of a slot lie in it");
@@ -250,7 +253,7 @@ impl<M: Memory, S: Side, const SLOTS: usize> End<M, S, SLOTS> {
         self.ring(S::RING, place).store(entry.word(), Ordering::Release);
     }
 
-    /// A slot that the other end has passed on, and its note, if there is one.
+    /// Takes a slot that the other end has passed on, and its note, if there is one.
     pub(crate) fn take(&mut self) -> Result<Option<(Slot<S>, u8)>, Broken> {
         let (place, lap) = place(self.taken, SLOTS);
         let entry = Entry::of_word(self.ring(1 - S::RING, place).load(Ordering::Acquire));
@@ -288,7 +291,7 @@ impl<M: Memory, const SLOTS: usize> End<M, Sending, SLOTS> {
         self.memory.word(CLOSED).store(GOODBYE, Ordering::Release);
     }
 
-    /// Says that whoever reads here was given up: what is passed on may not be all.
+    /// Says that the receiving end was given up: what was passed on may not be everything.
     pub(crate) fn give_up(&self) {
         self.memory.word(CLOSED).store(GIVEN_UP, Ordering::Release);
     }

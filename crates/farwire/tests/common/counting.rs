@@ -1,5 +1,5 @@
-//! The system's allocator, and what it was asked for. Only in binaries of their own: it counts every
-//! allocation of its process.
+//! The system's allocator, counting what it is asked for. Only for tests in binaries of their own,
+//! since it counts every allocation of its process.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};

@@ -50,7 +50,7 @@ pub(crate) fn every_collective<T: Element>(comm: &Communicator, len: usize, op: 
             one_collective::<T>(comm, kind, *algorithm, len, op, (len + n) % n);
         }
     }
-    // Everyone to its right neighbour.
+    // Every rank sends to its right neighbour.
     if n > 1 {
         let (right, left) = ((me + 1) % n, (me + n - 1) % n);
         let sent = comm.send(samples::<T>(1, me, len), right, 3);
@@ -98,7 +98,7 @@ fn one_collective<T: Element>(
     let expected = oracle::results(kind, &shape, algorithm, &all_bytes);
     let mine = inputs[me].clone();
     let comm = &comm.with_options(options);
-    // As a value, which all kinds can be; and by the methods that are made for some of them.
+    // As a value, which works for all kinds; and by the methods that some kinds have.
     let by_value = comm.run(call(Rank(me as u32)), mine.clone()).wait().map(Some);
     let by_name = match kind {
         Kind::AllReduce => comm.all_reduce(mine, op).wait().map(Some),
@@ -123,7 +123,7 @@ fn one_collective<T: Element>(
     }
 }
 
-/// Three of five ranks work in a group, the other two in another way.
+/// Three of five ranks work in a group, while the other two exchange messages.
 pub(crate) fn subgroups(comm: &Communicator) {
     let me = comm.rank();
     if me % 2 == 1 {
@@ -172,7 +172,7 @@ pub(crate) fn assert_succeeds(child: Child, who: &str) -> String {
     text
 }
 
-/// The children, in the parent. In a child, which has run `rank`, none.
+/// The children, in the parent. In a child, which has run `rank` by then, there are none.
 pub(crate) fn start_processes(
     test: &str,
     n: usize,
@@ -194,15 +194,16 @@ pub(crate) fn start_processes_with(
     start_processes_at(test, &vec![port; n], &Token::generate(), link, settings, rank)
 }
 
-/// What a test's process of a rank is told: the case that it belongs to.
+/// Tells the process of a rank which case of a test it belongs to.
 const MARK: &str = "FARWIRE_TEST_CASE";
 
-/// A port of loopback, for UDP and TCP, that nobody uses right now. It is below those that the system hands out,
-/// so nobody who asks for any port gets it before the rank that is told of it.
+/// A port of loopback, for UDP and TCP, that nobody uses right now. It is below those that the
+/// system hands out, so no process that asks for any port gets it before the rank that is told of
+/// it.
 pub(crate) fn free_port() -> u16 {
     static TAKEN: AtomicU32 = AtomicU32::new(0);
     if std::env::var_os(MARK).is_some() {
-        return 0; // A rank was told its port. To try others would be in the way of other tests.
+        return 0; // A rank was told its port. Trying others would disturb other tests.
     }
     let first = std::process::id();
     let ports = std::iter::repeat_with(|| {
@@ -216,8 +217,8 @@ pub(crate) fn free_port() -> u16 {
     ports.take(20_000).find(free).expect("a free port")
 }
 
-/// The same for a job whose token and ports, one for each rank to find rank 0 at, the test knows. A
-/// child's input ends when the test drops its end of it.
+/// [`start_processes_with`], for a job whose token and ports the test knows; each rank has a port
+/// to find rank 0 at. A child's input ends when the test drops its end of it.
 pub(crate) fn start_processes_at(
     test: &str,
     ports: &[u16],
@@ -229,7 +230,7 @@ pub(crate) fn start_processes_at(
     start_each(test, ports, token, link, &|_| settings.to_vec(), rank)
 }
 
-/// [`start_processes`], on hosts of these names, as far as the ranks know.
+/// [`start_processes`], on hosts with these names, as far as the ranks know.
 pub(crate) fn start_processes_on(
     test: &str,
     hosts: &[&str],

@@ -24,7 +24,7 @@ pub(crate) struct Relay {
 }
 
 impl Relay {
-    /// Shows every datagram to `passes`, and passes on those that it wants.
+    /// Shows every datagram to `passes`, and passes on those for which that returns `true`.
     pub(crate) fn start(
         server: SocketAddr,
         passes: impl FnMut(Way, &[u8]) -> bool + Send + 'static,
@@ -82,12 +82,12 @@ type Bytes = Arc<Mutex<Vec<u8>>>;
 pub(crate) struct TcpRelay {
     address: SocketAddr,
     ended: Arc<AtomicBool>,
-    /// All connections, each way.
+    /// What went over all connections, each way.
     seen: Arc<Mutex<Vec<(Way, Bytes)>>>,
 }
 
 impl TcpRelay {
-    /// Listens at `address`, and keeps all that goes by.
+    /// Listens at `address`, and keeps everything that goes by.
     pub(crate) fn start(address: SocketAddr, server: SocketAddr) -> std::io::Result<TcpRelay> {
         let listener = TcpListener::bind(address)?;
         let (ended, seen) = (Arc::new(AtomicBool::new(false)), Arc::<Mutex<Vec<_>>>::default());
@@ -122,7 +122,7 @@ impl TcpRelay {
         Ok(TcpRelay { address, ended, seen })
     }
 
-    /// What went one way, a text for each connection.
+    /// What went one way, for each connection.
     pub(crate) fn seen(&self, way: Way) -> Vec<Vec<u8>> {
         let seen = self.seen.lock().unwrap();
         let this_way = seen.iter().filter(|(other, _)| *other == way);

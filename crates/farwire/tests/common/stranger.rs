@@ -1,4 +1,4 @@
-//! Those who do not have the token, and try.
+//! Strangers: they do not have the token, and try anyway.
 
 use std::collections::HashSet;
 use std::io::{Read, Write};
@@ -15,7 +15,7 @@ use rustls::{DigitallySignedStruct, SignatureScheme};
 
 use super::relay::{Relay, Way};
 
-/// Believes that anybody is anybody.
+/// Believes any certificate.
 #[derive(Debug)]
 struct Credulous(Arc<CryptoProvider>);
 
@@ -124,7 +124,7 @@ pub(crate) fn half_open_tcp(server: SocketAddr, count: usize) -> Vec<TcpStream> 
     (0..count).map(connect).collect()
 }
 
-/// Says noise over TCP, so many times.
+/// Sends noise over TCP, on this many connections.
 pub(crate) fn garbage_tcp(server: SocketAddr, count: usize) {
     let mut noise = 1u64;
     for _ in 0..count {
@@ -139,19 +139,19 @@ pub(crate) fn garbage_tcp(server: SocketAddr, count: usize) {
     }
 }
 
-/// Handshakes that their strangers do not go on with, until it is dropped.
+/// Handshakes that strangers have begun and do not go on with, until this is dropped.
 #[derive(Debug)]
 pub(crate) struct HalfOpen {
     _connecting: tokio::task::JoinSet<()>,
     _relay: Relay,
 }
 
-/// Opens so many handshakes, each as far as the server's certificate, and returns when the server
-/// has answered all.
+/// Opens this many handshakes, each as far as the server's certificate, and returns when the server
+/// has answered all of them.
 pub(crate) async fn half_open(server: SocketAddr, count: usize) -> HalfOpen {
     let (answered, all_answered) = mpsc::channel();
     let mut connections = HashSet::new();
-    // Only first packets reach the server, and only the request to prove one's address comes back:
+    // Only first packets reach the server, and only its request to prove the address comes back:
     // the strangers do not learn that they were answered, and wait.
     let relay = Relay::start(server, move |way, datagram| {
         let Some(Packet { kind, to }) = Packet::parse(datagram) else { return false };

@@ -74,7 +74,7 @@ impl Listening {
         Self { token, address, expected, _newcomers: newcomers }
     }
 
-    /// One that says this hello, and has the certificate of its job and rank.
+    /// A caller that says this hello, and has the certificate of its job and rank.
     fn caller(&self, hello: &Hello, patience: Duration) -> Caller {
         let rank = Peer(hello.member.rank);
         let identity = Identity::new(&self.token, rank, Epoch(0), &hello.job).unwrap();
@@ -96,7 +96,7 @@ impl Listening {
 
 const LONG: Duration = Duration::from_secs(60);
 
-/// What those are told who say these hellos.
+/// The answers to these hellos.
 async fn answers(hellos: &[Hello]) -> Vec<Result<(), String>> {
     let listening = Listening::new().await;
     let mut answers = Vec::new();
@@ -139,7 +139,7 @@ async fn a_further_connection_is_for_the_rank_that_has_the_ticket() {
     assert_eq!(nobody, "rank 2 did not connect again");
 }
 
-/// What is known later counts for both sides from when it is known.
+/// What becomes known later counts once both sides know it.
 #[test]
 fn those_that_join_are_asked_for_what_is_known_by_then() {
     let knows = |line: &str| Hello {
@@ -186,7 +186,7 @@ async fn every_rank_refuses_strangers_and_says_why() {
     assert_eq!(answers(&[hello("here", 2, VERSION)]).await, [Ok(())]);
 }
 
-/// Else a large job could not be joined.
+/// Otherwise a large job could not be joined.
 #[test]
 fn every_entry_of_the_table_of_ranks_fits() {
     let host = "\u{1}".repeat(MAX_HOST); // which JSON writes with six bytes each
