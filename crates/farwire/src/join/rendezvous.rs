@@ -38,6 +38,7 @@ use super::tunnel::{self, Tunnels};
 use super::{beginning, door, held_port, meeting};
 use crate::link::Boxed;
 use crate::link::negotiation::Control;
+use crate::quic::batches::Batches;
 use crate::quic::transport::{Transport, widen};
 use crate::settings::Later;
 use crate::tcp::port::{TcpPort, TcpSettings};
@@ -516,7 +517,7 @@ pub(super) async fn listen(terms: &Terms<'_>, identity: &Arc<Identity>) -> Resul
     let listen = |(socket, listener): Bound| {
         widen(&socket);
         let (runtime, same) = (Arc::new(quinn::TokioRuntime), socket.try_clone()?);
-        let udp = runtime.wrap_udp_socket(socket)?;
+        let udp = Batches::new(runtime.wrap_udp_socket(socket)?);
         let socket = Arc::new(tunnel::Socket { udp, tunnels: tunnels.clone() });
         let (config, server) = (Transport::endpoint(), Some(server.clone()));
         let endpoint = Endpoint::new_with_abstract_socket(config, server, socket, runtime)?;

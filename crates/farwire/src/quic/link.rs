@@ -15,16 +15,16 @@
 //! lane's streams. To wait for a reset and then not to is something that quinn does not forget.)
 
 use std::collections::VecDeque;
+use std::io;
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use bytes::{BufMut, Bytes, BytesMut};
 use farwire_proto::{CommId, HEADER_LEN, Header, Lane, OpSeq, Peer};
-use quinn::{
-    Connection, ConnectionError, ReadError, ReadExactError, RecvStream, SendStream, VarInt,
-};
+use quinn::{Connection, ConnectionError, RecvStream, SendStream, VarInt};
 use rustc_hash::{FxHashMap as HashMap, FxHashSet as HashSet};
+use tokio::io::AsyncReadExt;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, mpsc};
@@ -781,7 +781,7 @@ async fn read_stream(mut stream: RecvStream, shared: &Shared) -> Result<(), Brok
     let mut lane = None;
     let given_up = loop {
         let mut start = [0; 1 + HEADER_LEN];
-        if let Err(end) = stream.read_exact(&mut start).await {
+        if let Err(end) = AsyncReadExt::read_exact(&mut stream, &mut start).await {
             break is_reset(&end);
         }
         let last = match start[0] {
@@ -809,10 +809,10 @@ async fn read_stream(mut stream: RecvStream, shared: &Shared) -> Result<(), Brok
                 Room::NotWanted => break true,
             }
         }
-        let mut body = vec![0; length];
-        if let Err(end) = stream.read_exact(&mut body).await {
-            break is_reset(&end);
-        }
+        let body = match read_body(&mut stream, length).await {
+            Ok(body) => body,
+            Err(end) => break is_reset(&end),
+        };
         shared.tell(Ok(News::Frame(Frame { header, body, last, _room: spare })));
     };
     if let Some(lane) = lane.filter(|_| given_up) {
@@ -821,10 +821,22 @@ async fn read_stream(mut stream: RecvStream, shared: &Shared) -> Result<(), Brok
     Ok(())
 }
 
+/// The next bytes of a stream, in memory that nobody has to clear first.
+async fn read_body(stream: &mut RecvStream, length: usize) -> io::Result<Vec<u8>> {
+    let mut body = Vec::with_capacity(length);
+    while body.len() < length {
+        let room = length - body.len();
+        if stream.read_buf(&mut (&mut body).limit(room)).await? == 0 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+    }
+    Ok(body)
+}
+
 /// Whether a stream was given up by the peer. If it has ended, that is well; a connection that has
 /// is told by the heartbeats.
-fn is_reset(end: &ReadExactError) -> bool {
-    matches!(end, ReadExactError::ReadError(ReadError::Reset(_)))
+fn is_reset(end: &io::Error) -> bool {
+    end.kind() == io::ErrorKind::ConnectionReset
 }
 
 #[cfg(test)]

@@ -4,6 +4,7 @@
 //! frames nobody wants yet is held back by flow control. A *control stream* per peer carries
 //! [heartbeats](control) and the goodbye.
 
+pub(crate) mod batches;
 pub(crate) mod congestion;
 pub(crate) mod control;
 pub(crate) mod kind;

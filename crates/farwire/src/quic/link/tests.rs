@@ -351,7 +351,7 @@ fn giving_a_lane_up_resets_its_streams_and_says_so() {
             let mut stream = peer.accept_uni().await.unwrap();
             match stream.read_to_end(usize::MAX).await {
                 Ok(bytes) => said += usize::from(bytes.first() == Some(&GIVEN_UP)),
-                Err(quinn::ReadToEndError::Read(ReadError::Reset(_))) => reset += 1,
+                Err(quinn::ReadToEndError::Read(quinn::ReadError::Reset(_))) => reset += 1,
                 Err(end) => panic!("{end}"),
             }
         }
