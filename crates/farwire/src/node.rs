@@ -130,6 +130,8 @@ const SHORT_SPIN: Duration = Duration::from_micros(10);
 const HOST_SPIN: Duration = Duration::from_micros(500);
 /// Turns that it makes in any case; in the later ones it lets others have the core.
 const LEAST_TURNS: u32 = 20;
+/// The same, if it waits for a network and waits usually take long.
+const FEW_TURNS: u32 = 2;
 /// The longest that a thread sleeps without looking around.
 const NAP: Duration = Duration::from_millis(100);
 
@@ -281,8 +283,8 @@ impl Node {
             }
             idle += 1;
             let waited = now.saturating_duration_since(*since.get_or_insert(now));
-            let spin = self.spin(coding, network);
-            if idle > LEAST_TURNS && waited >= spin {
+            let (turns, spin) = self.spin(coding, network);
+            if idle > turns && waited >= spin {
                 // Between listening and sleeping lies a turn, so that nothing is missed.
                 match listening.take() {
                     None => listening = Some(self.bell.listen()),
@@ -292,7 +294,7 @@ impl Node {
                         idle = 0;
                     }
                 }
-            } else if idle > LEAST_TURNS / 2 {
+            } else if idle > turns / 2 {
                 std::thread::yield_now(); // which costs little if nobody wants the core
             } else {
                 std::hint::spin_loop();
@@ -300,20 +302,23 @@ impl Node {
         }
     }
 
-    /// How long to spin before sleeping. On a core that another thread needs, spinning would only
-    /// delay what is waited for.
+    /// How many turns to make before sleeping, and for how long at least. On a core that another
+    /// thread needs, spinning would only delay what is waited for.
     ///
     /// Ranks of one host do not go by how long waits have taken lately: a rank that sleeps makes
     /// the others wait longer, so that they would sleep, too, and from then on all would wake each
     /// other.
-    fn spin(&self, coding: bool, network: bool) -> Duration {
+    fn spin(&self, coding: bool, network: bool) -> (u32, Duration) {
         let typical = Duration::from_micros(self.typical.load(Ordering::Relaxed).into());
-        match self.crowded[usize::from(coding)] {
+        let takes_long = network && typical > LONG_SPIN;
+        let turns = if takes_long { FEW_TURNS } else { LEAST_TURNS };
+        let spin = match self.crowded[usize::from(coding)] {
             true => Duration::ZERO,
             false if !network => HOST_SPIN,
-            false if typical <= LONG_SPIN => LONG_SPIN,
-            false => SHORT_SPIN,
-        }
+            false if takes_long => SHORT_SPIN,
+            false => LONG_SPIN,
+        };
+        (turns, spin)
     }
 
     /// Notes how long a wait took.

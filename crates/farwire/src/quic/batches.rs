@@ -16,6 +16,8 @@
 //! something that is not a full batch, or when every task that was ready to run has had some turns.
 //! Packets of one connection keep their order, because what is overtaken is taken for lost.
 
+pub(crate) mod fitting;
+
 use std::future::poll_fn;
 use std::io::{self, IoSliceMut};
 use std::net::{IpAddr, SocketAddr};
@@ -27,6 +29,8 @@ use quinn::udp::{EcnCodepoint, RecvMeta, Transmit};
 use quinn::{AsyncUdpSocket, UdpPoller};
 use rustc_hash::FxHashMap as HashMap;
 use tokio::sync::Notify;
+
+use fitting::{FITTING, Fitting};
 
 /// Packets of a full batch of quinn's.
 const FULL: usize = 10;
@@ -40,6 +44,7 @@ const TURNS: usize = 3;
 #[derive(Debug)]
 pub(crate) struct Batches {
     socket: Arc<dyn AsyncUdpSocket>,
+    fitting: &'static Fitting,
     held: Mutex<HashMap<Flow, Arc<Mutex<Batch>>>>,
     /// Notified when a batch is held, and when there are no more.
     news: Arc<Notify>,
@@ -119,8 +124,12 @@ fn lock(batch: &Mutex<Batch>) -> MutexGuard<'_, Batch> {
 impl Batches {
     /// Must be called inside a runtime, whose tasks then send what is held.
     pub(crate) fn new(socket: Arc<dyn AsyncUdpSocket>) -> Arc<Self> {
-        let news = Arc::<Notify>::default();
-        let batches = Arc::new(Self { socket, held: Mutex::default(), news: news.clone() });
+        Self::that_fit(socket, &FITTING)
+    }
+
+    fn that_fit(socket: Arc<dyn AsyncUdpSocket>, fitting: &'static Fitting) -> Arc<Self> {
+        let (held, news) = (Mutex::default(), Arc::<Notify>::default());
+        let batches = Arc::new(Self { socket, fitting, held, news: news.clone() });
         tokio::spawn(send_soon(Arc::downgrade(&batches), news));
         batches
     }
@@ -141,21 +150,24 @@ impl Batches {
 
     /// Whether more packets will probably follow, and there is room for as many again.
     fn is_full(&self, transmit: &Transmit<'_>) -> bool {
-        transmit.segment_size.is_some_and(|packet| {
-            let packets = transmit.contents.len() / packet.max(1);
-            let is_whole = transmit.contents.len() == packets * packet;
-            is_whole && packets >= FULL && 2 * packets <= self.most(packet)
-        })
+        let Some(packet) = transmit.segment_size else { return false };
+        let packets = transmit.contents.len() / packet.max(1);
+        let is_whole = transmit.contents.len() == packets * packet;
+        is_whole && packets >= FULL && 2 * packets <= self.most(packet)
     }
 
     /// How many packets of a length may be sent at once.
     fn most(&self, packet: usize) -> usize {
-        self.socket.max_transmit_segments().min(LONGEST / packet.max(1))
+        let kernel = self.socket.max_transmit_segments();
+        kernel.min(LONGEST / packet.max(1)).min(self.fitting.packets())
     }
 }
 
 impl AsyncUdpSocket for Batches {
     fn try_send(&self, transmit: &Transmit<'_>) -> io::Result<()> {
+        if transmit.segment_size.is_some_and(|packet| transmit.contents.len() >= FULL * packet) {
+            self.fitting.goes();
+        }
         let Some(batch) = self.batch(transmit) else { return self.socket.try_send(transmit) };
         let mut batch = lock(&batch);
         if batch.bytes.is_empty() || !batch.takes(transmit, self.most(batch.packet)) {

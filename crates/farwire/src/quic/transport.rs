@@ -7,6 +7,7 @@ use std::time::Duration;
 use quinn::{AckFrequencyConfig, EndpointConfig, MtuDiscoveryConfig, TransportConfig, VarInt};
 use rustix::net::sockopt;
 
+use super::batches::fitting::{FITTING, Watching};
 use super::congestion::Congestion;
 use super::link;
 
@@ -50,8 +51,9 @@ impl Transport {
         let mut packets = MtuDiscoveryConfig::default();
         packets.upper_bound(longest_payload(peer));
         let mut transport = TransportConfig::default();
+        let controllers = self.congestion.factory();
         transport
-            .congestion_controller_factory(self.congestion.factory())
+            .congestion_controller_factory(Arc::new(Watching { controllers, fitting: &FITTING }))
             .ack_frequency_config(Some(acknowledgements()))
             .mtu_discovery_config(Some(packets))
             .max_concurrent_uni_streams(0u32.into())

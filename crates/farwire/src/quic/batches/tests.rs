@@ -132,7 +132,7 @@ fn run(steps: &[Step], refusals: &[bool]) -> Arc<Recorder> {
     let recorder = Arc::new(Recorder::default());
     recorder.refusals.lock().unwrap().extend(refusals);
     runtime.block_on(async {
-        let batches = Batches::new(recorder.clone());
+        let batches = Batches::that_fit(recorder.clone(), Box::leak(Box::new(Fitting::new())));
         let mut numbers = [0; 256];
         for step in steps {
             step.send(&batches, &mut numbers[usize::from(step.connection)]);
