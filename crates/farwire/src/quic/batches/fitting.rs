@@ -3,8 +3,8 @@
 //! The queue of this host's own interface takes a batch or drops it as a whole. Where it holds less
 //! than a batch, it drops all of them, even when it is empty; and a batch may be all that its
 //! connection has under way, so that nothing comes behind it to show the loss. So when a connection
-//! loses most of what it had under way, batches get half as long, but never shorter than quinn's.
-//! They grow again as batches get through, the more slowly the more often that has happened.
+//! loses most of what it had under way, batches are as long as quinn's again. They grow as those get
+//! through, four times as slowly each time that it has happened.
 
 use std::any::Any;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -20,7 +20,7 @@ use super::FULL;
 const MOST: usize = 64;
 /// Full batches of quinn's that must get through before batches may have one packet more, at first
 /// and at most.
-const FEW: u32 = 32;
+const FEW: u32 = 16;
 const MANY: u32 = 1 << 20;
 
 /// That of this host's interfaces.
@@ -35,7 +35,7 @@ pub(crate) struct Fitting {
 
 #[derive(Debug)]
 struct Growth {
-    /// Full batches that went since it last grew or shrank.
+    /// Full batches that went since this last changed.
     went: u32,
     needed: u32,
 }
@@ -68,8 +68,8 @@ impl Fitting {
             return;
         }
         let mut growth = self.growth.lock().unwrap_or_else(PoisonError::into_inner);
-        self.packets.store((self.packets() / 2).max(FULL), Ordering::Relaxed);
-        *growth = Growth { went: 0, needed: growth.needed.saturating_mul(2).min(MANY) };
+        self.packets.store(FULL, Ordering::Relaxed);
+        *growth = Growth { went: 0, needed: growth.needed.saturating_mul(4).min(MANY) };
     }
 }
 
@@ -147,16 +147,15 @@ mod tests {
         let fitting = Fitting::new();
         fitting.lost(10_000, 100_000);
         assert_eq!(fitting.packets(), MOST, "a few packets were lost");
-        fitting.lost(58_000, 60_000);
-        assert_eq!(fitting.packets(), MOST / 2);
-        (0..10).for_each(|_| fitting.lost(58_000, 60_000));
-        assert_eq!(fitting.packets(), FULL);
-        for packets in FULL..MOST {
-            assert_eq!(fitting.packets(), packets);
-            // It was lost three times before it was as short as can be.
-            (0..8 * FEW).for_each(|_| fitting.goes());
+        for slower in [4, 16, 64] {
+            fitting.lost(58_000, 60_000);
+            fitting.lost(14_000, 14_000); // no batch was longer
+            for packets in FULL..MOST {
+                assert_eq!(fitting.packets(), packets);
+                (0..slower * FEW).for_each(|_| fitting.goes());
+            }
+            (0..1000).for_each(|_| fitting.goes());
+            assert_eq!(fitting.packets(), MOST);
         }
-        (0..1000).for_each(|_| fitting.goes());
-        assert_eq!(fitting.packets(), MOST);
     }
 }

@@ -1,8 +1,17 @@
 use std::collections::VecDeque;
+use std::time::Duration;
 
+use farwire_netlab::{Impairments, MemoryNetwork};
+use farwire_proto::{Epoch, Peer};
 use proptest::prelude::*;
+use quinn::{Endpoint, EndpointConfig, TokioRuntime, TransportConfig, VarInt};
+use tokio::time::Instant;
 
+use super::fitting::Watching;
 use super::*;
+use crate::join::identity::Identity;
+use crate::quic::congestion::Congestion;
+use crate::token::Token;
 
 const PACKET: usize = 1452;
 const KERNEL: usize = 64;
@@ -230,4 +239,129 @@ proptest! {
             prop_assert_eq!(numbers, (0..all).collect::<Vec<_>>());
         }
     }
+}
+
+/// The queue of an interface, which takes what it is handed at once or drops all of it.
+#[derive(Debug)]
+struct ShortQueue {
+    socket: Arc<dyn AsyncUdpSocket>,
+    /// Bytes that wait, at a time.
+    waiting: Mutex<(usize, Instant)>,
+}
+
+impl ShortQueue {
+    const LIMIT: usize = 20_000;
+    /// Bytes per second.
+    const RATE: f64 = 50e6;
+}
+
+impl AsyncUdpSocket for ShortQueue {
+    fn try_send(&self, transmit: &Transmit<'_>) -> io::Result<()> {
+        let (bytes, since) = &mut *self.waiting.lock().unwrap();
+        *bytes = bytes.saturating_sub((since.elapsed().as_secs_f64() * Self::RATE) as usize);
+        *since = Instant::now();
+        if *bytes + transmit.contents.len() > Self::LIMIT {
+            return Ok(()); // it is lost
+        }
+        *bytes += transmit.contents.len();
+        self.socket.try_send(transmit)
+    }
+
+    fn create_io_poller(self: Arc<Self>) -> Pin<Box<dyn UdpPoller>> {
+        Box::pin(Writable)
+    }
+
+    fn poll_recv(
+        &self,
+        cx: &mut Context<'_>,
+        bufs: &mut [IoSliceMut<'_>],
+        meta: &mut [RecvMeta],
+    ) -> Poll<io::Result<usize>> {
+        self.socket.poll_recv(cx, bufs, meta)
+    }
+
+    fn local_addr(&self) -> io::Result<SocketAddr> {
+        self.socket.local_addr()
+    }
+
+    fn max_transmit_segments(&self) -> usize {
+        KERNEL
+    }
+}
+
+const STREAMS: usize = 32;
+
+/// How long 32 MB take over a line behind a [`ShortQueue`], in virtual time, if `told`
+/// hears of losses.
+fn through_a_short_queue(fitting: &'static Fitting, told: &'static Fitting) -> Duration {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .start_paused(true)
+        .build()
+        .unwrap();
+    runtime.block_on(async {
+        let network = MemoryNetwork::new();
+        let token = Token::generate();
+        let near = Impairments { delay: Duration::from_micros(100), ..Impairments::default() };
+        let address = |host: u8| SocketAddr::from(([10, 77, 0, host], 4000));
+        let identity = Identity::new(&token, Peer(0), Epoch(0), &Default::default()).unwrap();
+        let mut transport = TransportConfig::default();
+        let controllers = Congestion::Cubic.factory();
+        transport
+            .congestion_controller_factory(Arc::new(Watching { controllers, fitting: told }))
+            .stream_receive_window(VarInt::from_u32(1 << 20));
+        let transport = Arc::new(transport);
+        let endpoint = |socket: Arc<dyn AsyncUdpSocket>| {
+            let mut server = identity.server_config().unwrap();
+            let mut client = identity.client_config().unwrap();
+            server.transport_config(transport.clone());
+            client.transport_config(transport.clone());
+            let (mut config, runtime) = (EndpointConfig::default(), Arc::new(TokioRuntime));
+            config.rng_seed(Some([7; 32]));
+            let mut endpoint =
+                Endpoint::new_with_abstract_socket(config, Some(server), socket, runtime).unwrap();
+            endpoint.set_default_client_config(client);
+            endpoint
+        };
+        let there = endpoint(network.host(address(0), &near, 0));
+        let (socket, waiting) =
+            (network.host(address(1), &near, 1), Mutex::new((0, Instant::now())));
+        let here = endpoint(Batches::that_fit(Arc::new(ShortQueue { socket, waiting }), fitting));
+        let connecting = here.connect(address(0), &identity.name_of(Peer(0))).unwrap();
+        let accepting = async { there.accept().await.unwrap().await.unwrap() };
+        let (to, from) = tokio::join!(connecting, accepting);
+        let to = to.unwrap();
+        let began = Instant::now();
+        let sending = async {
+            let mut streams = Vec::new();
+            for _ in 0..STREAMS {
+                let mut stream = to.open_uni().await.unwrap();
+                streams.push(tokio::spawn(async move {
+                    stream.write_all(&[1; 1_000_000]).await.unwrap();
+                    stream.finish().unwrap();
+                    stream.stopped().await.unwrap();
+                }));
+            }
+            for stream in streams {
+                stream.await.unwrap();
+            }
+        };
+        let receiving = async {
+            for _ in 0..STREAMS {
+                let mut stream = from.accept_uni().await.unwrap();
+                tokio::spawn(async move { stream.read_to_end(1_000_000).await.unwrap() });
+            }
+        };
+        tokio::join!(sending, receiving);
+        began.elapsed()
+    })
+}
+
+#[test]
+fn batches_that_a_short_queue_drops_as_a_whole_get_shorter() {
+    let [fitting, unheard, unused] = [(); 3].map(|()| &*Box::leak(Box::new(Fitting::new())));
+    let long = through_a_short_queue(unheard, unused);
+    let fit = through_a_short_queue(fitting, fitting);
+    assert!(fitting.packets() < 2 * FULL, "{fitting:?}");
+    assert!(2 * fit < long, "{fit:?} with batches that fit, {long:?} with longer ones");
 }
