@@ -2,7 +2,7 @@
 //!
 //! quinn hands the kernel at most ten packets at once. Each such batch costs the kernel a buffer, a
 //! route and a way through the queues of an interface, at both ends. With forty packets of an
-//! Ethernet at once, four hosts on two cores fill lines of 1 Gbit/s that they could not fill before
+//! Ethernet at once, an all-reduce of four hosts on two cores takes a tenth less time over 1 Gbit/s
 //! (docs/performance.md). So a full batch, which is probably not its connection's last, is held back
 //! until the next one is put behind it:
 //!
