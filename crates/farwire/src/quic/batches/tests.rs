@@ -211,7 +211,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
                 packets: if full { FULL } else { packets },
                 length,
                 last: if full { length } else { last.min(length) },
-                ecn: (ecn && odd == 0).then_some(EcnCodepoint::Ect0),
+                ecn: (ecn && odd == 0).then_some(EcnCodepoint::Ce),
                 long: odd == 1,
                 pause,
             }
