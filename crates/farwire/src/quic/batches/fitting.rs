@@ -18,8 +18,8 @@ use super::FULL;
 
 /// More packets than any kernel takes at once.
 const MOST: usize = 64;
-/// Full batches of quinn's that must get through before batches may have one packet more, at first
-/// and at most.
+/// Full batches of quinn's that must get through before batches may have one packet more: four times
+/// as many with each loss, the first included, and at most so many.
 const FEW: u32 = 16;
 const MANY: u32 = 1 << 20;
 
